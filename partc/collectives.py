@@ -1,0 +1,65 @@
+"""The communication ops that a partitioned graph holds, as functions of one rank's tensors.
+
+In a graph they are call targets; the keyword ``axis`` names the mesh axis. Under fake tensors they give the
+right local shape, which is how a partitioned graph is checked. ``Ranks`` in ``partc.simulate`` gives them
+their meaning for all ranks at once, and ``codegen`` their text. ``wait`` marks where a started
+collective's result is first needed; until a graph is scheduled the collective's own node is its result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from partc.sharding import take_piece
+
+
+def all_reduce(x: Tensor, *, axis: str, num: int, op: str = "sum") -> Tensor:
+    """Sum (or ``op="max"``) over the axis: ``f32[8]{U:axis} -> f32[8]``."""
+    return torch.empty_like(x)
+
+
+def all_gather(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
+    """Every rank gets the whole: ``f32[8@axis] -> f32[8]``."""
+    shape = list(x.shape)
+    shape[dim] *= num
+    return x.new_empty(shape)
+
+
+def reduce_scatter(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
+    """Sum over the axis and keep this rank's piece: ``f32[8]{U:axis} -> f32[8@axis]``."""
+    return torch.empty_like(take_piece(x, dim, outer, num, 0), memory_format=torch.contiguous_format)
+
+
+def all_to_all(
+    x: Tensor, *, axis: str, num: int, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1
+) -> Tensor:
+    """Move a cut from one dim to another: ``f32[8@axis,4] -> f32[8,4@axis]`` with dim=0, to_dim=1."""
+    shape = list(x.shape)
+    shape[dim] *= num
+    shape[to_dim] //= num
+    return x.new_empty(shape)
+
+
+def keep_piece(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
+    """This rank's piece of what all hold, no communication: ``f32[8] -> f32[8@axis]``."""
+    return take_piece(x, dim, outer, num, 0)
+
+
+def keep_first(x: Tensor, *, axis: str, num: int) -> Tensor:
+    """The value on the first rank of the axis and zeros elsewhere, no communication: ``f32[8] -> f32[8]{U:axis}``."""
+    return torch.empty_like(x)
+
+
+def axis_index(like: Tensor, *, axis: str, num: int) -> int:
+    """This rank's coordinate on the axis (0 under fake tensors)."""
+    return 0
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a started collective, ready to read."""
+    return x
+
+
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)  # these communicate and are waited for
+LOCAL = (keep_piece, keep_first)  # these depend on the rank but move nothing

@@ -1,0 +1,170 @@
+"""A typed view over ``torch.fx.Graph``: what each value is, where it came from, how it lies on the mesh.
+
+Only this module touches ``node.meta``. A graph has placeholders (parameters, buffers, inputs, in this
+order), calls of ATen ops or of ``partc.collectives``, and one output, the dict made by ``outputs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from partc.mesh import Mesh
+from partc.sharding import REPLICATED, Layout, Sharding
+
+Kind = Literal["param", "buffer", "input", "op"]
+Phase = Literal["F", "B"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of one node beside its op: the whole's shape and dtype, its origin, its sharding.
+
+    A node with several outputs (layer norm) has ``shape == ()`` here; its getitem nodes carry the values.
+    """
+
+    kind: Kind = "op"
+    shape: tuple[int, ...] = ()  # of the whole tensor, over all ranks
+    dtype: torch.dtype = torch.float32
+    sharding: Sharding = REPLICATED
+    name: str = ""  # parameter, buffer or input: the user's name; op: "" or a hint for its name
+    module: str = ""  # path of the module whose forward made it, "" for loss code
+    source: str = ""  # "model.py:14" and the source line's text after ": "
+    phase: Phase = "F"
+    forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
+    note: str = ""  # for a collective: why it is there, what hides it
+
+
+@dataclass
+class Graph:
+    """One training step (or one rank's share of it) as a graph.
+
+    ``aliases`` maps each second name of a tied parameter or buffer to the name that stands in the graph.
+    ``constants`` holds the values of buffers that are known when compiling, ``trainable`` the names of
+    the parameters that have a gradient.
+    """
+
+    fx: fx.Graph
+    mesh: Mesh = field(default_factory=lambda: Mesh(()))
+    model: str = ""
+    aliases: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    # nodes -----------------------------------------------------------------------------------
+    def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
+        """The parameter, buffer or input nodes by the user's name, in order."""
+        nodes = (n for n in self.fx.nodes if n.op == "placeholder" and value(n).kind == kind)
+        return {value(n).name: n for n in nodes}
+
+    @property
+    def params(self) -> dict[str, fx.Node]:
+        return self.placeholders("param")
+
+    @property
+    def buffers(self) -> dict[str, fx.Node]:
+        return self.placeholders("buffer")
+
+    @property
+    def inputs(self) -> dict[str, fx.Node]:
+        return self.placeholders("input")
+
+    def calls(self) -> Iterator[fx.Node]:
+        """Every call node in order of execution, getitem nodes among them."""
+        return (n for n in self.fx.nodes if n.op == "call_function")
+
+    # results ---------------------------------------------------------------------------------
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs(**self.fx.output_node().args[0])
+
+    def set_outputs(self, outputs: Outputs) -> None:
+        self.fx.output_node().args = (outputs.as_dict(),)
+
+    @property
+    def loss(self) -> fx.Node | None:
+        return self.outputs.loss
+
+    @property
+    def grads(self) -> dict[str, fx.Node]:
+        return self.outputs.grads
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a graph gives back. In the fx graph it is a plain dict of these four entries.
+
+    ``results`` are the named tensors that the model returns when there is no loss (inference).
+    """
+
+    loss: fx.Node | None = None
+    grads: dict[str, fx.Node] = field(default_factory=dict)  # parameter name -> gradient
+    buffers: dict[str, fx.Node] = field(default_factory=dict)  # buffer name -> its new value
+    results: dict[str, fx.Node] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss, "grads": self.grads, "buffers": self.buffers, "results": self.results}
+
+
+def value(node: fx.Node) -> Value:
+    """What is known of a node."""
+    known: Value = node.meta["value"]
+    return known
+
+
+def set_value(node: fx.Node, known: Value) -> None:
+    node.meta["value"] = known
+
+
+def update(node: fx.Node, **changes: Any) -> None:
+    """Change some fields of a node's Value."""
+    node.meta["value"] = replace(node.meta["value"], **changes)
+
+
+def held(node: fx.Node) -> Any:
+    """The fake tensor (or tuple of them) of this graph's own shapes: the whole's before partition, local after."""
+    return node.meta["val"]
+
+
+def set_held(node: fx.Node, fake: Any) -> None:
+    node.meta["val"] = fake
+    if isinstance(fake, Tensor) and "value" in node.meta and value(node).shape == ():
+        update(node, shape=tuple(fake.shape), dtype=fake.dtype)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def tensor_args(node: fx.Node) -> list[fx.Node]:
+    """The nodes a call reads, in argument order, repeats kept: the operand order of rules."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def results_of(node: fx.Node) -> list[Tensor | None]:
+    """The fake results of a call as a list: one for a tensor, one each (None where absent) for a tuple."""
+    fake = held(node)
+    if isinstance(fake, Sequence):
+        return [f if isinstance(f, Tensor) else None for f in fake]
+    return [fake if isinstance(fake, Tensor) else None]
+
+
+def typed(node: fx.Node) -> str:
+    """``f32[8,64,1024@tp]{U:tp}`` of a node's whole value."""
+    known = value(node)
+    return known.sharding.typed(known.shape, known.dtype)
+
+
+def layout_on(node: fx.Node, axis: str) -> Layout:
+    return value(node).sharding.on(axis)
+
+
+def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives on the fake values of its argument nodes."""
+    a, k = fx.map_arg((args, dict(kwargs)), held)
+    return target(*a, **k)
