@@ -1,0 +1,22 @@
+"""Composite ops that a canonical graph holds beside ATen: each stands for a few lines of torch.
+
+They are ordinary functions, so graphs that hold them run; ``codegen`` prints them as short torch text.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
+    """Gradient of a linear's weight, summed over all leading dims: ``f32[8,64,O], f32[8,64,I] -> f32[O,I]``."""
+    return d_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def dropout_mask(x: Tensor, p: float) -> Tensor:
+    """0 with probability ``p``, else ``1 / (1 - p)``, shaped and typed as ``x``: dropout is ``x * mask``.
+
+    Draws from this rank's generator for the axes that cut ``x``: pieces get different masks, copies equal ones.
+    """
+    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
