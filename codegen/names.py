@@ -1,0 +1,143 @@
+"""What values are called: after their module, the user's variable or their op; gradients ``d_<value>``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from partc.graph import Graph, held, is_tensor, value
+from partc.quoting import identifier
+
+RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "mesh", "seed", "reduced"}
+COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
+_TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
+
+
+class Scope:
+    """The identifiers of one generated function: each wish is granted once, then numbered."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = {*RESERVED, *taken}
+
+    def fresh(self, wish: str) -> str:
+        """``x``, then ``x_1``, ``x_2``."""
+        name = base = identifier(wish)
+        number = 0
+        while name in self.taken:
+            number += 1
+            name = f"{base}_{number}"
+        self.taken.add(name)
+        return name
+
+
+def wishes(graph: Graph) -> dict[fx.Node, str]:
+    """What every value would like to be called, were it alone."""
+    named = dict(_placeholder_names(graph))
+    forward = [n for n in graph.calls() if value_or_none(n) and value(n).phase == "F"]
+    named |= {n: op_name(n) for n in forward}
+    named |= dict(_variable_names(forward))
+    named |= dict(_module_names(forward))
+    named |= {n: value(n).name for n in forward if value(n).name}
+    if graph.loss is not None:
+        named[graph.loss] = "loss"
+    named |= dict(_gradient_names(graph, named))
+    return named
+
+
+def value_or_none(node: fx.Node) -> bool:
+    return "value" in node.meta
+
+
+def module_name(path: str) -> str:
+    """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
+
+    >>> module_name("encoder.layers.3.fc.1")
+    'fc_3_1'
+    """
+    words, numbers = [], []
+    for part in path.split("."):
+        (numbers if part.isdigit() else words).append(part)
+    return "_".join([*(words[-1:] or ["m"]), *numbers])
+
+
+def op_name(node: fx.Node) -> str:
+    """The op's own name: ``silu`` of ``aten.silu.default``; attention is ``attention``."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return op_name(node.args[0])
+    target = node.target
+    name = str(getattr(getattr(target, "_schema", None), "name", "") or getattr(target, "__name__", "value"))
+    name = name.split("::")[-1].strip("_")
+    if name.startswith("scaled_dot_product"):
+        return "attention"
+    return {"to_copy": "cast", "unsafe_view": "view", "sym_size": "size"}.get(name, name)
+
+
+def _placeholder_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
+    for kind in ("param", "buffer", "input"):
+        for name, node in graph.placeholders(kind).items():  # type: ignore[arg-type]
+            yield node, identifier(name)
+
+
+def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    """The user's variables, read off the source line: its last values are its targets."""
+    lines: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in nodes:
+        lines.setdefault((value(node).module, value(node).source), []).append(node)
+    for (_, source), members in lines.items():
+        match = _TARGETS.match(source)
+        targets = [t.strip() for t in match[1].split(",")] if match else []
+        inside = set(members)
+        ends = [n for n in members if is_tensor(n) and not inside.intersection(n.users)]
+        if targets and len(ends) == len(targets):
+            yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
+
+
+def _module_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    """A module's last value, when others read it, has the module's name."""
+    last: dict[str, fx.Node] = {}
+    for node in nodes:
+        path = value(node).module
+        while path and is_tensor(node):
+            last[path] = node
+            path = path.rpartition(".")[0]
+    for path in sorted(last, key=lambda p: p.count(".")):  # the innermost module wins
+        node = last[path]
+        readers = [u for u in node.users if value_or_none(u)]
+        if any(not _within(value(u).module, path) for u in readers):
+            yield node, module_name(path)
+
+
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def _gradient_names(graph: Graph, named: dict[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
+    """``d_<value>`` for what a backward node computes the gradient of."""
+    by_name = {n.name: n for n in graph.fx.nodes}
+    final = {node: name for name, node in graph.grads.items()}
+    found: dict[fx.Node, str] = {}
+    for node in graph.calls():
+        if not value_or_none(node) or value(node).phase == "F":
+            continue
+        if node in final:
+            found[node] = "d_" + identifier(final[node])
+        else:
+            found[node] = _gradient_name(node, by_name, named, found)
+    yield from found.items()
+
+
+def _gradient_name(
+    node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
+) -> str:
+    forward = by_name.get(value(node).forward)
+    if forward is not None and is_tensor(node):
+        like = [n for n in forward.all_input_nodes if is_tensor(n) and held(n).shape == held(node).shape]
+        if like:
+            return f"d_{named[like[0]]}"
+    parts = [found[n] for n in node.all_input_nodes if n in found and is_tensor(n)]
+    if op_name(node) == "add" and parts:  # a sum of contributions
+        return parts[-1]
+    return f"d_{op_name(node)}"
