@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
+from partc import collectives
 from partc.graph import Graph, held, is_tensor, value
 from partc.quoting import identifier
 
 RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "mesh", "seed", "reduced"}
+MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
 COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
 _TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
 
@@ -33,18 +35,31 @@ class Scope:
         return name
 
 
-def wishes(graph: Graph) -> dict[fx.Node, str]:
-    """What every value would like to be called, were it alone."""
-    named = dict(_placeholder_names(graph))
+def wishes(graph: Graph, prefix: str = "") -> dict[fx.Node, str]:
+    """What every value would like to be called, seen from the module at ``prefix``, were it alone."""
+    named = dict(_placeholder_names(graph, prefix))
     forward = [n for n in graph.calls() if value_or_none(n) and value(n).phase == "F"]
     named |= {n: op_name(n) for n in forward}
     named |= dict(_variable_names(forward))
-    named |= dict(_module_names(forward))
-    named |= {n: value(n).name for n in forward if value(n).name}
+    named |= dict(_module_names(forward, prefix))
+    for node in forward:
+        if node.target in MOVES:
+            named[node] = named[node.all_input_nodes[0]]
     if graph.loss is not None:
         named[graph.loss] = "loss"
-    named |= dict(_gradient_names(graph, named))
+    named |= dict(_gradient_names(graph, named, prefix))
     return named
+
+
+def inside(path: str, prefix: str) -> str:
+    """A module path or name as seen from the module at ``prefix``.
+
+    >>> inside("h.0.mlp.fc", "h.0")
+    'mlp.fc'
+    """
+    if path == prefix:
+        return ""
+    return path.removeprefix(f"{prefix}.") if prefix else path
 
 
 def value_or_none(node: fx.Node) -> bool:
@@ -75,10 +90,10 @@ def op_name(node: fx.Node) -> str:
     return {"to_copy": "cast", "unsafe_view": "view", "sym_size": "size"}.get(name, name)
 
 
-def _placeholder_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
+def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
     for kind in ("param", "buffer", "input"):
         for name, node in graph.placeholders(kind).items():  # type: ignore[arg-type]
-            yield node, identifier(name)
+            yield node, identifier(inside(name, prefix))
 
 
 def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
@@ -95,7 +110,7 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
             yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
 
 
-def _module_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
     """A module's last value, when others read it, has the module's name."""
     last: dict[str, fx.Node] = {}
     for node in nodes:
@@ -107,23 +122,25 @@ def _module_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
         node = last[path]
         readers = [u for u in node.users if value_or_none(u)]
         if any(not _within(value(u).module, path) for u in readers):
-            yield node, module_name(path)
+            yield node, module_name(inside(path, prefix) or path)
 
 
 def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def _gradient_names(graph: Graph, named: dict[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
+def _gradient_names(
+    graph: Graph, named: dict[fx.Node, str], prefix: str
+) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
-    by_name = {n.name: n for n in graph.fx.nodes}
+    by_name = {value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)}
     final = {node: name for name, node in graph.grads.items()}
     found: dict[fx.Node, str] = {}
     for node in graph.calls():
         if not value_or_none(node) or value(node).phase == "F":
             continue
         if node in final:
-            found[node] = "d_" + identifier(final[node])
+            found[node] = "d_" + identifier(inside(final[node], prefix))
         else:
             found[node] = _gradient_name(node, by_name, named, found)
     yield from found.items()
@@ -132,6 +149,8 @@ def _gradient_names(graph: Graph, named: dict[fx.Node, str]) -> Iterator[tuple[f
 def _gradient_name(
     node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
 ) -> str:
+    if node.target in MOVES and node.all_input_nodes[0] in found:
+        return found[node.all_input_nodes[0]]
     forward = by_name.get(value(node).forward)
     if forward is not None and is_tensor(node):
         like = [n for n in forward.all_input_nodes if is_tensor(n) and held(n).shape == held(node).shape]
