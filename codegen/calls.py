@@ -65,7 +65,7 @@ class Call:
         if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
             return Text(f"[{', '.join(str(self.spell(v)) for v in value)}]")
         if isinstance(value, list | tuple):
-            return Text(literal(value[0] if len(value) == 1 else tuple(value)))
+            return Text(literal(tuple(value)))
         text = literal(value)
         return Text(text, 14) if text.startswith("-") else Text(text)
 
@@ -80,6 +80,8 @@ class Call:
                 by_name = True
                 continue
             value = self.given[arg.name]
+            if arg.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
+                value = value[0]
             by_name = by_name or arg.kwarg_only or isinstance(value, bool)
             texts.append(f"{arg.name}={self.spell(value)}" if by_name else str(self.spell(value)))
         if place:

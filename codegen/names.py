@@ -111,18 +111,18 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
-    """A module's last value, when others read it, has the module's name."""
-    last: dict[str, fx.Node] = {}
+    """A module's only value that others read in the forward has the module's name."""
+    results: dict[str, list[fx.Node]] = {}
     for node in nodes:
+        readers = [value(u).module for u in node.users if value_or_none(u) and value(u).phase == "F"]
         path = value(node).module
         while path and is_tensor(node):
-            last[path] = node
+            if any(not _within(reader, path) for reader in readers):
+                results.setdefault(path, []).append(node)
             path = path.rpartition(".")[0]
-    for path in sorted(last, key=lambda p: p.count(".")):  # the innermost module wins
-        node = last[path]
-        readers = [u for u in node.users if value_or_none(u)]
-        if any(not _within(value(u).module, path) for u in readers):
-            yield node, module_name(inside(path, prefix) or path)
+    for path in sorted(results, key=lambda p: p.count(".")):  # the innermost module wins
+        if len(results[path]) == 1:
+            yield results[path][0], module_name(inside(path, prefix) or path)
 
 
 def _within(path: str, outer: str) -> bool:

@@ -95,7 +95,7 @@ def _method(call: Call) -> Text:
     """``aten.view(x, [2, 3])`` is ``x.view(2, 3)``."""
     arguments = call.arguments(skip=1)
     if call.name in STARRED and arguments.startswith("("):
-        arguments = arguments.removeprefix("(").removesuffix(")")
+        arguments = arguments.removeprefix("(").removesuffix(")").removesuffix(",")
     return Text(f"{call.text('self').at(ATOM)}.{call.name}({arguments})")
 
 
