@@ -29,7 +29,9 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
-    named = {axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts}
+    named = {
+        axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
+    }
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
         mesh.size(axis)
     if plan.microbatches != 1:
@@ -149,7 +151,9 @@ def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh, notes:
         if shape[dim] > 1 and Sharding.of(layouts, mesh).local_shape(shape, mesh) is not None:
             cuts[axis] = cut(dim)
             return
-    notes.append(f"{value(node).name} {list(shape)} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}")
+    notes.append(
+        f"{value(node).name} {list(shape)} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"
+    )
 
 
 def _check_mesh(plan: Plan, mesh: Mesh) -> None:
@@ -207,10 +211,11 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
             why = f"{size} is not a multiple of {num * layout.outer}; {axis} could be {_divisors(size)}"
         else:
             continue
-        raise ShardingError(where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan.")
+        raise ShardingError(
+            where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan."
+        )
 
 
 def _divisors(size: int) -> str:
     fits = [str(n) for n in range(2, min(size, 129)) if size % n == 0]
     return ", ".join(fits[:8]) or "nothing above 1"
-

@@ -40,14 +40,19 @@ class _Partition:
     choices: Choices
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
-    gathered: dict[tuple[fx.Node, str], fx.Node] = field(default_factory=dict)  # parameter, phase -> whole
+    gathered: dict[tuple[fx.Node, str], fx.Node] = field(
+        default_factory=dict
+    )  # parameter, phase -> whole
 
     def build(self) -> Graph:
         mesh = self.graph.mesh
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
-        for name, node in self.graph.inputs.items():  # inputs are the global batch: each rank keeps its piece
+        for (
+            name,
+            node,
+        ) in self.graph.inputs.items():  # inputs are the global batch: each rank keeps its piece
             whole = self.copies[node][Sharding()]
             piece = self._reshard(whole, placed(node, self.plan), value(node))
             self.copies[node] = {value(piece).sharding: piece}
@@ -106,7 +111,11 @@ class _Partition:
         stored, used = next(iter(self.copies[node].items())), placed(node, self.plan)
         if stored[0] == used:
             return stored[1]
-        lives = {life for axis, life in self.plan.gather.items() if axis in self.plan.stored(value(node).name)}
+        lives = {
+            life
+            for axis, life in self.plan.gather.items()
+            if axis in self.plan.stored(value(node).name)
+        }
         scope = reader.phase if "use" in lives else "step"
         if (node, scope) not in self.gathered:
             self.gathered[node, scope] = self._reshard(stored[1], used, reader)
@@ -114,7 +123,8 @@ class _Partition:
 
     def _cost(self, have: Sharding, want: Sharding) -> float:
         costs = (
-            transition_cost(have.on(a), want.on(a), self.graph.mesh.size(a)) for a in self.graph.mesh.names
+            transition_cost(have.on(a), want.on(a), self.graph.mesh.size(a))
+            for a in self.graph.mesh.names
         )
         return sum(float("inf") if c is None else c for c in costs)
 
@@ -138,7 +148,10 @@ class _Partition:
 
     def _finish(self, outputs: Outputs) -> Outputs:
         """Bring every result of the step into the layout it has to end in."""
-        grads = {n: self._final(g, self.plan.sharding(self.plan.stored(n))) for n, g in outputs.grads.items()}
+        grads = {
+            n: self._final(g, self.plan.sharding(self.plan.stored(n)))
+            for n, g in outputs.grads.items()
+        }
         return Outputs(
             loss=None if outputs.loss is None else self._final(outputs.loss, Sharding()),
             grads=grads,
@@ -179,5 +192,3 @@ def _block(module: str) -> str:
     parts = module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[: last + 1])
-
-
