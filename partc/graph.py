@@ -109,12 +109,7 @@ class Outputs:
     results: dict[str, fx.Node] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "loss": self.loss,
-            "grads": self.grads,
-            "buffers": self.buffers,
-            "results": self.results,
-        }
+        return {"loss": self.loss, "grads": self.grads, "buffers": self.buffers, "results": self.results}
 
 
 def value(node: fx.Node) -> Value:
@@ -186,6 +181,22 @@ def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a call gives on the fake values of its argument nodes."""
     a, k = fx.map_arg((args, dict(kwargs)), held)
     return target(*a, **k)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Adds calls to a graph before one node; they inherit what is known of ``like``."""
+
+    graph: fx.Graph
+    before: fx.Node
+    like: Value
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
+        set_held(node, run_fake(target, args, kwargs))
+        return node
 
 
 # rewriting -----------------------------------------------------------------------------------

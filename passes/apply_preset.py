@@ -23,15 +23,14 @@ TENSOR_AXES = ("tp",)
 _DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 _TENSOR_WORDS = ("megatron", "megatron-sp")
 PRESETS = (*_DATA_WORDS, *_TENSOR_WORDS)
+_AUTO_NOTE = "auto: presets chosen by the names of the axes (fsdp, megatron-sp); nothing was searched"
 
 
 def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
-    named = {
-        axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
-    }
+    named = {axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts}
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
         mesh.size(axis)
     if plan.microbatches != 1:
@@ -48,10 +47,13 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
 
 
 def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
+    notes = list(plan.notes)
+    if plan.preset == "auto":
+        plan = plan.changed(preset=_auto(mesh))
+        notes.append(_AUTO_NOTE)
     words = _words(plan.preset)
     data, tensor = _axes_of(mesh, words, plan)
     shard = _sharded_axes(words, data, mesh)
-    notes = list(plan.notes)
     inputs = {
         name: plan.stored(name, plan.inputs) or _batch_cut(node, data, mesh)
         for name, node in graph.inputs.items()
@@ -71,6 +73,13 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         params=params, inputs=inputs, gather=gather, scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
     )  # fmt: skip
+
+
+def _auto(mesh: Mesh) -> str:
+    """The presets for the axes that a mesh has."""
+    words = ["fsdp"] if set(mesh.names) & set(DATA_AXES) else []
+    words += ["megatron-sp"] if set(mesh.names) & set(TENSOR_AXES) else []
+    return "+".join(words) or "ddp"
 
 
 def _words(preset: str) -> list[str]:
@@ -105,7 +114,7 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
     for word, axes, kind in [(w, data, DATA_AXES) for w in words if w in _DATA_WORDS] + [
         (w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS
     ]:
-        if not axes:
+        if not axes and mesh.num_ranks > 1:
             raise PlanError(
                 where=f"mesh {mesh}", what=f"preset {word!r} finds no axis to work on",
                 why=f"it uses {' or '.join(kind)}", do=f"Add such an axis, for example {kind[0]}=2.",
@@ -151,9 +160,7 @@ def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh, notes:
         if shape[dim] > 1 and Sharding.of(layouts, mesh).local_shape(shape, mesh) is not None:
             cuts[axis] = cut(dim)
             return
-    notes.append(
-        f"{value(node).name} {list(shape)} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"
-    )
+    notes.append(f"{value(node).name} {list(shape)} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}")
 
 
 def _check_mesh(plan: Plan, mesh: Mesh) -> None:
@@ -211,11 +218,10 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
             why = f"{size} is not a multiple of {num * layout.outer}; {axis} could be {_divisors(size)}"
         else:
             continue
-        raise ShardingError(
-            where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan."
-        )
+        raise ShardingError(where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan.")
 
 
 def _divisors(size: int) -> str:
     fits = [str(n) for n in range(2, min(size, 129)) if size % n == 0]
     return ", ".join(fits[:8]) or "nothing above 1"
+

@@ -25,11 +25,7 @@ _OUTERS = (1, 3, 2)  # plain weights, fused q k v, fused k v or gate and up
 
 
 def cut_weights(
-    graph: Graph,
-    mesh: Mesh,
-    axis: str,
-    params: Mapping[str, Mapping[str, Layout]],
-    pinned: Collection[str],
+    graph: Graph, mesh: Mesh, axis: str, params: Mapping[str, Mapping[str, Layout]], pinned: Collection[str]
 ) -> dict[str, Layout]:
     """Cuts along ``axis`` by parameter name; ``params`` has the cuts already fixed, ``pinned`` whose are final."""
     walk = _Walk(graph, mesh, axis, params)
@@ -38,9 +34,7 @@ def cut_weights(
     for node in graph.calls():
         if value(node).phase == "F":
             walk.visit(node)
-    chosen = {
-        name: walk.at[node] for name, node in graph.params.items() if walk.at.get(node, R) != R
-    }
+    chosen = {name: walk.at[node] for name, node in graph.params.items() if walk.at.get(node, R) != R}
     return {name: layout for name, layout in chosen.items() if name not in pinned}
 
 
@@ -81,11 +75,7 @@ class _Walk:
         if self._derived(node):
             options = []
         for strategy in options:
-            if (
-                not free
-                or self._arrives(operands, strategy)
-                or self._spreads(node, operands, strategy)
-            ):
+            if not free or self._arrives(operands, strategy) or self._spreads(node, operands, strategy):
                 return strategy
         return Strategy((R,) * len(operands), (R,) * len(results_of(node)))
 
@@ -107,11 +97,7 @@ class _Walk:
             if have is None:
                 if want.kind in "UM" or not self._divides(operand, want):
                     return False
-            elif (
-                have != want
-                and not (have == R and want.kind == "cut")
-                and not (have.kind in "UM" and want == R)
-            ):
+            elif have != want and not (have == R and want.kind == "cut") and not (have.kind in "UM" and want == R):
                 return False
         return True
 
@@ -131,11 +117,7 @@ class _Walk:
             return False
         if strategy.variant == "window":
             return self._reads_input(node)
-        return (
-            len(strategy.outs) == 1
-            and strategy.outs[0].kind == "cut"
-            and self.flows(node, strategy.outs[0])
-        )
+        return len(strategy.outs) == 1 and strategy.outs[0].kind == "cut" and self.flows(node, strategy.outs[0])
 
     def flows(self, node: fx.Node, layout: Layout) -> bool:
         """Whether this cut of a value reaches contractions with weights by rules alone."""
@@ -143,9 +125,7 @@ class _Walk:
         if key not in self.known_flows:
             self.known_flows[key] = False  # while it is being found out
             users = [u for u in node.users if u.op == "call_function" and value(u).phase == "F"]
-            self.known_flows[key] = bool(users) and all(
-                self._accepts(u, node, layout) for u in users
-            )
+            self.known_flows[key] = bool(users) and all(self._accepts(u, node, layout) for u in users)
         return self.known_flows[key]
 
     def _accepts(self, user: fx.Node, node: fx.Node, layout: Layout) -> bool:
@@ -156,9 +136,7 @@ class _Walk:
         operands = tensor_args(user)
         seen = [(i, layout) for i, o in enumerate(operands) if o is node]
         for strategy in strategies_for(user, self.num, seen):
-            if any(strategy.ins[i] != layout for i, _ in seen) or not self._plausible(
-                operands, node, strategy
-            ):
+            if any(strategy.ins[i] != layout for i, _ in seen) or not self._plausible(operands, node, strategy):
                 continue
             if any(out.kind in "UM" for out in strategy.outs):
                 if self._ends(operands, node, strategy):
@@ -185,14 +163,9 @@ class _Walk:
     def _results_flow(self, user: fx.Node, strategy: Strategy) -> bool:
         if len(strategy.outs) == 1:
             return strategy.outs[0].kind == "cut" and self.flows(user, strategy.outs[0])
-        gets = [
-            u
-            for u in user.users
-            if u.target is operator.getitem and value(u).phase == "F" and _read_forward(u)
-        ]
+        gets = [u for u in user.users if u.target is operator.getitem and value(u).phase == "F" and _read_forward(u)]
         return bool(gets) and all(
-            strategy.outs[g.args[1]].kind == "cut" and self.flows(g, strategy.outs[g.args[1]])
-            for g in gets
+            strategy.outs[g.args[1]].kind == "cut" and self.flows(g, strategy.outs[g.args[1]]) for g in gets
         )
 
     # parameters, and what is made of one parameter alone (a transposed or cast weight) ---------------
@@ -220,9 +193,7 @@ class _Walk:
             return R
         source = tensor_args(node)[0]
         tried = [(0, cut(d, want.outer)) for d in range(len(value(source).shape))]
-        return next(
-            (s.ins[0] for s in strategies_for(node, self.num, tried) if s.outs[0] == want), None
-        )
+        return next((s.ins[0] for s in strategies_for(node, self.num, tried) if s.outs[0] == want), None)
 
     def _divides(self, operand: fx.Node, layout: Layout) -> bool:
         """Whether a parameter's other cuts leave room for this one."""

@@ -62,9 +62,7 @@ def _log_softmax_backward(
 def _softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
     if half_to_float:
         x = write(aten._to_copy.default, x, dtype=torch.float32)
-    exp = write(
-        aten.exp.default, write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True))
-    )
+    exp = write(aten.exp.default, write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True)))
     return (write(aten.div.Tensor, exp, write(aten.sum.dim_IntList, exp, [dim], True)),)
 
 
@@ -142,9 +140,7 @@ def _batch_norm_backward(
     d_bias = write(aten.sum.dim_IntList, d_y, _others(x))
     d_weight = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, x_hat), _others(x))
     by_mean = _per_channel(write, write(aten.div.Tensor, d_bias, count), x)
-    by_var = write(
-        aten.mul.Tensor, x_hat, _per_channel(write, write(aten.div.Tensor, d_weight, count), x)
-    )
+    by_var = write(aten.mul.Tensor, x_hat, _per_channel(write, write(aten.div.Tensor, d_weight, count), x))
     d_x = write(aten.sub.Tensor, write(aten.sub.Tensor, d_y, by_mean), by_var)
     scale = rstd if weight is None else write(aten.mul.Tensor, rstd, weight)
     return write(aten.mul.Tensor, d_x, _per_channel(write, scale, x)), d_weight, d_bias

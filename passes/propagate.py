@@ -16,15 +16,14 @@ from torch import fx
 
 from partc.graph import Graph, Outputs, results_of, tensor_args, update, value
 from partc.mesh import Mesh
+from partc.passes.local_batch_norm import local_batch_norm
 from partc.passes.open_ops import open_op, opens
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
 from partc.rules import Strategy, strategies_for
 from partc.sharding import Layout, R, Sharding, cut
 
-Choices = dict[
-    fx.Node, dict[str, Strategy]
-]  # how a call is cut, per axis; a missing axis is replicated
+Choices = dict[fx.Node, dict[str, Strategy]]  # how a call is cut, per axis; a missing axis is replicated
 
 # What a transfer costs beside its bytes, in bytes: a collective's latency. What is replicated although it
 # could be cut is charged a share of its bytes: local memory is about this much faster than the network.
@@ -57,9 +56,7 @@ class _AxisWalk:
     plan: Plan
     axis: str
     choices: Choices
-    made: dict[fx.Node, list[Layout]] = field(
-        default_factory=dict
-    )  # layouts at hand, the produced one first
+    made: dict[fx.Node, list[Layout]] = field(default_factory=dict)  # layouts at hand, the produced one first
 
     def __post_init__(self) -> None:
         self.num = self.graph.mesh.size(self.axis)
@@ -104,15 +101,13 @@ class _AxisWalk:
         whole = Strategy((R,) * len(operands), (R,) * len(results_of(node)))
         if all(self.made[o] == [R] for o in operands):
             return whole  # nothing is cut here, and cuts do not appear by themselves
-        seen = [
-            (i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R
-        ]
+        if self.plan.batch_norm == "local":
+            local = local_batch_norm(node, self.made[operands[0]][0])
+            if local is not None:
+                return local
+        seen = [(i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R]
         options = [whole, *strategies_for(node, self.num, seen)]
-        priced = [
-            (cost, i)
-            for i, s in enumerate(options)
-            if (cost := self._price(node, operands, s)) is not None
-        ]
+        priced = [(cost, i) for i, s in enumerate(options) if (cost := self._price(node, operands, s)) is not None]
         return options[min(priced)[1]] if priced else whole
 
     def _price(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float | None:
@@ -133,9 +128,7 @@ class _AxisWalk:
         made = self.made[operand]
         if want in made:
             return 0.0
-        if want.kind in "UM" or (
-            want.kind == "cut" and not self._driven(operand, want, operands, strategy)
-        ):
+        if want.kind in "UM" or (want.kind == "cut" and not self._driven(operand, want, operands, strategy)):
             return None
         costs = [c for have in made if (c := self._leave(operand, have, want)) is not None]
         return min(costs, default=None)
@@ -171,9 +164,7 @@ class _AxisWalk:
 
     def _scatters(self, node: fx.Node, layout: Layout) -> bool:
         """Whether the plan's sequence parallelism scatters this unfinished activation so."""
-        return (
-            self.scatter is not None and layout == cut(self.scatter) and len(value(node).shape) > 2
-        )
+        return self.scatter is not None and layout == cut(self.scatter) and len(value(node).shape) > 2
 
     def _finishing(self, node: fx.Node, strategy: Strategy) -> float:
         """Bytes that the results will still cost: unfinished sums, and gradients not yet as stored."""
@@ -215,23 +206,11 @@ class _AxisWalk:
         """Whether the cuts divide what the axes decided before have left of each operand and result."""
         mesh, before = self.graph.mesh, self.choices.get(node, {})
         for i, operand in enumerate(operands):
-            if not _divides(
-                value(operand).shape,
-                [(a, s.ins[i]) for a, s in before.items()],
-                self.axis,
-                strategy.ins[i],
-                mesh,
-            ):
+            if not _divides(value(operand).shape, [(a, s.ins[i]) for a, s in before.items()], self.axis, strategy.ins[i], mesh):
                 return False
         return all(
             fake is None
-            or _divides(
-                tuple(fake.shape),
-                [(a, s.outs[i]) for a, s in before.items()],
-                self.axis,
-                strategy.outs[i],
-                mesh,
-            )
+            or _divides(tuple(fake.shape), [(a, s.outs[i]) for a, s in before.items()], self.axis, strategy.outs[i], mesh)
             for i, fake in enumerate(results_of(node))
         )
 

@@ -59,9 +59,7 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
     for axis, layout in want.cuts():
         if have.on(axis) != layout:
             have = have.with_(axis, layout, mesh)
-            yield _step(
-                collectives.keep_piece, axis, layout, have.local_outer(axis, mesh), have, mesh
-            )
+            yield _step(collectives.keep_piece, axis, layout, have.local_outer(axis, mesh), have, mesh)
     for axis in mesh.names:
         if want.on(axis).kind == "U" and have.on(axis) == R:
             have = have.with_(axis, want.on(axis), mesh)
@@ -70,12 +68,7 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
 
 
 def _step(
-    target: Callable[..., Tensor],
-    axis: str,
-    layout: Layout,
-    outer: int,
-    after: Sharding,
-    mesh: Mesh,
+    target: Callable[..., Tensor], axis: str, layout: Layout, outer: int, after: Sharding, mesh: Mesh
 ) -> Step:
     kwargs = {"axis": axis, "num": mesh.size(axis), "dim": layout.dim, "outer": outer}
     return Step(target, kwargs, after)
@@ -86,12 +79,7 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
     layout = want.on(axis)
     scattered = have.with_(axis, layout, mesh)
     settled = _on_dim(scattered, layout.dim) == _on_dim(want, layout.dim)
-    if (
-        layout.kind == "cut"
-        and have.on(axis).kind == "U"
-        and settled
-        and _innermost(scattered, axis)
-    ):
+    if layout.kind == "cut" and have.on(axis).kind == "U" and settled and _innermost(scattered, axis):
         outer = scattered.local_outer(axis, mesh)
         return _step(collectives.reduce_scatter, axis, layout, outer, scattered, mesh)
     op = "max" if have.on(axis).kind == "M" else "sum"
