@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,13 @@ class Loop:
 Item = fx.Node | Loop
 
 
-def arrange(graph: Graph) -> list[Item]:
+def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[Item]:
     """All calls in execution order, those of equal blocks as Loops.
 
-    A run that cannot be one item, as something else has to happen in its middle, is given up: its calls
-    stand in line with the others.
+    A run that cannot be one item, as something else has to happen in its middle, is given up, as those
+    in ``given_up`` are: its calls stand in line with the others.
     """
-    loops = _loops(graph)
+    loops = [loop for loop in _loops(graph) if loop.run.layers not in given_up]
     while True:
         items, stuck = _sorted(graph, loops)
         if not stuck:

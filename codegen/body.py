@@ -11,11 +11,12 @@ from torch import fx
 
 from partc import collectives, ops
 from partc.codegen.backends import c10d
+from partc.codegen.blocks import ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.inline import inlined
 from partc.codegen.names import Scope, inside, op_name
 from partc.codegen.spell import spell
-from partc.codegen.storage import overwritable
+from partc.codegen.storage import overwritable, owner
 from partc.codegen.text import ATOM, NONE, Line, Text
 from partc.graph import Graph, is_tensor, results_of, typed, value
 from partc.quoting import comment, literal
@@ -93,15 +94,16 @@ class Body:
     # statements ------------------------------------------------------------------------------
     def statements(self) -> list[Statement]:
         """One Statement per node that has lines, in order."""
-        found = []
-        for node in self.order:
-            if node in self.inlined or node in self.seen or not self._has_line(node):
-                continue
-            statement = self.statement(node)
-            statement.section = inside(value(node).module, self.prefix)
-            statement.reads = statement.reads or self.read_by(node)
-            found.append(statement)
-        return found
+        return [statement for node in self.order for statement in self.one(node)]
+
+    def one(self, node: fx.Node) -> list[Statement]:
+        """The statement of one node, if it has a line."""
+        if node in self.inlined or node in self.seen or not self._has_line(node):
+            return []
+        statement = self.statement(node)
+        statement.section = inside(value(node).module, self.prefix)
+        statement.reads = statement.reads or self.read_by(node)
+        return [statement]
 
     def _has_line(self, node: fx.Node) -> bool:
         return is_tensor(node) or len(results_of(node)) > 1
@@ -162,11 +164,9 @@ class Body:
         return Statement(lines, binds=[node])
 
     def _waited(self, node: fx.Node) -> fx.Node | None:
-        """The wait of a collective whose result is nothing but a final gradient."""
+        """The wait of a collective that the step does at its end."""
         waits = list(node.users)
-        output = self.graph.fx.output_node()
-        ready = len(waits) == 1 and set(waits[0].users) == {output} and not c10d.after_wait(node, "", Helpers())
-        return waits[0] if ready and len(self.stored.get(waits[0], [])) == 1 else None
+        return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
 
     def _wait(self, node: fx.Node) -> Statement:
         start = node.all_input_nodes[0]
@@ -205,8 +205,6 @@ class Body:
         return f"{name}.clone()" if self._is_shared(node) else name
 
     def _is_shared(self, node: fx.Node) -> bool:
-        from partc.codegen.storage import owner
-
         home = owner(node)
         if home not in self.place or len(self.stored[node]) > 1:
             return True

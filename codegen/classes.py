@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from partc.codegen.blocks import Group, Loop, Run, ends_step
-from partc.codegen.body import Body, Statement, with_sections
+from partc.codegen.blocks import Group, Run, ends_step
+from partc.codegen.body import Body, with_sections
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
-from partc.codegen.slots import Interface, Slot, outside
+from partc.codegen.slots import Interface, Slot
 from partc.codegen.tables import declaration
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, held, is_tensor, typed, value
@@ -181,19 +181,3 @@ def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
         name = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word)
         found.append((classes.fresh(name or "Block"), attribute))
     return found
-
-
-def loop_lines(cls: BlockClass, loop: Loop, call: str, targets: str, items: Sequence[str]) -> list[Line]:
-    """The ``for`` statement over the blocks of a run."""
-    backwards = loop.groups[0].layer != cls.run.layers[0]
-    layers = f"self.{cls.attribute}"
-    over = f"reversed({layers})" if backwards else layers
-    if items:
-        names, lists = zip(*(item.split(" in ") for item in items), strict=True)
-        head = f"for layer, {', '.join(names)} in zip({over}, {', '.join(lists)}, strict=True):"
-    else:
-        head = f"for layer in {over}:"
-    return [Line(head), Line(f"{targets}{call}", indent=1)]
-
-
-__all__ = ["BlockClass", "Statement", "argument_name", "class_names", "loop_lines", "outside", "passed"]
