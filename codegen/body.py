@@ -57,6 +57,9 @@ class Body:
         self.inlined = inlined(self.order, self.kept | set(self.stored), named)
         self.in_place = overwritable(self.graph, self.order)
         self.place = {node: i for i, node in enumerate(self.order)}
+        paths = {inside(value(n).module, self.prefix) for n in self.order}
+        parents = {path.rpartition(".")[0] for path in paths}
+        self.leaves = paths - parents
 
     # texts -----------------------------------------------------------------------------------
     def text(self, node: fx.Node) -> Text:
@@ -101,9 +104,14 @@ class Body:
         if node in self.inlined or node in self.seen or not self._has_line(node):
             return []
         statement = self.statement(node)
-        statement.section = inside(value(node).module, self.prefix)
+        statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
         return [statement]
+
+    def section(self, node: fx.Node) -> str:
+        """The module that a statement is shown under: a leaf's lines stand with its parent's."""
+        path = inside(value(node).module, self.prefix)
+        return path.rpartition(".")[0] or path if path in self.leaves else path
 
     def _has_line(self, node: fx.Node) -> bool:
         return is_tensor(node) or len(results_of(node)) > 1
@@ -215,12 +223,12 @@ class Body:
 
     def _last_store(self, node: fx.Node) -> Statement:
         """A gradient that needs no name: ``add_weight_grad(self.w, d_y, x)``."""
-        code = self.expression(node).at(NONE)
         params = self.stored[node]
         if node.target is ops.weight_grad and len(params) == 1:
             d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
             call = f"{self.helpers.use('add_weight_grad')}({params[0]}, {d_y}, {x})"
             return Statement([Line(call, comment(typed(node)))])
+        code = self.expression(node).at(NONE)
         self.seen[node] = Text(code, NONE)
         if len(params) == 1 and not self._is_shared(node):
             call = f"{self.helpers.use('add_grad')}({params[0]}, {code})"

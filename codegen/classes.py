@@ -14,7 +14,7 @@ from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.tables import declaration
-from partc.codegen.text import Line, Text, block
+from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, held, is_tensor, typed, value
 from partc.quoting import comment
 
@@ -68,7 +68,7 @@ class BlockClass:
 
     def _function(self, side: Interface) -> dict[str, str]:
         layer = self.run.layers[0]
-        wish = wishes(self.graph, layer)
+        wish = wishes(self.graph, layer, self._given())
         scope = Scope(["saved"])
         seen: dict[fx.Node, Text] = {}
         for slot in side.of("own"):
@@ -81,20 +81,29 @@ class BlockClass:
         if unpacked:
             seen |= {n: Text(scope.fresh(wish[n])) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
-            lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = saved"))
+            names = f"({names},)" if len(unpacked) == 1 or len(names) > 80 else names
+            lines.append(Line(f"{names} = saved"))
             arguments.append("saved")
         body = self._body(side, wish, scope, seen, arguments)
         statements = body.statements()
         lines += with_sections(statements)
         lines += self._updates(side, body)
         lines.append(Line(f"return {self._returned(side, body)}"))
+        name = "forward" if side is self.forward else "backward"
         typed_arguments = [f"{a}: {'tuple[Tensor, ...]' if a == 'saved' else 'Tensor'}" for a in arguments]
         return {
-            "name": "forward" if side is self.forward else "backward",
-            "arguments": ", ".join(["self", *typed_arguments]),
-            "result": self._result_type(side),
+            "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
             "body": block(lines, 2),
         }
+
+    def _given(self) -> dict[fx.Node, str]:
+        """What runs through the blocks is ``x`` on its way in and ``y`` on its way out."""
+        names: dict[fx.Node, str] = {}
+        for side, (ahead, behind) in zip(self.sides, (("x", "y"), ("d_y", "d_x")), strict=False):
+            slot = main_slot(side)
+            if slot is not None:
+                names |= {side.own(slot): ahead, side.group.nodes[slot.position]: behind}
+        return names
 
     def _body(
         self, side: Interface, wish: dict[fx.Node, str], scope: Scope, seen: dict[fx.Node, Text],
@@ -151,19 +160,26 @@ class BlockClass:
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
 
 
+def _signature(name: str, arguments: Sequence[str], result: str) -> str:
+    """The ``def`` line, wrapped."""
+    return "\n".join(wrap(f"def {name}({', '.join(arguments)}) -> {result}:", 4))
+
+
 def passed(side: Interface) -> list[Slot]:
     """The slots that are arguments of the function, in their order."""
     return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
 
 
+def main_slot(side: Interface) -> Slot | None:
+    """The biggest value that every block hands to the next."""
+    carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
+    return max(carried, key=lambda slot: held(slot.nodes[0]).numel(), default=None)
+
+
 def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
-    """``x`` and ``d_x`` for what runs through the blocks, the value's own name for the rest."""
-    if slot.kind != "carried":
+    """What an argument of a block's function would like to be called."""
+    if slot.kind != "carried" or slot is main_slot(side):
         return wish.get(side.own(slot), "value")
-    big = max(held(s.nodes[0]).numel() for s in side.of("carried") if is_tensor(s.nodes[0]))
-    main = next(s for s in side.of("carried") if held(s.nodes[0]).numel() == big)
-    if slot is main:
-        return "x" if side.loop.phase == "F" else "d_x"
     return wish.get(side.group.nodes[slot.position], "value")
 
 

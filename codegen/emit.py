@@ -175,7 +175,7 @@ class _Program:
             items=self.items, classes=self.classes,
         )  # fmt: skip
         lasting = {n for n in kept if is_tensor(n) and n in order}
-        statements = free_early(body.statements(), body.text, lasting | set(seen))
+        statements = free_early(body.statements(), body.text, lasting | set(self.attributes) | set(arguments))
         lines = with_sections(statements)
         if any("reduced.append" in line.code for line in lines):
             lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
@@ -227,6 +227,6 @@ def _spread(cls: BlockClass, name: str) -> str:
     where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
     parent = literal(cls.run.layers[0].rpartition(".")[0] + ".")
     return (
-        f"**{{f\"{cls.attribute}.{{i}}.{{attribute}}\": ({parent} + f\"{{{where}}}.{{name}}\", *rest)"
-        f" for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
+        f"**{{f\"{cls.attribute}.{{i}}.{{attribute}}\": ({parent} + f\"{{{where}}}.{{name}}\", *rest)\n"
+        f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
     )

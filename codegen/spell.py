@@ -233,6 +233,20 @@ def _pad(call: Call) -> Text:
     return Text(f"F.pad({x}, {pad}{rest})")
 
 
+@spells("slice_backward")
+def _slice_backward(call: Call) -> Text:
+    """Zeros around the gradient of a slice are padding."""
+    dim, start, end, step = (call.get(n) for n in ("dim", "start", "end", "step"))
+    sizes = call.get("input_sizes")
+    if step != 1:
+        return _aten(call)
+    dim %= len(sizes)
+    before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
+    after = sizes[dim] - before - held(call.get("grad_output")).shape[dim]
+    pad = (0, 0) * (len(sizes) - 1 - dim) + (before, after)
+    return Text(f"F.pad({call.text('grad_output')}, {literal(pad)})")
+
+
 @spells("scalar_tensor")
 def _scalar_tensor(call: Call) -> Text:
     dtype = f", dtype={call.text('dtype')}" if call.get("dtype") else ""

@@ -9,11 +9,11 @@ from torch import fx
 
 from partc.codegen.blocks import Item, Loop, Run
 from partc.codegen.body import Body, Statement
-from partc.codegen.classes import BlockClass, argument_name, passed
+from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.text import Line, Text
-from partc.graph import value
+from partc.graph import typed, value
 from partc.quoting import comment
 
 
@@ -50,7 +50,13 @@ class StepBody(Body):
             for slot in side.of("carried"):
                 first = slot.nodes[0]
                 if first in self.place and set(first.users) <= set(item.groups[0].nodes) | self._backward_of(item):
-                    self.wishes[first] = argument_name(side, slot, self.wishes)
+                    self.wishes[first] = self._variable_name(side, slot)
+
+    def _variable_name(self, side: Interface, slot: Slot) -> str:
+        """``x`` and ``d_x`` for what runs through the blocks."""
+        if slot is main_slot(side):
+            return "x" if side.loop.phase == "F" else "d_x"
+        return argument_name(side, slot, self.wishes)
 
     def _backward_of(self, loop: Loop) -> set[fx.Node]:
         """Calls that read what the first block has saved for them."""
@@ -96,9 +102,10 @@ class StepBody(Body):
     def _variable(self, side: Interface, slot: Slot, lines: list[Line]) -> str:
         """The loop variable of a carried value, set to its first value."""
         first = str(self.text(slot.nodes[0]))
-        if self.wishes.get(slot.nodes[0]) == argument_name(side, slot, self.wishes) and first.isidentifier():
+        wish = self._variable_name(side, slot)
+        if self.wishes.get(slot.nodes[0]) == wish and first.isidentifier() and slot.nodes[0] in self.place:
             return first
-        name = self.scope.fresh(argument_name(side, slot, self.wishes))
+        name = self.scope.fresh(wish)
         lines.append(Line(f"{name} = {first}"))
         return name
 
@@ -136,8 +143,6 @@ class StepBody(Body):
         return f"for layer, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
 
     def _remark(self, side: Interface) -> str:
-        from partc.graph import typed
-
         return comment(", ".join(typed(side.group.nodes[p]) for p in side.carried))
 
     def _bind_results(
@@ -150,7 +155,3 @@ class StepBody(Body):
         for position in side.carried:
             self.seen[loop.groups[-1].nodes[position]] = Text(variables[position])
 
-
-def phase_of(item: Item) -> str:
-    """F or B."""
-    return item.phase if isinstance(item, Loop) else value(item).phase
