@@ -160,16 +160,14 @@ def settle_modules(local: Graph) -> None:
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(node.args[0]).kind == "op":
-            owners = {_block(value(u).module) for u in node.users if u.op == "call_function"}
+            owners = {block_of(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(node.args[0])
                 set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
 
 
-def _block(module: str) -> str:
-    """The path up to its last number: the block of a stack that a module stands in."""
-    parts = module.split(".")
+def block_of(node: fx.Node) -> str:
+    """The path up to its last number: the block of a stack that a value stands in, "" if none."""
+    parts = value(node).module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[: last + 1])
-
-
