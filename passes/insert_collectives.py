@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,6 +20,7 @@ from partc.graph import (
     tensor_args,
     value,
 )
+from partc.passes.local_batch_norm import keeps_first
 from partc.passes.propagate import Choices, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
@@ -88,7 +90,16 @@ class _Partition:
         new = localize(self.out, node, local_of, chosen, self.graph.mesh)
         known = value(node)
         set_value(new, replace(known, name=known.name or node.name))
-        self.copies[node] = {known.sharding: new}
+        self.copies[node] = {known.sharding: self._first_only(node, new)}
+
+    def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """Where local batch statistics are kept, only the first rank's count."""
+        if node.target is operator.getitem:
+            for axis, strategy in self.choices.get(node.args[0], {}).items():
+                if keeps_first(node.args[0], strategy, node.args[1]):
+                    kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
+                    new = self._step(new, Step(collectives.keep_first, kwargs, value(new).sharding), value(new), value(new))
+        return new
 
     def _get(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
         """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy at hand."""
