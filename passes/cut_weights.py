@@ -17,7 +17,8 @@ from torch import fx
 
 from partc.graph import Graph, results_of, tensor_args, value
 from partc.mesh import Mesh
-from partc.rules import Strategy, strategies_for
+from partc.rules import Strategy
+from partc.rules.discover import strategies_for
 from partc.sharding import Layout, R, Sharding, cut
 
 _LOSS_SOFTMAX = torch.ops.aten._log_softmax.default  # opened over a cut vocabulary

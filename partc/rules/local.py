@@ -47,7 +47,7 @@ def localize(
     entry = find(node.target)
     if entry is None or not chosen:
         return write(node.target, *args, **kwargs)
-    return _Localizer(write, node, entry, dict(chosen), mesh, args, kwargs).written()
+    return _Localizer(write, node, entry, dict(chosen), mesh, args, dict(kwargs)).written()
 
 
 @dataclass(frozen=True)
