@@ -20,7 +20,8 @@ from partc.passes.local_batch_norm import local_batch_norm
 from partc.passes.open_ops import open_op, opens
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
-from partc.rules import Strategy, strategies_for
+from partc.rules import Strategy
+from partc.rules.discover import strategies_for
 from partc.sharding import Layout, R, Sharding, cut
 
 Choices = dict[fx.Node, dict[str, Strategy]]  # how a call is cut, per axis; a missing axis is replicated
