@@ -270,6 +270,9 @@ class ThreadDist:
             lambda sent: list(reduce(torch.stack(sent)).flatten().chunk(len(sent))),
         )  # fmt: skip
 
+    all_gather_single = all_gather_into_tensor  # the names that torch 2.13 prefers
+    reduce_scatter_single = reduce_scatter_tensor
+
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Any = None,
         input_split_sizes: Any = None, group: Group | None = None, async_op: bool = False,
