@@ -56,7 +56,7 @@ class GatedMLPStep(nn.Module):
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         gathered = self.down_weight.new_empty({dp} * {down}, 8)
-        gathered_done = dist.all_gather_into_tensor(
+        gathered_done = dist.all_gather_single(
             gathered, self.down_weight.T.contiguous(), group=self.dp, async_op=True
         )                                                              # hidden by up
         x = x.chunk({dp}, 0)[self.dp_rank]                             # f32[12@dp,8]
@@ -79,7 +79,7 @@ class GatedMLPStep(nn.Module):
         d_down_bias_done = dist.all_reduce(d_down_bias, group=self.dp, async_op=True)
         d_down_weight = mul.T @ d_down                                 # f32[12@tp,8]{{U:dp}}
         d_down_piece = d_down_weight.new_empty({down}, 8)
-        d_down_done = dist.reduce_scatter_tensor(
+        d_down_done = dist.reduce_scatter_single(
             d_down_piece, d_down_weight, group=self.dp, async_op=True
         )                                                              # hidden by d_up
         d_mul = d_down @ down_weight
