@@ -35,15 +35,9 @@ class Fingerprint:
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
         """Read the names, shapes and dtypes of a model; it may be on the meta device."""
-        saved = model.state_dict(keep_vars=True)
-        tensors = {
-            name: TensorSpec("param", tuple(p.shape), dtype_name(p.dtype))
-            for name, p in model.named_parameters(remove_duplicate=False)
-        }
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            kind: Kind = "buffer" if name in saved else "unsaved buffer"
-            tensors[name] = TensorSpec(kind, tuple(buffer.shape), dtype_name(buffer.dtype))
-        return cls(tensors)
+        tensors, saved = named_tensors(model), model.state_dict(keep_vars=True)
+        in_order = [*(n for n in saved if n in tensors), *(n for n in tensors if n not in saved)]
+        return cls({name: _spec(tensors[name], name in saved) for name in in_order})
 
     def differences(self, other: Fingerprint) -> list[str]:
         """One line per name that is not the same here and in the other; none if they agree."""
@@ -57,6 +51,13 @@ class Fingerprint:
     def saved_names(self) -> Iterator[str]:
         """The names that stand in the model's own state dict, in the model's order."""
         return (name for name, spec in self.tensors.items() if spec.kind != "unsaved buffer")
+
+
+def _spec(tensor: Tensor, saved: bool) -> TensorSpec:
+    kind: Kind = "buffer" if saved else "unsaved buffer"
+    if isinstance(tensor, nn.Parameter):
+        kind = "param"
+    return TensorSpec(kind, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def table(lines: list[str], most: int = 20) -> str:
