@@ -46,7 +46,8 @@ class Matched:
 def match(
     given: Mapping[str, Any], held: Sequence[str], aliases: Mapping[str, str], model: Fingerprint
 ) -> Matched:
-    """Pair names; a tied tensor may come under any of its names, an unsaved buffer may be left out."""
+    """Pair names. A tied tensor may come under any of its names; what the model's own state dict
+    lacks (unsaved buffers, constants that tracing found) may be left out."""
     names_of: dict[str, list[str]] = {name: [name] for name in held}
     for second, first in aliases.items():
         names_of.setdefault(first, [first]).append(second)
@@ -55,8 +56,10 @@ def match(
         for first, names in names_of.items()
         if any(n in given for n in names)
     }
-    unsaved = {n for n, spec in model.tensors.items() if spec.kind == "unsaved buffer"}
-    missing = [name for name in held if name not in found and name not in unsaved]
+    needed = set(model.saved_names())
+    missing = [
+        name for name in held if name not in found and needed.intersection(names_of[name])
+    ]
     known = {*model.tensors, *(n for names in names_of.values() for n in names)}
     return Matched(found, missing, sorted(set(given) - known))
 
