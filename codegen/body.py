@@ -51,6 +51,7 @@ class Body:
     stored: dict[fx.Node, list[str]] = field(default_factory=dict)
     device: str = "self.device"
     prefix: str = ""
+    taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
 
     def __post_init__(self) -> None:
         named = {n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)}
@@ -114,7 +115,8 @@ class Body:
         return path.rpartition(".")[0] or path if path in self.leaves else path
 
     def _has_line(self, node: fx.Node) -> bool:
-        return is_tensor(node) or len(results_of(node)) > 1
+        """Whether a node is a statement; the step's last waits stand in `finish`."""
+        return not ends_step(self.graph, node) and (is_tensor(node) or len(results_of(node)) > 1)
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
         """The named values that a node's statement reads, those of inlined operands among them."""
@@ -178,11 +180,11 @@ class Body:
 
     def _wait(self, node: fx.Node) -> Statement:
         start = node.all_input_nodes[0]
-        if self._waited(start) is node:  # in `reduced`
-            return Statement([])
         name = str(self.seen[start])
         self.seen[node] = Text(name)
-        lines = [Line(f"{name}_done.wait()", comment(self._hidden_by(start, node)))]
+        lines = []
+        if start not in self.taken:
+            lines.append(Line(f"{name}_done.wait()", comment(self._hidden_by(start, node))))
         after = c10d.after_wait(start, name, self.helpers)
         lines += [Line(after, comment(typed(node)))] if after else []
         return Statement([*lines, *self._stores(node)], reads=[start], binds=[node])

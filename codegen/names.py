@@ -10,11 +10,12 @@ from types import MappingProxyType
 from torch import fx
 
 from partc import collectives
+from partc.codegen import helpers
 from partc.graph import Graph, held, is_tensor, value
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
-RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "mesh", "seed", "reduced"}
+RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "reduced", *helpers.names()}
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
 COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
 _TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
