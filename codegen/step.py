@@ -122,6 +122,7 @@ class StepBody(Body):
         left = f"{', '.join(targets)} = " if targets else ""
         lines += [Line(self._head(cls, loop, items, listed)), *ahead]
         lines += [Line(left + call, self._remark(side), indent=1), *body, *after]
+        lines += [Line("del saved")] if "saved" in targets else []
         self._bind_results(loop, side, variables, kept)
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
