@@ -18,6 +18,7 @@ from partc.codegen.safety import check_source
 from partc.codegen.slots import Interface, Unfit, interfaces
 from partc.codegen.step import StepBody
 from partc.codegen.tables import declaration, row, table
+from partc.codegen.tidy import copied, share_gathers
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, is_tensor, typed, value
 from partc.quoting import comment, docstring, identifier, literal
@@ -40,6 +41,7 @@ TABLES = {
 
 def emit(graph: Graph, *, header: str) -> str:
     """The text of one role's file: data, helper functions, block classes and ``class <Model>Step``."""
+    graph = copied(graph)
     items, sides = arranged(graph)
     text = _Program(graph, header, items, sides).text()
     check_source(text)
@@ -52,6 +54,7 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
     while True:
         items = arrange(graph, {run.layers for run in given_up})
         try:
+            items = share_gathers(items)
             return items, interfaces(graph, [item for item in items if isinstance(item, Loop)])
         except Unfit as unfit:
             given_up.add(unfit.run)
