@@ -106,6 +106,16 @@ def test_foreign_directory_is_refused(tmp_path: Path, files: list[str], why: str
     assert sorted(os.listdir(tmp_path / "build")) == sorted(files)
 
 
+def test_directory_filled_meanwhile_is_refused(tmp_path: Path) -> None:
+    def save() -> None:
+        with atomic_directory(tmp_path / "build"):
+            atomic_write(tmp_path / "build/notes.txt", "mine")
+
+    with pytest.raises(UsageError, match="partc did not write it"):
+        save()
+    assert _tree(tmp_path) == {"build/notes.txt": "mine"}
+
+
 def test_file_is_not_replaced_by_a_directory(tmp_path: Path) -> None:
     (tmp_path / "build").write_text("mine")
     with pytest.raises(UsageError, match="it is a file"):
