@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, held, results_of, tensor_args
+from partc.graph import Graph, held, tensor_args
 from partc.passes.storage import Replay, replay
 
 
@@ -22,8 +22,8 @@ class Traffic:
 
 
 def moved_bytes(node: fx.Node, ran: Replay) -> int:
-    """Operands read plus results written; views and waits are free, a collective's network too."""
-    if node.op != "call_function" or node.target is collectives.wait:
+    """Operands read plus results written; views are free, collectives are for `sent_bytes`."""
+    if node.op != "call_function" or node.target in (*collectives.COLLECTIVES, collectives.wait):
         return 0
     operands = list(dict.fromkeys(tensor_args(node)))
     inside = {s for operand in operands for s in ran.storages(operand)}
@@ -43,17 +43,16 @@ def sent_bytes(node: fx.Node) -> int:
     """Bytes one rank sends for a collective, by ring formulas; 0 for other calls."""
     if node.target not in collectives.COLLECTIVES:
         return 0
-    operand, num = held(tensor_args(node)[0]), int(node.kwargs["num"])  # type: ignore[arg-type]
-    return int(sent_by_formula(_kind(node), _num_bytes(operand), num))
+    operand, num = held(tensor_args(node)[0]), node.kwargs["num"]
+    top, bottom = sent_share(_kind(node), num)
+    return int(_num_bytes(operand) * top // bottom)
 
 
-def sent_by_formula(kind: str, operand_bytes: Any, num: Any) -> Any:
-    """Bytes one rank sends, from its operand's bytes; numbers or sympy expressions."""
-    if kind == "all_reduce":
-        return 2 * operand_bytes * (num - 1) / num
-    if kind == "all_gather":  # (num - 1) / num of the whole, which has num operands
-        return operand_bytes * (num - 1)
-    return operand_bytes * (num - 1) / num
+def sent_share(kind: str, num: Any) -> tuple[Any, Any]:
+    """What one rank of `num` sends, as a fraction (top, bottom) of its operand."""
+    if kind == "all_gather":  # (num - 1) / num of the whole, which is num operands
+        return num - 1, 1
+    return (2 if kind == "all_reduce" else 1) * (num - 1), num
 
 
 def traffic(graph: Graph) -> list[Traffic]:
@@ -76,8 +75,3 @@ def _kind(node: fx.Node) -> str:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def result_bytes(node: fx.Node) -> int:
-    """Bytes of a call's results as this graph holds them."""
-    return sum(_num_bytes(t) for t in results_of(node) if t is not None)

@@ -64,9 +64,9 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-def replay(graph: Graph) -> Replay:
-    """Run a graph on fake tensors of its own shapes."""
-    ran, watch = Replay(), _Allocations()
+def replay(graph: Graph, ran: Replay | None = None) -> Replay:
+    """Run a graph on fake tensors of its own shapes; where a call fails, ``ran`` has those before."""
+    ran, watch = ran or Replay(), _Allocations()
     with torch.no_grad(), FakeTensorMode(), watch:
         for node in graph.fx.nodes:
             if node.op == "placeholder":
