@@ -168,3 +168,19 @@ def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a call gives on the fake values of its argument nodes."""
     a, k = fx.map_arg((args, dict(kwargs)), held)
     return target(*a, **k)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Adds calls to a graph before one node; they inherit what is known of ``like``."""
+
+    graph: fx.Graph
+    before: fx.Node
+    like: Value
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
+        set_held(node, run_fake(target, args, kwargs))
+        return node
