@@ -1,4 +1,4 @@
-"""Whether the layouts noted on a local graph follow from one another, call by call and axis by axis.
+"""Whether the layouts noted on a local graph follow from one another, call by call.
 
 The axioms are the shardings of parameters, buffers and inputs. A call of an op must be all
 replicated on an axis or match one of the rules' strategies; a collective must do what it says.
