@@ -6,6 +6,7 @@ are checked against the rules call by call, collectives against their meaning.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from partc.errors import CheckError
 from partc.graph import Graph, held, typed, value
 from partc.mesh import Mesh
 from partc.passes.storage import Replay, replay
+from partc.rules.table import name_of
 from partc.sharding import REPLICATED
 
 Message = tuple[str, str, tuple[int, ...], torch.dtype, tuple[tuple[str, Any], ...]]
@@ -57,7 +59,7 @@ def check_order(graph: Graph) -> None:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             raise CheckError(
                 where=place(node),
-                what=f"{node.target} writes into an operand",
+                what=f"{name_of(node.target)} writes into an operand",
                 why="that memory may be in flight or saved for the backward",
                 do="Use the op without the trailing underscore.",
             )
@@ -74,16 +76,20 @@ def check_shapes(graph: Graph) -> None:
 
 def _replayed(graph: Graph) -> Replay:
     ran = Replay()
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")  # prints what the error will say
+    was, noisy.disabled = noisy.disabled, True
     try:
         return replay(graph, ran)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         node = next(n for n in graph.fx.nodes if n not in ran.results)
         raise CheckError(
             where=place(node),
-            what=f"{node.target} does not run on this rank's shapes",
+            what=f"{name_of(node.target)} does not run on this rank's shapes",
             why=str(error).strip().partition("\n")[0],
             do="Look at the shardings of its operands.",
         ) from None
+    finally:
+        noisy.disabled = was
 
 
 def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:

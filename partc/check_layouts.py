@@ -30,6 +30,7 @@ from partc.graph import (
 )
 from partc.mesh import Mesh
 from partc.rules import strategies
+from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
 
 MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
@@ -117,7 +118,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
         if not any(_fits(s.ins, ins) and _fits(s.outs, noted) for s in allowed):
             text = ", ".join(map(str, ins))
             made = ", ".join("-" if x is None else str(x) for x in noted)
-            why = f"on {axis} no rule of {node.target} takes ({text}) to ({made})"
+            why = f"on {axis} no rule of {name_of(node.target)} takes ({text}) to ({made})"
             do = "Finish sums before ops that are not linear in them; reshard operands."
             raise _wrong(node, why, do)
 
@@ -160,7 +161,8 @@ def _whole_fake(node: fx.Node, fake: Any) -> Any:
 
 def _wrong(node: fx.Node, why: str, do: str) -> CheckError:
     operands = ", ".join(typed(n) for n in tensor_args(node))
-    name = getattr(node.target, "__name__", str(node.target))
     known = value(node)
     where = ", ".join(x for x in (known.module, known.source.partition(": ")[0], node.name) if x)
-    return CheckError(where=where, what=f"{name}({operands}) -> {typed(node)}", why=why, do=do)
+    return CheckError(
+        where=where, what=f"{name_of(node.target)}({operands}) -> {typed(node)}", why=why, do=do
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from partc.graph import Graph
@@ -31,7 +31,7 @@ class CostReport:
     flops: int
     moved_bytes: int
     traffic: tuple[Traffic, ...]
-    symbolic: SymbolicCosts = SymbolicCosts()
+    symbolic: SymbolicCosts = field(default_factory=SymbolicCosts)
 
     @property
     def peak_bytes(self) -> int:
@@ -59,7 +59,11 @@ class CostReport:
         rows += [("", _amount(b.num_bytes, "B"), f"  {b}") for b in self.holders]
         return [
             *rows,
-            ("memory at peak", _amount(self.peak_bytes, "B"), "all but gradients to come"),
+            (
+                "memory at peak",
+                _amount(self.peak_bytes, "B"),
+                "parameters, optimizer, inputs, live",
+            ),
         ]
 
     def _work(self) -> list[Row]:
