@@ -23,6 +23,7 @@ TENSOR_AXES = ("tp",)
 _DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 _TENSOR_WORDS = ("megatron", "megatron-sp")
 PRESETS = (*_DATA_WORDS, *_TENSOR_WORDS)
+_AUTO_NOTE = "auto: presets chosen by the names of the axes (fsdp, megatron-sp); nothing was searched"
 
 
 def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
@@ -46,10 +47,13 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
 
 
 def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
+    notes = list(plan.notes)
+    if plan.preset == "auto":
+        plan = plan.changed(preset=_auto(mesh))
+        notes.append(_AUTO_NOTE)
     words = _words(plan.preset)
     data, tensor = _axes_of(mesh, words, plan)
     shard = _sharded_axes(words, data, mesh)
-    notes = list(plan.notes)
     inputs = {
         name: plan.stored(name, plan.inputs) or _batch_cut(node, data, mesh)
         for name, node in graph.inputs.items()
@@ -69,6 +73,13 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         params=params, inputs=inputs, gather=gather, scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
     )  # fmt: skip
+
+
+def _auto(mesh: Mesh) -> str:
+    """The presets for the axes that a mesh has."""
+    words = ["fsdp"] if set(mesh.names) & set(DATA_AXES) else []
+    words += ["megatron-sp"] if set(mesh.names) & set(TENSOR_AXES) else []
+    return "+".join(words) or "ddp"
 
 
 def _words(preset: str) -> list[str]:
@@ -103,7 +114,7 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
     for word, axes, kind in [(w, data, DATA_AXES) for w in words if w in _DATA_WORDS] + [
         (w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS
     ]:
-        if not axes:
+        if not axes and mesh.num_ranks > 1:
             raise PlanError(
                 where=f"mesh {mesh}", what=f"preset {word!r} finds no axis to work on",
                 why=f"it uses {' or '.join(kind)}", do=f"Add such an axis, for example {kind[0]}=2.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,6 +20,7 @@ from partc.graph import (
     tensor_args,
     value,
 )
+from partc.passes.local_batch_norm import keeps_first
 from partc.passes.propagate import Choices, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
@@ -33,25 +35,25 @@ def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
 
 @dataclass
 class _Partition:
-    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one first."""
+    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one first;
+    ``gathered`` those of a parameter as it is computed with, per phase or for the whole step.
+    """
 
     graph: Graph
     plan: Plan
     choices: Choices
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
-    gathered: dict[tuple[fx.Node, str], fx.Node] = field(default_factory=dict)  # parameter, phase -> whole
+    gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
 
     def build(self) -> Graph:
         mesh = self.graph.mesh
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
-        for name, node in self.graph.inputs.items():  # inputs are the global batch: each rank keeps its piece
-            whole = self.copies[node][Sharding()]
-            piece = self._reshard(whole, placed(node, self.plan), value(node))
+        for node in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
+            piece = self._reshard(self.copies[node][Sharding()], placed(node, self.plan), value(node))
             self.copies[node] = {value(piece).sharding: piece}
-            assert name == value(node).name
         for node in self.graph.calls():
             self._call(node)
         outputs = self._finish(self.graph.outputs)
@@ -70,8 +72,7 @@ class _Partition:
         set_value(new, replace(known, sharding=stored))
         shape = stored.local_shape(known.shape, self.graph.mesh)
         assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
-        with held(node).fake_mode if hasattr(held(node), "fake_mode") else _nothing():
-            set_held(new, held(node).new_empty(shape))
+        set_held(new, held(node).new_empty(shape))
         self.copies[node] = {stored: new}
 
     def _call(self, node: fx.Node) -> None:
@@ -89,28 +90,36 @@ class _Partition:
         new = localize(self.out, node, local_of, chosen, self.graph.mesh)
         known = value(node)
         set_value(new, replace(known, name=known.name or node.name))
-        self.copies[node] = {known.sharding: new}
+        self.copies[node] = {known.sharding: self._first_only(node, new)}
+
+    def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """Where local batch statistics are kept, only the first rank's count."""
+        if node.target is operator.getitem:
+            for axis, strategy in self.choices.get(node.args[0], {}).items():
+                if keeps_first(node.args[0], strategy, node.args[1]):
+                    kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
+                    new = self._step(new, Step(collectives.keep_first, kwargs, value(new).sharding), value(new), value(new))
+        return new
 
     def _get(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
         """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy at hand."""
-        copies = self.copies[node]
-        if value(node).kind == "param" and want == placed(node, self.plan):
-            return self._use_param(node, reader)
+        copies = self._copies(node, reader)
         if want not in copies:
             source = min(copies, key=lambda have: self._cost(have, want))
             copies[want] = self._reshard(copies[source], want, reader)
         return copies[want]
 
-    def _use_param(self, node: fx.Node, reader: Value) -> fx.Node:
-        """A parameter as it is computed with; gathered anew in each phase where its life is one use."""
-        stored, used = next(iter(self.copies[node].items())), placed(node, self.plan)
-        if stored[0] == used:
-            return stored[1]
-        lives = {life for axis, life in self.plan.gather.items() if axis in self.plan.stored(value(node).name)}
-        scope = reader.phase if "use" in lives else "step"
-        if (node, scope) not in self.gathered:
-            self.gathered[node, scope] = self._reshard(stored[1], used, reader)
-        return self.gathered[node, scope]
+    def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
+        """The copies a reader may use. A parameter that is gathered lives for one phase or for the step."""
+        if value(node).kind != "param":
+            return self.copies[node]
+        (stored, shard), *_ = self.copies[node].items()
+        lives = {self.plan.gather[a] for a, _ in stored.layouts if a in self.plan.gather}
+        scope = (node, reader.phase if "use" in lives else "step")
+        if scope not in self.gathered:
+            used = placed(node, self.plan)
+            self.gathered[scope] = {used: self._reshard(shard, used, reader)}
+        return self.gathered[scope]
 
     def _cost(self, have: Sharding, want: Sharding) -> float:
         costs = (
@@ -150,12 +159,6 @@ class _Partition:
         return self._get(node, want, value(node))
 
 
-def _nothing() -> object:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def _drop_unused(graph: fx.Graph) -> None:
     """Erase calls that nothing reads; inputs of the step stay."""
     for node in reversed(list(graph.nodes)):
@@ -168,16 +171,14 @@ def settle_modules(local: Graph) -> None:
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(node.args[0]).kind == "op":
-            owners = {_block(value(u).module) for u in node.users if u.op == "call_function"}
+            owners = {block_of(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(node.args[0])
                 set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
 
 
-def _block(module: str) -> str:
-    """The path up to its last number: the block of a stack that a module stands in."""
-    parts = module.split(".")
+def block_of(node: fx.Node) -> str:
+    """The path up to its last number: the block of a stack that a value stands in, "" if none."""
+    parts = value(node).module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[: last + 1])
-
-

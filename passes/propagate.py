@@ -16,6 +16,7 @@ from torch import fx
 
 from partc.graph import Graph, Outputs, results_of, tensor_args, update, value
 from partc.mesh import Mesh
+from partc.passes.local_batch_norm import local_batch_norm
 from partc.passes.open_ops import open_op, opens
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
@@ -100,6 +101,10 @@ class _AxisWalk:
         whole = Strategy((R,) * len(operands), (R,) * len(results_of(node)))
         if all(self.made[o] == [R] for o in operands):
             return whole  # nothing is cut here, and cuts do not appear by themselves
+        if self.plan.batch_norm == "local":
+            local = local_batch_norm(node, self.made[operands[0]][0])
+            if local is not None:
+                return local
         seen = [(i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R]
         options = [whole, *strategies_for(node, self.num, seen)]
         priced = [(cost, i) for i, s in enumerate(options) if (cost := self._price(node, operands, s)) is not None]
