@@ -110,7 +110,7 @@ class CostReport:
         }
 
 
-def cost_of(
+def cost_report(
     graph: Graph, optimizer: str = "adamw", symbolic: SymbolicCosts | None = None
 ) -> CostReport:
     """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.graph import Graph, held
+from partc.passes.workspaces import workspace_bytes
 
 Storage = int  # names one piece of memory within a Replay
 
@@ -65,7 +66,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def replay(graph: Graph, ran: Replay | None = None) -> Replay:
-    """Run a graph on fake tensors of its own shapes; where a call fails, ``ran`` has those before."""
+    """Run a graph on fake tensors of its own shapes; ``ran`` has what succeeded, come what may."""
     ran, watch = ran or Replay(), _Allocations()
     with torch.no_grad(), FakeTensorMode(), watch:
         for node in graph.fx.nodes:
@@ -91,4 +92,5 @@ def _run(node: fx.Node, ran: Replay, watch: _Allocations) -> None:
     assert callable(node.target)
     ran.results[node] = node.target(*args, **kwargs)
     kept = sum(b for s, b in ran.storages(node).items() if s not in watch.known)
-    ran.temporary_bytes[node] = max(0, watch.peak_bytes - kept)
+    composite = max(0, watch.peak_bytes - kept)
+    ran.temporary_bytes[node] = composite + workspace_bytes(node, ran.results[node], args, kwargs)
