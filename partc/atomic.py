@@ -1,0 +1,78 @@
+"""Output that appears whole or not at all, whatever interrupts the writing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from partc.errors import UsageError
+
+MANIFEST = "program.json"
+WRITTEN = ("*.py", "*.toml", "*.json", "__pycache__")  # what a saved program consists of
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """Yield an empty directory that takes the place of `path` on success and vanishes otherwise.
+
+    An earlier saved program at `path` is replaced; anything else there is refused, not lost.
+    """
+    target = Path(path).resolve()
+    _refuse_strangers(target)
+    with _beside(target) as holder:
+        new = holder / "new"
+        new.mkdir()
+        yield new
+        _refuse_strangers(target)  # it may have been filled while we wrote
+        _swap(new, target, holder / "old")
+
+
+def atomic_write(path: str | Path, text: str) -> None:
+    """Make `text` the content of the file at `path`, or leave what was there."""
+    target = Path(path).resolve()
+    with _beside(target) as holder:
+        new = holder / "new"
+        new.write_text(text, encoding="utf-8", newline="\n")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        new.replace(target)
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A temporary directory on the target's file system, so that a rename is enough."""
+    parent = next(folder for folder in target.parents if folder.is_dir())
+    with TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as holder:
+        yield Path(holder)
+
+
+def _swap(new: Path, target: Path, old: Path) -> None:
+    """Rename `new` to `target`, moving what is there to `old`, and back if that fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+
+
+def _refuse_strangers(target: Path) -> None:
+    """Raise unless `target` is absent, empty, or holds a saved program and nothing else."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise _refusal(target, "it is a file")
+    names = sorted(entry.name for entry in target.iterdir())
+    if names and MANIFEST not in names:
+        raise _refusal(target, f"it has no {MANIFEST}, so partc did not write it")
+    strangers = [n for n in names if not any(fnmatch(n, pattern) for pattern in WRITTEN)]
+    if strangers:
+        raise _refusal(target, f"it also holds {strangers[0]}, which partc did not write")
+
+
+def _refusal(target: Path, why: str) -> UsageError:
+    do = "Choose another output directory, or move that away."
+    return UsageError(where=str(target), what="will not be replaced", why=why, do=do)

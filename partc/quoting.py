@@ -1,0 +1,101 @@
+"""Untrusted values in, text that is safe inside generated Python source out."""
+
+import keyword
+import math
+import re
+from collections.abc import Callable
+
+import torch
+
+from partc.errors import UsageError
+
+
+def literal(value: object) -> str:
+    """A Python expression that evaluates to the value; refuses what has no plain spelling.
+
+    >>> literal(("w1", 2, torch.float32))
+    '("w1", 2, torch.float32)'
+    """
+    spell = _SPELL.get(type(value))  # exact types: a subclass may bring its own __repr__
+    if spell is None:
+        raise UsageError(
+            where="generated source",
+            what=f"a value of type {type(value).__name__} cannot be written as a literal",
+            why="only plain Python values and torch dtypes, devices and formats can",
+            do="Pass it as a number, string, tuple, list or dict of those.",
+        )
+    return spell(value)
+
+
+def identifier(name: str) -> str:
+    """An ASCII identifier that is no keyword, the same for the same name; clashes are the caller's.
+
+    >>> identifier("blocks.0.w1.weight")
+    'blocks_0_w1_weight'
+    """
+    safe = re.sub(r"[^A-Za-z0-9_]+", "_", name)
+    safe = re.sub(r"^__+", "_", safe)  # __x would be mangled in a class, __class__ would replace it
+    if not safe or safe[0].isdigit():
+        safe = f"_{safe}"
+    return f"{safe}_" if keyword.iskeyword(safe) else safe
+
+
+def comment(text: str, length: int = 100) -> str:
+    """The text as one printable ASCII line of at most `length` characters, without the `#`."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    line = line.encode("ascii", "replace").decode("ascii")
+    line = re.sub(r"coding(?=[:=])", "coding ", line)  # `# coding: utf-7` would change the file
+    return line if len(line) <= length else line[: max(length - 3, 0)] + "..."[:length]
+
+
+def docstring(text: str, length: int = 100) -> str:
+    """A comment line that can also neither end nor escape from a double-quoted docstring."""
+    return comment(text, length).replace("\\", "/").replace('"', "'")
+
+
+def _text(value: str) -> str:
+    """Quote in double quotes where that needs no escape, as ruff format does."""
+    quoted = ascii(value)
+    plain = quoted[0] == "'" and '"' not in quoted  # so no escaped ' either: ascii avoids those
+    return f'"{quoted[1:-1]}"' if plain else quoted
+
+
+def _float(value: float) -> str:
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
+def _tuple(value: tuple[object, ...]) -> str:
+    return f"({_items(value)}{',' if len(value) == 1 else ''})"
+
+
+def _list(value: list[object]) -> str:
+    return f"[{_items(value)}]"
+
+
+def _dict(value: dict[object, object]) -> str:
+    return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+
+
+def _device(value: torch.device) -> str:
+    return f"torch.device({_text(str(value))})"
+
+
+def _items(values: tuple[object, ...] | list[object]) -> str:
+    return ", ".join(literal(value) for value in values)
+
+
+_SPELL: dict[type, Callable[..., str]] = {
+    type(None): repr,
+    bool: repr,
+    int: repr,
+    float: _float,
+    str: _text,
+    tuple: _tuple,
+    torch.Size: _tuple,
+    list: _list,
+    dict: _dict,
+    torch.dtype: str,
+    torch.layout: str,
+    torch.memory_format: str,
+    torch.device: _device,
+}

@@ -1,0 +1,47 @@
+"""A registry maps names to what was registered under them, and says what exists on a miss."""
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from typing import Generic, TypeVar
+
+from partc.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Things of one kind (schedules, passes, rules) by name, in the order they came."""
+
+    def __init__(self, kind: str) -> None:
+        """Name the kind in the singular, as messages use it: `Registry("schedule")`."""
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, value: T) -> T:
+        """Register the value under the name and return it; a taken name is an error."""
+        if name in self._entries:
+            taken = f"{self.kind} {name!r} is registered twice"
+            raise UsageError(where=self.kind, what=taken, why="", do="Rename or remove one.")
+        return self._entries.setdefault(name, value)
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """A decorator that adds what it stands above, unchanged."""
+        return lambda value: self.add(name, value)
+
+    def __getitem__(self, name: str) -> T:
+        """The value under the name; a miss lists close names, or else all of them."""
+        if name in self._entries:
+            return self._entries[name]
+        near = get_close_matches(name, self._entries)
+        known = f"Known: {', '.join(self) or 'none'}."
+        do = f"Did you mean {' or '.join(near)}?" if near else known
+        raise UsageError(where=self.kind, what=f"no {self.kind} is named {name!r}", why="", do=do)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,106 @@
+"""The `golden` fixture: text produced by a test is compared with a file under tests/golden."""
+
+import ast
+import re
+from collections.abc import Callable
+from difflib import unified_diff
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "golden"
+DIFF_LINES = 40
+collect_ignore = ["golden"]  # golden sources are named after their tests, so they look like tests
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # under xdist the controller sees every report
+        config.pluginmanager.register(StaleGoldens(config))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compare text with tests/golden/<test file>/<test name><suffix>; a .py must also parse."""
+
+    def compare(text: str, suffix: str = ".txt") -> None:
+        name = _stem(request.node.nodeid) + suffix
+        assert ("golden", name) not in request.node.user_properties, f"{name} is compared twice"
+        request.node.user_properties.append(("golden", name))  # travels with the test's report
+        if suffix == ".py":
+            ast.parse(text, name)
+        _compare(FOLDER / name, text.rstrip("\n") + "\n", request.config.option.update_golden)
+
+    return compare
+
+
+def _stem(nodeid: str) -> str:
+    """`tests/test_plan.py::test_cut[tp-2]` becomes `test_plan/test_cut-tp-2`."""
+    file, _, test = nodeid.partition("::")
+    return f"{Path(file).stem}/{re.sub('[^A-Za-z0-9_]+', '-', test).strip('-')}"
+
+
+def _compare(path: Path, text: str, update: bool) -> None:
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    expected = path.read_text(encoding="utf-8") if path.exists() else None
+    if expected != text:
+        name = path.relative_to(FOLDER.parent.parent).as_posix()
+        body = "there is no such file" if expected is None else _diff(expected, text)
+        pytest.fail(f"{name}\n{body}\naccept with: pytest --update-golden", pytrace=False)
+
+
+def _diff(expected: str, text: str) -> str:
+    """The first lines of a unified diff from the golden text to the present one."""
+    old, new = expected.splitlines(), text.splitlines()
+    lines = list(unified_diff(old, new, "golden", "now", n=2, lineterm=""))
+    rest = len(lines) - DIFF_LINES
+    return "\n".join(lines[:DIFF_LINES] + [f"... {rest} more lines"] * (rest > 0))
+
+
+class StaleGoldens:
+    """After a full and successful run, fail on golden files that no test asked for."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.asked_for: set[str] = set()
+        self.skipped: set[str] = set()
+        self.stale: list[Path] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.asked_for |= {str(name) for key, name in report.user_properties if key == "golden"}
+        if report.skipped:
+            self.skipped.add(_stem(report.nodeid))
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus != pytest.ExitCode.OK or not _is_full_run(self.config):
+            return
+        self.stale = [path for path in sorted(FOLDER.rglob("*")) if self._is_stale(path)]
+        if self.config.option.update_golden:
+            while self.stale:
+                self.stale.pop().unlink()
+        if self.stale:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.stale:
+            terminalreporter.section("golden files that no test asks for", red=True)
+            for path in self.stale:
+                terminalreporter.line(path.relative_to(FOLDER.parent.parent).as_posix())
+            terminalreporter.line("remove with: pytest --update-golden")
+
+    def _is_stale(self, path: Path) -> bool:
+        name = path.relative_to(FOLDER)
+        skipped = name.with_suffix("").as_posix() in self.skipped
+        return path.is_file() and name.as_posix() not in self.asked_for and not skipped
+
+
+def _is_full_run(config: pytest.Config) -> bool:
+    """Whether pytest was called bare, so that every test of the project has run."""
+    options = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise")
+    selects = any(getattr(config.option, name, None) for name in (*options, "collectonly"))
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not selects

@@ -1,0 +1,49 @@
+import pytest
+
+from partc.errors import UsageError
+from partc.registry import Registry
+
+
+@pytest.fixture
+def schedules() -> Registry[str]:
+    registry = Registry[str]("schedule")
+    for name in ("gpipe", "1f1b", "zero_bubble"):
+        registry.add(name, name.upper())
+    return registry
+
+
+def test_registry_keeps_order(schedules: Registry[str]) -> None:
+    assert list(schedules) == ["gpipe", "1f1b", "zero_bubble"]
+    assert len(schedules) == 3
+    assert "gpipe" in schedules
+    assert schedules["gpipe"] == "GPIPE"
+
+
+def test_register_returns_what_it_decorates() -> None:
+    registry = Registry[object]("pass")
+
+    @registry.register("nothing")
+    def nothing() -> None: ...
+
+    assert registry["nothing"] is nothing
+
+
+def test_duplicate_is_rejected(schedules: Registry[str]) -> None:
+    with pytest.raises(UsageError, match="schedule 'gpipe' is registered twice"):
+        schedules.add("gpipe", "other")
+    assert schedules["gpipe"] == "GPIPE"
+
+
+def test_near_miss_is_suggested(schedules: Registry[str]) -> None:
+    with pytest.raises(UsageError, match=r"no schedule is named 'gpip'\. Did you mean gpipe\?"):
+        schedules["gpip"]
+
+
+def test_far_miss_lists_all(schedules: Registry[str]) -> None:
+    with pytest.raises(UsageError, match=r"Known: gpipe, 1f1b, zero_bubble\."):
+        schedules["interleaved"]
+
+
+def test_miss_in_empty_registry() -> None:
+    with pytest.raises(UsageError, match=r"Known: none\."):
+        Registry[int]("pass")["memory"]
