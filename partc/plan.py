@@ -1,0 +1,150 @@
+"""The plan: every decision of a compile as text that a person reads, edits and replays."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from partc.errors import PlanError
+from partc.mesh import Mesh
+from partc.sharding import Layout, Sharding, cut
+
+Cuts = Mapping[str, Layout]  # axis -> cut
+_FIELDS = {"mesh", "preset", "microbatches", "batch_norm", "inputs", "params", "gather", "scatter", "notes"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions; what a partial plan does not name is filled in from ``preset``.
+
+    ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored. ``gather`` says
+    along which axes stored cuts are gathered before use, and how long the whole lives: ``"use"``
+    (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter`` names, per axis, the dim
+    along which unfinished activations are reduce-scattered (sequence parallelism).
+    """
+
+    mesh: Mesh | None = None
+    preset: str = ""
+    params: Mapping[str, Cuts] = field(default_factory=dict)
+    inputs: Mapping[str, Cuts] = field(default_factory=dict)
+    gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
+    scatter: Mapping[str, int] = field(default_factory=dict)
+    batch_norm: Literal["global", "local"] = "global"
+    microbatches: int = 1
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str, where: str = "plan") -> Plan:
+        """Read the TOML form; PlanError names the entry that is wrong."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise _wrong(where, "this is not TOML", str(error)) from None
+        unknown = sorted(set(table) - _FIELDS)
+        if unknown:
+            raise _wrong(where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}")
+        mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
+        for name in ("params", "inputs"):
+            table[name] = {k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()}
+        _check_words(table, where)
+        return cls(**{**table, "mesh": mesh, "notes": tuple(table.get("notes", ()))})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.toml."""
+        try:
+            return cls.parse(Path(path).read_text(), str(path))
+        except OSError as error:
+            raise _wrong(str(path), "the plan cannot be read", str(error)) from None
+
+    def stored(self, name: str, table: Mapping[str, Cuts] | None = None) -> Cuts:
+        """The cuts of one parameter, by its name or the first pattern that fits."""
+        table = self.params if table is None else table
+        if name in table:
+            return table[name]
+        return next((cuts for pattern, cuts in table.items() if fnmatchcase(name, pattern)), {})
+
+    def used(self, name: str) -> Cuts:
+        """The cuts of one parameter while it is computed with."""
+        return {axis: lay for axis, lay in self.stored(name).items() if axis not in self.gather}
+
+    def sharding(self, cuts: Cuts) -> Sharding:
+        assert self.mesh is not None
+        return Sharding.of(cuts, self.mesh)
+
+    def __str__(self) -> str:
+        """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
+        lines = [f'preset = "{self.preset}"'] if self.preset else []
+        lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
+        lines += ["notes = [", *(f"    {_quote(n)}," for n in self.notes), "]"] if self.notes else []
+        if self.mesh is not None:
+            lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
+        lines += _section("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
+        lines += _section("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
+        for name, table in (("inputs", self.inputs), ("params", self.params)):
+            lines += _section(name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()})
+        return "\n".join(lines) + "\n"
+
+    def changed(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
+
+
+def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
+    """Join entries that differ in layer numbers only: ``layers.0.w``, ``layers.1.w`` -> ``layers.*.w``."""
+    groups: dict[str, list[str]] = {}
+    for name in table:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    folded: dict[str, Cuts] = {}
+    for pattern, names in groups.items():
+        same = all(dict(table[n]) == dict(table[names[0]]) for n in names)
+        fits = [n for n in table if fnmatchcase(n, pattern)] == names
+        if same and fits and not any(c in pattern for c in "[?"):
+            folded[pattern] = table[names[0]]
+        else:
+            folded.update({n: table[n] for n in names})
+    return folded
+
+
+def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
+    if not isinstance(entry, Mapping):
+        raise _wrong(where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }")
+    cuts = {}
+    for axis, at in entry.items():
+        dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)
+        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
+            raise _wrong(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
+        cuts[axis] = cut(dim, outer)
+    return cuts
+
+
+def _write_cuts(cuts: Cuts) -> str:
+    texts = [f"{a} = {x.dim if x.outer == 1 else f'[{x.dim}, {x.outer}]'}" for a, x in cuts.items()]
+    return "{ " + ", ".join(texts) + " }" if texts else "{}"
+
+
+def _section(name: str, entries: Mapping[str, str]) -> Iterable[str]:
+    return ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+
+
+def _check_words(table: Mapping[str, Any], where: str) -> None:
+    allowed = {"batch_norm": ("global", "local")}
+    for key, words in allowed.items():
+        if table.get(key, words[0]) not in words:
+            raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")
+    for axis, life in table.get("gather", {}).items():
+        if life not in ("use", "step"):
+            raise _wrong(where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"')
+
+
+def _wrong(where: str, what: str, why: str) -> PlanError:
+    return PlanError(where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one.")

@@ -1,0 +1,106 @@
+"""Run a local graph for all ranks of a mesh in one process, in lock-step: what the collectives mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc import collectives
+from partc.graph import Graph, value
+from partc.mesh import Mesh
+from partc.sharding import Layout, cut, join_pieces, take_piece
+
+Pieces = list[Any]  # what each rank holds, in rank order
+
+
+def simulate(graph: Graph, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Execute every rank's copy of a local graph.
+
+    ``whole`` has parameters, buffers and inputs by name; each rank gets its piece. Returns the graph's
+    outputs with every tensor joined to the whole by its sharding: loss, grads, buffers, results.
+    """
+    mesh = graph.mesh
+    env: dict[fx.Node, Pieces] = {}
+    for node in graph.fx.nodes:
+        if node.op == "placeholder":
+            known = value(node)
+            env[node] = [known.sharding.local(whole[known.name], at, mesh) for at in mesh.all_coords()]
+        elif node.op == "call_function":
+            env[node] = _call(node, env, mesh)
+    return fx.map_arg(
+        graph.outputs.as_dict(), lambda n: value(n).sharding.whole(env[n], mesh)
+    )  # type: ignore[no-any-return]
+
+
+def _call(node: fx.Node, env: Mapping[fx.Node, Pieces], mesh: Mesh) -> Pieces:
+    if node.target in _MEANING:
+        return _MEANING[node.target](env[node.args[0]], mesh, **node.kwargs)
+    pieces = []
+    for rank in range(mesh.num_ranks):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=rank: env[n][r])
+        pieces.append(node.target(*args, **kwargs))
+    return pieces
+
+
+def _groups(x: Pieces, mesh: Mesh, axis: str, make: Callable[[list[Tensor]], list[Tensor]]) -> Pieces:
+    """Apply ``make`` (pieces of a group's members -> their results) to every group of an axis."""
+    results: Pieces = [None] * mesh.num_ranks
+    for rank in range(mesh.num_ranks):
+        if mesh.coords(rank)[axis] == 0:
+            peers = mesh.peers(rank, axis)
+            for peer, result in zip(peers, make([x[p] for p in peers]), strict=True):
+                results[peer] = result
+    return results
+
+
+def _all_reduce(x: Pieces, mesh: Mesh, axis: str, num: int, op: str = "sum") -> Pieces:
+    kind = Layout("U" if op == "sum" else "M")
+    return _groups(x, mesh, axis, lambda p: [join_pieces(p, kind, 1)] * num)
+
+
+def _all_gather(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1) -> Pieces:
+    return _groups(x, mesh, axis, lambda p: [join_pieces(p, cut(dim), outer)] * num)
+
+
+def _reduce_scatter(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1) -> Pieces:
+    def make(pieces: list[Tensor]) -> list[Tensor]:
+        total = join_pieces(pieces, Layout("U"), 1)
+        return [take_piece(total, dim, outer, num, i) for i in range(num)]
+
+    return _groups(x, mesh, axis, make)
+
+
+def _all_to_all(
+    x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1
+) -> Pieces:
+    def make(pieces: list[Tensor]) -> list[Tensor]:
+        total = join_pieces(pieces, cut(dim), outer)
+        return [take_piece(total, to_dim, to_outer, num, i) for i in range(num)]
+
+    return _groups(x, mesh, axis, make)
+
+
+def _keep_piece(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1) -> Pieces:
+    return _groups(x, mesh, axis, lambda p: [take_piece(t, dim, outer, num, i) for i, t in enumerate(p)])
+
+
+def _keep_first(x: Pieces, mesh: Mesh, axis: str, num: int) -> Pieces:
+    return _groups(x, mesh, axis, lambda p: [p[0], *(torch.zeros_like(t) for t in p[1:])])
+
+
+def _axis_index(x: Pieces, mesh: Mesh, axis: str, num: int) -> Pieces:
+    return [at[axis] for at in mesh.all_coords()]
+
+
+_MEANING: dict[Any, Callable[..., Pieces]] = {
+    collectives.all_reduce: _all_reduce,
+    collectives.all_gather: _all_gather,
+    collectives.reduce_scatter: _reduce_scatter,
+    collectives.all_to_all: _all_to_all,
+    collectives.keep_piece: _keep_piece,
+    collectives.keep_first: _keep_first,
+    collectives.axis_index: _axis_index,
+}
