@@ -6,9 +6,13 @@ all sizes divide by 2, 3 and 4 unless the point is that they do not.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from partc.rules.schema_cases import elementwise_cases, functional_overloads
 from partc.rules.signature import Signature, Spec
+from partc.rules.table import RULES, name_of
 
 aten = torch.ops.aten
 call = Signature.call
@@ -138,3 +142,192 @@ ALONG = (
     call(aten.tril.default, f(12, 24, 24), 1),
     call(aten.triu.default, f(12, 24, 24)),
 )
+SLICE = (
+    call(aten.slice.Tensor, f(12, 36), 1, 12, 24),
+    call(aten.slice.Tensor, f(12, 36), 1, 0, 9223372036854775807),
+    call(aten.slice.Tensor, f(12, 36), 1, 5, 16),
+    call(aten.slice.Tensor, f(12, 24, 2), 1, 1, 9223372036854775807, 2),
+    call(aten.slice_backward.default, f(12, 12), [12, 36], 1, 12, 24, 1),
+    call(aten.slice_scatter.default, f(12, 36), f(12, 12), 1, 12, 24),
+    call(aten.select.int, f(12, 24, 36), 1, 3),
+    call(aten.select_copy.int, f(12, 24), 0, -1),
+    call(aten.select_backward.default, f(12, 36), [12, 24, 36], 1, 3),
+    call(aten.select_scatter.default, f(12, 24, 36), f(12, 36), 1, 3),
+    call(aten.cat.default, [f(12, 24), f(12, 36)], 1),
+    call(aten.cat.default, [f(12, 24), f(12, 24)], 0),
+    call(aten.stack.default, [f(12, 24), f(12, 24)], 1),
+    call(aten.split.Tensor, f(12, 36), 12, 1),
+    call(aten.split_with_sizes.default, f(12, 72), [12, 24, 36], 1),
+    call(aten.chunk.default, f(12, 36), 3, 1),
+    call(aten.unbind.int, f(12, 3, 24), 1),
+    call(aten.constant_pad_nd.default, f(12, 24, 36), [1, 2], 0.0),
+    call(aten.constant_pad_nd.default, f(12, 24, 36), [1, 2], 1.5),
+    call(aten.unfold.default, f(12, 24, 36), 1, 4, 2),
+    call(aten.unfold_backward.default, f(12, 11, 36, 4), [12, 24, 36], 1, 4, 2),
+    call(aten.diagonal.default, f(12, 24, 24), 0, 1, 2),
+)
+NORM = (
+    call(aten.native_layer_norm.default, f(12, 24, 36), [36], f(36), f(36), 1e-5),
+    call(aten.native_layer_norm.default, f(12, 24), [24], None, None, 1e-5),
+    call(
+        aten.native_layer_norm_backward.default,
+        *(f(12, 24, 36), f(12, 24, 36), [36], f(12, 24, 1), f(12, 24, 1), f(36), f(36)),
+        [True, True, True],
+    ),
+    call(aten.native_group_norm.default, f(12, 24, 6), f(24), f(24), 12, 24, 6, 12, 1e-5),
+    call(
+        aten.native_group_norm_backward.default,
+        *(f(12, 24, 6), f(12, 24, 6), f(12, 12), f(12, 12), f(24), 12, 24, 6, 12),
+        [True, True, True],
+    ),
+    call(
+        aten.native_batch_norm.default,
+        *(f(4, 12, 6, 5), f(12), f(12), f(12), f(12), True, 0.1, 1e-5),
+    ),
+    call(
+        aten._native_batch_norm_legit.no_stats, f(4, 12, 6, 5), f(12), f(12), True, 0.1, 1e-5
+    ),
+    call(
+        aten._native_batch_norm_legit_functional.default,
+        *(f(4, 12, 6, 5), f(12), f(12), f(12), f(12), True, 0.1, 1e-5),
+    ),
+    call(
+        aten.native_batch_norm_backward.default,
+        *(f(4, 12, 6, 5), f(4, 12, 6, 5), f(12), f(12), f(12), f(12), f(12)),
+        *(True, 1e-5, [True, True, True]),
+    ),
+    call(aten._fused_rms_norm.default, f(12, 24, 36), [36], f(36), 1e-5),
+    call(
+        aten._fused_rms_norm_backward.default,
+        *(f(12, 24, 36), f(12, 24, 36), [36], f(12, 24, 1), f(36), [True, True]),
+    ),
+)
+Q, K, V = f(4, 12, 6, 8), f(4, 12, 24, 8), f(4, 12, 24, 8)
+ATTENTION = (
+    call(aten._scaled_dot_product_flash_attention_for_cpu.default, Q, K, V),
+    call(
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *(Q, K, V, 0.0, False),
+        attn_mask=f(4, 12, 6, 24),
+    ),
+    call(aten._scaled_dot_product_flash_attention_for_cpu.default, K, K, V, 0.0, True),
+    call(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        *(Q, Q, K, V, Q, f(4, 12, 6), 0.0, False),
+    ),
+    call(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        *(K, K, K, V, K, f(4, 12, 24), 0.0, True),
+        attn_mask=f(4, 1, 24, 24),
+    ),
+    call(aten._scaled_dot_product_attention_math.default, Q, K, V),
+    call(aten.scaled_dot_product_attention.default, Q, K, V, f(4, 1, 6, 24)),
+    call(aten.scaled_dot_product_attention.default, K, K, V, None, 0.0, True),
+)
+EMBEDDING = (
+    call(aten.embedding.default, f(24, 36), i(12, 2)),
+    call(aten.embedding.default, f(24, 36), i(12, 2), 5),
+    call(aten.embedding_dense_backward.default, f(12, 2, 36), i(12, 2), 24, -1, False),
+    call(aten.embedding_dense_backward.default, f(12, 2, 36), i(12, 2), 24, 5, False),
+    call(aten.one_hot.default, i(12, 2, high=24), 24),
+)
+LOSS = (
+    call(aten.nll_loss_forward.default, f(12, 24), i(12), None, 2, -100),
+    call(aten.nll_loss_forward.default, f(12, 24), i(12), None, 2, 3),
+    call(aten.nll_loss_forward.default, f(12, 24), i(12), f(24), 2, -100),
+    call(aten.nll_loss_forward.default, f(12, 24), i(12), None, 0, -100),
+    call(aten.nll_loss_forward.default, f(12, 24), i(12), None, 1, -100),
+    call(aten.nll_loss_backward.default, f(), f(12, 24), i(12), None, 2, -100, f()),
+    call(aten.nll_loss_backward.default, f(), f(12, 24), i(12), None, 2, 3, f()),
+    call(aten.nll_loss2d_forward.default, f(12, 24, 6, 8), i(12, 6, 8), None, 2, -100),
+    call(
+        aten.nll_loss2d_backward.default,
+        *(f(), f(12, 24, 6, 8), i(12, 6, 8), None, 2, -100, f()),
+    ),
+    call(aten.mse_loss.default, f(12, 24), f(12, 24), 2),
+    call(aten.mse_loss.default, f(12, 24), f(12, 24), 1),
+    call(aten.mse_loss_backward.default, f(), f(12, 24), f(12, 24), 2),
+    call(aten.mse_loss_backward.default, f(), f(12, 24), f(12, 24), 1),
+)
+CONV = (
+    call(
+        aten.convolution.default,
+        *(f(4, 12, 8, 6), f(24, 12, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+    call(
+        aten.convolution.default,
+        *(f(4, 12, 8, 6), f(24, 12, 3, 3), f(24), [2, 2], [0, 0], [1, 1], False, [0, 0], 1),
+    ),
+    call(
+        aten.convolution.default,
+        *(f(4, 12, 8, 6), f(24, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 12),
+    ),
+    call(
+        aten.convolution.default,
+        *(f(4, 12, 8), f(12, 24, 3), None, [2], [1], [1], True, [1], 1),
+    ),
+    call(
+        aten.convolution_backward.default,
+        *(f(4, 24, 8, 6), f(4, 12, 8, 6), f(24, 12, 3, 3), [24]),
+        *([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]),
+    ),
+    call(
+        aten.convolution_backward.default,
+        *(f(4, 24, 8, 6), f(4, 12, 8, 6), f(24, 1, 3, 3), None),
+        *([1, 1], [1, 1], [1, 1], False, [0, 0], 12, [True, True, False]),
+    ),
+    call(aten.max_pool2d_with_indices.default, f(4, 12, 8, 6), [2, 2], [2, 2]),
+    call(
+        aten.max_pool2d_with_indices_backward.default,
+        *(f(4, 12, 4, 3), f(4, 12, 8, 6), [2, 2], [2, 2], [0, 0], [1, 1], False, i(4, 12, 4, 3)),
+    ),
+    call(aten.avg_pool2d.default, f(4, 12, 8, 6), [2, 2], [2, 2]),
+    call(
+        aten.avg_pool2d_backward.default,
+        *(f(4, 12, 4, 3), f(4, 12, 8, 6), [2, 2], [2, 2], [0, 0], False, True, None),
+    ),
+    call(aten._adaptive_avg_pool2d.default, f(4, 12, 8, 6), [2, 3]),
+    call(aten._adaptive_avg_pool2d_backward.default, f(4, 12, 2, 3), f(4, 12, 8, 6)),
+    call(aten.upsample_nearest2d.default, f(4, 12, 8, 6), [16, 12]),
+    call(aten.upsample_bilinear2d.default, f(4, 12, 8, 6), [16, 12], False),
+)
+INDEX = (
+    call(aten.index.Tensor, f(12, 24, 36), [None, i(6)]),
+    call(aten.index.Tensor, f(12, 24, 36), [i(6, 1), i(1, 8)]),
+    call(aten.index.Tensor, f(12, 24, 36), [i(6), None, i(6)]),
+    call(aten.index_put.default, f(12, 24, 36), [None, i(6)], f(12, 6, 36), True),
+    call(aten.index_put.default, f(12, 24), [i(6)], f(6, 24)),
+    call(aten.index_select.default, f(12, 24, 36), 1, i(6)),
+    call(aten.index_add.default, f(12, 24), 1, i(6), f(12, 6)),
+    call(aten.gather.default, f(12, 24), 1, i(12, 6)),
+    call(aten.scatter.src, f(12, 24), 1, i(12, 6), f(12, 6)),
+    call(aten.scatter.value, f(12, 24), 1, i(12, 6), 1.5),
+    call(aten.scatter_add.default, f(12, 24), 1, i(12, 6), f(12, 6)),
+    call(aten.scatter_reduce.two, f(12, 24), 1, i(12, 6), f(12, 6), "sum"),
+)
+BY_HAND = (
+    *MATMUL, *VIEW, *REDUCE, *ALONG, *SLICE, *NORM, *ATTENTION, *EMBEDDING, *LOSS, *CONV, *INDEX,
+)  # fmt: skip
+
+
+def cases_by_rule() -> dict[str, list[Signature]]:
+    """For every name in the table the calls it is proved on, in the table's order."""
+    by_hand: dict[str, list[Signature]] = {}
+    for case in BY_HAND:
+        by_hand.setdefault(rule_name(case.target), []).append(case)
+    return {name: by_hand.get(name) or _from_schema(name) for name in RULES}
+
+
+def rule_name(target: Any) -> str:
+    """The name under which the table holds an op: its own or, failing that, its packet's."""
+    name = name_of(target)
+    return name if name in RULES or "." not in name else name.rpartition(".")[0]
+
+
+def _from_schema(name: str) -> list[Signature]:
+    namespace, op, *overload = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    if packet is None:
+        return []
+    named = [getattr(packet, overload[0])] if overload else functional_overloads(packet)
+    return [case for each in named for case in elementwise_cases(each)]

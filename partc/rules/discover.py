@@ -233,10 +233,8 @@ def _holding(
     seed: int,
 ) -> list[list[Layout]]:
     """For each result every layout in which the ranks' results give the whole one."""
-    generator = torch.Generator().manual_seed(seed)
     shares = cut_shares(operands, ins, num, uneven=False)
-    pairs = zip(operands, ins, strict=True)
-    pieces = [take_apart(x, layout, shares, generator) for x, layout in pairs]
+    pieces = take_apart(operands, ins, shares, seed)
     results = local_results(lambda rank, xs: signature.run(xs), pieces, num)
     if any(len(local) != len(whole) for local in results):
         raise Refused("the number of results differs")

@@ -27,10 +27,19 @@ def draw(signature: Signature, domain: str, generator: torch.Generator) -> list[
 
 def _draw_one(spec: Spec, high: int, domain: str, generator: torch.Generator) -> Tensor:
     if spec.dtype == torch.bool:
-        return torch.rand(spec.shape, generator=generator) < 0.5
+        return _mask(spec, generator)
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         return torch.randint(0, high, spec.shape, generator=generator).to(spec.dtype)
     return DOMAINS[domain](spec, generator)
+
+
+def _mask(spec: Spec, generator: torch.Generator) -> Tensor:
+    """Sparse and dense lines, along the last dim or the first by the seed: else any and all say nothing."""
+    lines = list(spec.shape)
+    if lines:
+        lines[0 if generator.initial_seed() % 2 else -1] = 1
+    density = torch.tensor([0.04, 0.5, 0.96])[torch.randint(0, 3, lines, generator=generator)]
+    return torch.rand(spec.shape, generator=generator) < density
 
 
 def _normal(spec: Spec, generator: torch.Generator) -> Tensor:

@@ -19,6 +19,7 @@ TOLERANCE = {  # relative to the largest value; double wherever the op allows it
     torch.float16: 1e-2,
     torch.bfloat16: 4e-2,
 }
+PARTS = 1000  # added to a seed: parts drawn like the whole would be the whole and nothing
 Results = list[Tensor | None]
 LocalRun = Callable[[int, Sequence[Tensor]], Results]  # rank, its pieces -> its results
 
@@ -43,12 +44,14 @@ def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
     return [base + 1 + rest, *[base] * (num - 2), base - 1]
 
 
-def cut_shares(operands: Sequence[Tensor], layouts: Sequence[Layout], num: int, uneven: bool) -> list[int]:
+def cut_shares(
+    tensors: Sequence[Tensor | None], layouts: Sequence[Layout], num: int, uneven: bool
+) -> list[int]:
     """Each rank's share, in parts of the greatest common divisor of everything that is cut."""
     sizes = [
         whole.shape[layout.dim] // layout.outer
-        for whole, layout in zip(operands, layouts, strict=True)
-        if layout.kind == "cut" and layout.dim < whole.dim()
+        for whole, layout in zip(tensors, layouts, strict=True)
+        if whole is not None and layout.kind == "cut" and layout.dim < whole.dim()
     ]
     return piece_sizes(gcd(*sizes), num, uneven) if sizes else [1] * num
 
@@ -64,9 +67,17 @@ def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tens
 
 
 def take_apart(
+    operands: Sequence[Tensor], layouts: Sequence[Layout], shares: Sequence[int], seed: int
+) -> list[list[Tensor]]:
+    """For each operand what every rank holds: its piece, its copy, a random part of the sum or maximum."""
+    generator = torch.Generator().manual_seed(seed + PARTS)
+    pairs = zip(operands, layouts, strict=True)
+    return [_take_one_apart(whole, layout, shares, generator) for whole, layout in pairs]
+
+
+def _take_one_apart(
     whole: Tensor, layout: Layout, shares: Sequence[int], generator: torch.Generator
 ) -> list[Tensor]:
-    """What each rank holds of an operand: its piece, its copy, or a random part of the sum or maximum."""
     num = len(shares)
     if layout.kind == "cut":
         return cut_whole(whole, layout, shares)
@@ -149,11 +160,18 @@ def shape_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor |
     return joined_error(zeros, layout, torch.zeros_like(whole))
 
 
-def local_results(run: LocalRun, operands: Sequence[Sequence[Tensor]], num: int) -> list[Results]:
-    """Each rank's results from its pieces; ``operands`` holds one list of ``num`` pieces per operand."""
+def local_results(
+    run: LocalRun, operands: Sequence[Sequence[Tensor]], num: int, seed: int | None = None
+) -> list[Results]:
+    """Each rank's results from its pieces; ``operands`` holds one list of ``num`` pieces per operand.
+
+    With a seed every rank draws the same random numbers, as ranks do for a value they all hold.
+    """
     results = []
     for rank in range(num):
         try:
+            if seed is not None:
+                torch.manual_seed(seed)
             results.append(run(rank, [pieces[rank] for pieces in operands]))
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
             raise Refused(f"the call on pieces fails: {_first_line(error)}") from None
