@@ -15,6 +15,7 @@ from partc.codegen.blocks import ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.inline import inlined
 from partc.codegen.names import Scope, inside, op_name
+from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations, overwritable, owner
 from partc.codegen.text import ATOM, NONE, Line, Text
@@ -175,11 +176,11 @@ class Body:
             lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.{copy}"))
         params = self.stored.get(self._waited(node), [])
         if params:
-            name = str(self.seen.get(node, ""))
-            call = c10d.start(node, x, name, self.helpers).partition(" = ")[2]
-            pair = f"{name}, {call}" if node.target is collectives.all_reduce else f"*{call}"
-            lines.append(Line(f"reduced.append(({params[0]}, {pair}))", comment(typed(node))))
-            return Statement(lines, binds=[node] if node in self.seen else [])
+            name = str(self.seen[node]) if node in self.seen else self.bind(node)
+            start = c10d.start(node, x, name, self.helpers).replace(f"{name}_done =", "done =")
+            lines.append(Line(start, comment(typed(node))))
+            lines.append(Line(f"reduced.append(({params[0]}, {name}, done))"))
+            return Statement(lines, binds=[node])
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
         self.scope.taken.add(f"{name}_done")
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
@@ -258,12 +259,6 @@ class Body:
         return Statement([line, *self._stores(node)], binds=[node])
 
 
-def generator(graph: Graph, mask: fx.Node) -> str:
-    """The attribute of the random generator for the axes that cut a mask: ``rng_dp``."""
-    axes = [axis for axis, _ in sorted(value(mask).sharding.cuts()) if axis in graph.mesh.names]
-    return "_".join(["rng", *sorted(axes, key=graph.mesh.names.index)])
-
-
 def _is_heavy(node: fx.Node) -> bool:
     """Whether a call is worth naming as what hides a collective."""
     tags = getattr(node.target, "tags", ())
@@ -300,6 +295,7 @@ def free_early(
         dead += sorted(name for name in bound if last.get(name) == i and name.isidentifier())
         ends = i + 1 == len(statements) or statements[i + 1].section != statement.section
         if dead and ends and i + 1 < len(statements):
-            statement.lines.append(Line(f"del {', '.join(dead)}"))
+            names = ", ".join(dead)
+            statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
             dead = []
     return statements

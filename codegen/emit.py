@@ -14,6 +14,7 @@ from partc.codegen.body import free_early, with_sections
 from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
+from partc.codegen.random import seed_lines
 from partc.codegen.safety import check_source
 from partc.codegen.slots import Interface, Unfit, interfaces
 from partc.codegen.step import StepBody
@@ -86,6 +87,7 @@ class _Program:
             tables=self._tables(),
             helpers=self.helpers.text(),
             blocks=blocks,
+            seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
             reduces="finish" in self.helpers.used,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],

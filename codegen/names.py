@@ -15,7 +15,7 @@ from partc.graph import Graph, held, is_tensor, value
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
-RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "reduced", *helpers.names()}
+RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "following", "reduced", "before", "done", *helpers.names()}
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
 COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
 _TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
