@@ -86,8 +86,9 @@ def _loops(graph: Graph) -> list[Loop]:
 
 
 def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
+    """Whether the blocks end in reverse order; single calls of a block may stand early."""
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
-    return order[groups[0].nodes[0]] > order[groups[-1].nodes[0]]
+    return order[groups[0].nodes[-1]] > order[groups[-1].nodes[-1]]
 
 
 def layer_path(module: str, depth: int) -> str:
