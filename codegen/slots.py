@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch import fx
 
-from partc.codegen.blocks import Group, Loop, Run, ends_step
+from partc.codegen.blocks import Loop, Run
+from partc.codegen.equal import Group, ends_step
 from partc.graph import Graph, value
 
 Kind = Literal["own", "shared", "carried", "saved", "listed"]
