@@ -17,7 +17,7 @@ _PLACE = ("device", "layout", "pin_memory")  # decided by the operands or by the
 
 @dataclass(frozen=True)
 class Call:
-    """A call with its ``given`` arguments in the schema's order, those that differ from the default.
+    """A call with its ``given`` arguments, those that differ from the default, in order.
 
     ``operand`` gives the text of a node, ``device`` the text of the device that new tensors go to.
     """
