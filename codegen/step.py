@@ -39,7 +39,7 @@ class StepBody(Body):
                 first = self._first(following)
                 found.append(
                     Statement(
-                        [Line(f"{first}.{self._gather(following)}()", "the first block's weights")]
+                        [Line(f"{first}.{self._gather(following)}()", "what the next loop begins with")]
                     )
                 )
             found += [s for node in nodes if node not in early for s in self.one(node)]

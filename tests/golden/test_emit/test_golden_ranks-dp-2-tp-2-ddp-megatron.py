@@ -29,7 +29,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
 
 
@@ -84,7 +83,7 @@ class Block(nn.Module):
         self.w2_weight = nn.Parameter(torch.empty(6, 5, dtype=torch.float64))  # f64[6,10@tp]
         self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
         native_layer_norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05,
@@ -98,7 +97,7 @@ class Block(nn.Module):
         linear_done.wait()                                              # exposed: its result is needed next
         w2 = linear + self.w2_bias                                      # f64[4@dp,8,6]
         y = x + w2                                                      # f64[4@dp,8,6]
-        return y, y, (gelu, w1, native_layer_norm, x, mean, rstd)
+        return y, (gelu, w1, native_layer_norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         gelu, w1, native_layer_norm, x, mean, rstd = saved
@@ -130,8 +129,8 @@ class Block(nn.Module):
         reduced.append((self.norm_weight, d_norm_weight, done))
         done = dist.all_reduce(d_norm_bias, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_bias, d_norm_bias, done))
-        d_x = d_y + d_masked_embedding                                   # f64[4@dp,8,6]
-        return d_x
+        d_masked_embedding += d_y                                        # f64[4@dp,8,6]
+        return d_masked_embedding
 
 
 class ToyStep(nn.Module):
@@ -159,12 +158,10 @@ class ToyStep(nn.Module):
         # blocks.0
         masked_embedding_1_done.wait()                                 # exposed: its result is needed next
         # blocks
-        blocks_0_all = []
         blocks_saved = []
         for layer in self.blocks:
-            masked_embedding_1, blocks_0_all_here, saved = layer(masked_embedding_1)  # f64[4@dp,8,6]
+            masked_embedding_1, saved = layer(masked_embedding_1)      # f64[4@dp,8,6]
             blocks_saved.append(saved)
-            blocks_0_all.append(blocks_0_all_here)
         del saved
         # head
         head = F.linear(masked_embedding_1, self.head_weight)          # f64[4@dp,8,14@tp]
