@@ -145,7 +145,7 @@ def _whole(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
         set_held(twins[operand], _whole_fake(operand, held(operand)))
     twin = graph.node_copy(node, twins.__getitem__)
     results = [
-        fake if carrier is None else _whole_fake(carrier, fake)
+        None if carrier is None else _whole_fake(carrier, fake)
         for carrier, fake in zip(outs, results_of(node), strict=True)
     ]
     twin.meta = dict(node.meta)
