@@ -111,7 +111,10 @@ def _configured(name: str, sizes: Sizes, values: bool) -> Target:
     with nullcontext() if values else parameters_on_meta():
         model = auto.from_config(config).to(sizes.dtype).train()
     make = _images if argument == "pixel_values" else _tokens
-    return Target(model, make(config, sizes), _labelled(argument))
+    try:
+        return Target(model, make(config, sizes), _labelled(argument))
+    except AttributeError as error:
+        raise _no_inputs(name, str(error)) from error
 
 
 def _config(transformers: Any, name: str) -> Any:
@@ -128,11 +131,15 @@ def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
         found = getattr(transformers, auto)
         if type(config) in found._model_mapping:
             return found, argument
-    raise UsageError(
+    raise _no_inputs(name, f"{type(config).__name__} fits none of {', '.join(a for a, _ in AUTO)}")
+
+
+def _no_inputs(name: str, why: str) -> UsageError:
+    return UsageError(
         where=f"hf:{name}",
-        what="has no language model and no image classifier",
-        why=f"{type(config).__name__} is known to none of {', '.join(a for a, _ in AUTO)}",
-        do="Name a function of yours that builds it: package.module:callable.",
+        what="is neither a language model nor an image classifier that needs only tokens or pixels",
+        why=why,
+        do="Name a function of yours that builds model, inputs and loss: package.module:callable.",
     )
 
 

@@ -165,3 +165,13 @@ def example_program(dp: int = 2, tp: int = 2) -> Program:
         constants={"scale": model.scale, "rows": model.rows},
         inputs={"x": ((BATCH, WIDTH), "float32"), "y": ((BATCH, WIDTH), "float32")},
     )
+
+
+def cli_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    """What ``example_program:cli_target`` names on the command line."""
+    return example_model(), example_batch(), example_loss
+
+
+def other_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    """A model that the example program was not compiled for."""
+    return nn.Linear(WIDTH, WIDTH), example_batch(), example_loss
