@@ -1,7 +1,7 @@
 """The command line: ``partc compile | explain | verify | check | diff``.
 
-Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes: 0 done,
-1 a verification failed or a diff is not empty, 2 an error, 130 interrupted.
+Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
+0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from partc.errors import PartcError, UsageError, explain
 
 EXAMPLES = """\
 examples:
-  partc compile hf:llama --layers 2 --batch 8 --seq 128 --mesh dp=2,tp=2 --plan megatron --out build/
+  partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/
   partc compile mypackage.train:setup --mesh dp=4 --plan fsdp --out build/
   partc explain build/                 partc explain --rules             partc explain PTC030
   partc verify build/ --model mypackage.train:setup
@@ -122,7 +122,9 @@ def check_command(args: argparse.Namespace) -> int:
     program = accept_edits(args.folder) if args.accept_edits else load(args.folder)
     files = sorted(program.sources)
     told = {"folder": args.folder, "mesh": dict(program.mesh.axes), "sources": files}
-    _tell(args, f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole", told)
+    _tell(
+        args, f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole", told
+    )
     return 0
 
 
@@ -153,7 +155,9 @@ def _explain_program(args: argparse.Namespace) -> None:
     program = load(args.what)
     if args.source:
         source = program.source(args.rank)
-        _tell(args, source, {"rank": args.rank, "file": program.role_of(args.rank), "source": source})
+        _tell(
+            args, source, {"rank": args.rank, "file": program.role_of(args.rank), "source": source}
+        )
         return
     inputs = [f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in program.inputs.items()]
     roles, first = [], 0
@@ -171,14 +175,13 @@ def _explain_program(args: argparse.Namespace) -> None:
 
 def _rules() -> dict[str, str]:
     """Every op that has a rule, with the rule's letters or what its function says."""
-    import partc.rules  # registers every family
-    from partc.rules.table import RULES
+    from partc.rules.table import RULES  # importing the package registers every family
 
-    written = {name: RULES[name].notation for name in sorted(RULES)}
-    return {
-        name: text if isinstance(text, str) else (text.__doc__ or "").strip().splitlines()[0]
-        for name, text in written.items()
-    }
+    def text(notation: Any) -> str:
+        said = notation if isinstance(notation, str) else notation.__doc__
+        return (said or "depends on the call").strip().splitlines()[0]
+
+    return {name: text(RULES[name].notation) for name in sorted(RULES)}
 
 
 # arguments and output ------------------------------------------------------------------------

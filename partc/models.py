@@ -1,8 +1,9 @@
 """A model's name on the command line in, the model, example inputs and loss out.
 
-``package.module:callable`` gives a model or ``(model, inputs, loss)``, the loss optional; the current
-directory is searched too. ``hf:llama`` is a default Hugging Face configuration, ``hf:path/config.json`` one
-of yours; nothing is downloaded. A configuration's parameters stay on the meta device unless values are asked for.
+``package.module:callable`` gives a model or ``(model, inputs, loss)``, the loss optional; the
+current directory is searched too. ``hf:llama`` is a default Hugging Face configuration,
+``hf:path/config.json`` one of yours; nothing is downloaded. A configuration's parameters stay on
+the meta device unless values are asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ AUTO = (  # first fitting class, what its inputs are called
     ("AutoModelForMaskedLM", "input_ids"),
     ("AutoModelForImageClassification", "pixel_values"),
 )
-LAYERS = ("num_hidden_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers")
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+)
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ def _tokens(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
 def _images(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
     """Random pixels and classes."""
     batch, size = sizes.batch or 8, sizes.seq or getattr(config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(batch, config.num_channels, height, width, generator=generator)
     return pixels.to(sizes.dtype), torch.randint(config.num_labels, (batch,), generator=generator)
@@ -208,7 +215,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -220,7 +227,7 @@ def _unknown(name: str, why: str) -> UsageError:
         where=name,
         what="does not name a model",
         why=why,
-        do="Write package.module:callable, hf:<model type> such as hf:llama, or hf:path/config.json.",
+        do="Write package.module:callable, hf:llama or another type, or hf:path/config.json.",
     )
 
 

@@ -32,7 +32,9 @@ def last_json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_explain_shows_the_plan_and_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_the_plan_and_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = build(tmp_path)
     assert main(["explain", folder]) == 0
     shown = capsys.readouterr().out
@@ -84,7 +86,9 @@ def test_diff_shows_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "+        d_down = sub * (1 / 96) * self.scale" in capsys.readouterr().out
 
 
-def test_errors_have_a_code_and_four_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_have_a_code_and_four_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", str(tmp_path), "--json"]) == 2
     told = capsys.readouterr()
     assert told.err.startswith("PTC060 ")
@@ -97,7 +101,7 @@ def test_errors_have_a_code_and_four_parts(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``partc.api`` with a compile that gives the example at once: these tests are about the command."""
+    """``partc.api`` with a compile that gives the example: these tests are about the command."""
     import partc
 
     api = ModuleType("partc.api")

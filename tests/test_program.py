@@ -92,10 +92,10 @@ def test_run_py_imports_torch_and_the_standard_library_only(tmp_path: Path) -> N
 def test_run_py_trains_under_torchrun(tmp_path: Path) -> None:
     example_program(1, 2).save(tmp_path / "build")
     write_tensors(tmp_path / "w.safetensors", example_model().state_dict())
-    run = [tmp_path / "build" / "run.py", "--device", "cpu", "--steps", "4", "--lr", "0.02"]
+    run = [str(tmp_path / "build" / "run.py"), "--device", "cpu", "--steps", "4", "--lr", "0.02"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, "--standalone", *run, "--weights", tmp_path / "w.safetensors"],
+        [*torchrun, "--standalone", *run, "--weights", str(tmp_path / "w.safetensors")],
         capture_output=True, text=True, timeout=60, cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False,
     )  # fmt: skip
