@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +66,7 @@ class Plan:
         table = self.params if table is None else table
         if name in table:
             return table[name]
-        return next((cuts for pattern, cuts in table.items() if fnmatchcase(name, pattern)), {})
+        return next((cuts for pattern, cuts in table.items() if fits(pattern, name)), {})
 
     def used(self, name: str) -> Cuts:
         """The cuts of one parameter while it is computed with."""
@@ -94,6 +93,15 @@ class Plan:
         return replace(self, **changes)
 
 
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a name: ``*`` between dots is one part of a path, elsewhere any text."""
+    if "*" not in pattern:
+        return pattern == name
+    parts = re.split(r"(?<=\.)(\*)(?=\.)", pattern)
+    texts = (r"[^.]+" if i % 2 else ".*".join(map(re.escape, part.split("*"))) for i, part in enumerate(parts))
+    return re.fullmatch("".join(texts), name) is not None
+
+
 def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
     """Join entries that differ in layer numbers only: ``layers.0.w``, ``layers.1.w`` -> ``layers.*.w``."""
     groups: dict[str, list[str]] = {}
@@ -102,8 +110,7 @@ def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
     folded: dict[str, Cuts] = {}
     for pattern, names in groups.items():
         same = all(dict(table[n]) == dict(table[names[0]]) for n in names)
-        fits = [n for n in table if fnmatchcase(n, pattern)] == names
-        if same and fits and not any(c in pattern for c in "[?"):
+        if same and [n for n in table if fits(pattern, n)] == names:
             folded[pattern] = table[names[0]]
         else:
             folded.update({n: table[n] for n in names})
