@@ -14,7 +14,7 @@ from partc.mesh import Mesh
 from partc.sharding import Layout, Sharding, cut
 
 Cuts = Mapping[str, Layout]  # axis -> cut
-_FIELDS = {"mesh", "preset", "microbatches", "batch_norm", "inputs", "params", "gather", "scatter", "notes"}
+_FIELDS = {"mesh", "preset", "microbatches", "batch_norm", "recompute", "inputs", "params", "gather", "scatter", "notes"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Plan:
     ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored. ``gather`` says
     along which axes stored cuts are gathered before use, and how long the whole lives: ``"use"``
     (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter`` names, per axis, the dim
-    along which unfinished activations are reduce-scattered (sequence parallelism).
+    along which unfinished activations are reduce-scattered (sequence parallelism). ``recompute="cheap"``
+    computes sums, products and views of what is saved again in the backward instead of saving them.
     """
 
     mesh: Mesh | None = None
@@ -34,6 +35,7 @@ class Plan:
     gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
     scatter: Mapping[str, int] = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
+    recompute: Literal["cheap", "none"] = "cheap"
     microbatches: int = 1
     notes: tuple[str, ...] = ()
 
@@ -80,6 +82,7 @@ class Plan:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
+        lines += [f'recompute = "{self.recompute}"']
         lines += ["notes = [", *(f"    {_quote(n)}," for n in self.notes), "]"] if self.notes else []
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
@@ -144,7 +147,7 @@ def _quote(text: str) -> str:
 
 
 def _check_words(table: Mapping[str, Any], where: str) -> None:
-    allowed = {"batch_norm": ("global", "local")}
+    allowed = {"batch_norm": ("global", "local"), "recompute": ("cheap", "none")}
     for key, words in allowed.items():
         if table.get(key, words[0]) not in words:
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")
