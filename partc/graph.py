@@ -7,12 +7,16 @@ order), calls of ATen ops or of ``partc.collectives``, and one output, the dict 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.fx.graph import _Namespace
 
+import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
 from partc.mesh import Mesh
 from partc.sharding import REPLICATED, Layout, Sharding
 
@@ -135,6 +139,16 @@ def set_held(node: fx.Node, fake: Any) -> None:
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
 
 
+def draw_of(node: fx.Node) -> str:
+    """Which state of the random generator a traced random op drew from; equal means equal numbers."""
+    drawn: str = node.meta.get("draw", "")
+    return drawn
+
+
+def set_draw(node: fx.Node, state: str) -> None:
+    node.meta["draw"] = state
+
+
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
@@ -168,3 +182,84 @@ def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a call gives on the fake values of its argument nodes."""
     a, k = fx.map_arg((args, dict(kwargs)), held)
     return target(*a, **k)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Adds calls to a graph before one node; they inherit what is known of ``like``."""
+
+    graph: fx.Graph
+    before: fx.Node
+    like: Value
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
+        set_held(node, run_fake(target, args, kwargs))
+        return node
+
+
+# rewriting -----------------------------------------------------------------------------------
+def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call right before ``node``, with that node's origin and its own fake result."""
+    with node.graph.inserting_before(node):
+        new = node.graph.create_node("call_function", target, args, kwargs, name=_op_word(target))
+    with _fake_mode(node.graph):
+        fake = run_fake(target, args, kwargs)
+    new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
+    new.meta["draw"] = draw_of(node)
+    set_held(new, fake)
+    return new
+
+
+def replace_by(old: fx.Node, new: fx.Node) -> None:
+    """Let ``new`` be read wherever ``old`` was, erase ``old``, and remember for what ``new`` stands."""
+    old.replace_all_uses_with(new)
+    stand_in(old, new)
+    old.graph.erase_node(old)
+
+
+def stand_in(old: fx.Node, new: fx.Node) -> None:
+    """Remember that backward nodes which name ``old`` as their forward now mean ``new``."""
+    new.meta.setdefault("stands_for", []).extend([old.name, *old.meta.get("stands_for", [])])
+
+
+def drop_dead(graph: Graph) -> None:
+    """Erase the calls that nobody reads."""
+    for node in reversed(list(graph.calls())):
+        if not node.users:
+            graph.fx.erase_node(node)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether an argument is a call of one of these ops."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape this graph holds of a one-tensor node."""
+    return tuple(held(node).shape)
+
+
+def rename_calls(graph: Graph) -> None:
+    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were replaced."""
+    stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
+    stand_ins |= {n.name: n for n in graph.fx.nodes}
+    names = graph.fx._graph_namespace = _Namespace()
+    forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
+    for node in graph.fx.nodes:
+        word = _op_word(node.target) if node.op == "call_function" else node.name
+        node.name = names.create_name(word, node)
+    for node, of in forward.items():
+        update(node, forward=of.name if of is not None else "")
+
+
+def _op_word(target: Any) -> str:
+    word: str = getattr(target, "_opname", None) or target.__name__
+    return word.lstrip("_")
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    """The mode that the graph's fake tensors belong to, so that factories give fakes too."""
+    return detect_fake_mode(next(iter(graph.nodes)).meta.get("val")) or nullcontext()

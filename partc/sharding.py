@@ -74,13 +74,15 @@ class Sharding:
         return sorted(cuts, key=lambda pair: (pair[1].dim, pair[1].outer))
 
     def local_outer(self, axis: str, mesh: Mesh) -> int:
-        """``outer`` of this axis's cut, counted in the dim that earlier cuts have left."""
+        """``outer`` of this axis's cut, counted in the dim that earlier cuts have left; 0 if they cut across it."""
         mine = self.on(axis)
         outer = mine.outer
         for other, layout in self.cuts():
             if other == axis:
                 break
             if layout.dim == mine.dim and layout.outer < mine.outer:
+                if mine.outer // layout.outer % mesh.size(other):
+                    return 0
                 outer //= mesh.size(other)
         return outer
 
@@ -89,7 +91,7 @@ class Sharding:
         local = list(shape)
         for axis, layout in self.cuts():
             outer, num = self.local_outer(axis, mesh), mesh.size(axis)
-            if layout.dim >= len(local) or local[layout.dim] % (outer * num):
+            if layout.dim >= len(local) or not outer or local[layout.dim] % (outer * num):
                 return None
             local[layout.dim] //= num
         return tuple(local)

@@ -78,7 +78,8 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
     """Reduce the unfinished ``axis``: scattered if ``want`` cuts it innermost, else to all."""
     layout = want.on(axis)
     scattered = have.with_(axis, layout, mesh)
-    if layout.kind == "cut" and have.on(axis).kind == "U" and _innermost(scattered, axis):
+    settled = _on_dim(scattered, layout.dim) == _on_dim(want, layout.dim)
+    if layout.kind == "cut" and have.on(axis).kind == "U" and settled and _innermost(scattered, axis):
         outer = scattered.local_outer(axis, mesh)
         return _step(collectives.reduce_scatter, axis, layout, outer, scattered, mesh)
     op = "max" if have.on(axis).kind == "M" else "sum"
@@ -88,8 +89,11 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
 
 def _innermost(sharding: Sharding, axis: str) -> bool:
     """Whether the cut on ``axis`` is the last that its dim gets, so that adding or dropping it moves no other."""
-    dim = sharding.on(axis).dim
-    return [a for a, layout in sharding.cuts() if layout.dim == dim][-1] == axis
+    return _on_dim(sharding, sharding.on(axis).dim)[-1][0] == axis
+
+
+def _on_dim(sharding: Sharding, dim: int) -> list[tuple[str, Layout]]:
+    return [pair for pair in sharding.cuts() if pair[1].dim == dim]
 
 
 def _swap(have: Sharding, want: Sharding, mesh: Mesh) -> Step | None:
@@ -112,8 +116,7 @@ def _leaving(have: Sharding, want: Sharding) -> list[str]:
     """Axes to gather, inside out: on each dim all cuts from the first that the two do not share."""
     leaving = []
     for dim in {layout.dim for _, layout in have.cuts()}:
-        old = [c for c in have.cuts() if c[1].dim == dim]
-        new = [c for c in want.cuts() if c[1].dim == dim]
+        old, new = _on_dim(have, dim), _on_dim(want, dim)
         shared = 0
         while shared < min(len(old), len(new)) and old[shared] == new[shared]:
             shared += 1

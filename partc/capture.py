@@ -1,0 +1,202 @@
+"""Run a training step once on fake tensors and record every ATen op with its origin.
+
+In: a module, a loss and fake inputs. Out: a raw ``torch.fx`` graph, in-place ops and views among its
+nodes, each node annotated with module path, phase and, where it draws random numbers, which draw it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx.traceback as provenance
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from partc.source_lines import source_here
+
+Objective = Callable[..., Any]
+
+
+@dataclass
+class Names:
+    """A module's tensors by name: each once, the second names of tied ones, who is trainable."""
+
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> list[str]:
+        return [name for name, param in self.params.items() if param.requires_grad]
+
+
+def names_of(model: nn.Module) -> Names:
+    """Every parameter and buffer of the user's module, tied ones told by identity."""
+    names, first = Names(), {}
+    params = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    for found, tensors in ((params, names.params), (buffers, names.buffers)):
+        for name, tensor in found:
+            kept = first.setdefault(id(tensor), name)
+            if kept == name:
+                tensors[name] = tensor
+            else:
+                names.aliases[name] = kept
+    return names
+
+
+@dataclass
+class Recording:
+    """A raw graph, the module that holds its constants, and what its outputs are called."""
+
+    module: fx.GraphModule
+    names: Names
+    results: list[str]  # names of the tensors that stand where the loss would
+
+
+def record(
+    model: nn.Module, inputs: tuple[Tensor, ...], objective: Objective, train: bool
+) -> Recording:
+    """Trace ``objective(model, *inputs)``, and its backward where ``train``, under fake tensors.
+
+    The raw graph's placeholders are the parameters, buffers and inputs; its output is the list of
+    results, gradients of the trainable parameters (None where there is none) and final buffers.
+    """
+    names, mode = names_of(model), FakeTensorMode(allow_non_fake_inputs=True)
+    recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
+    params = [_fake(p, mode) for p in names.params.values()]
+    buffers = [_fake(b, mode) for b in names.buffers.values()]
+    fakes = [_fake(i, mode) for i in inputs]
+
+    def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
+        held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
+        held |= {alias: held[name] for alias, name in names.aliases.items()}
+        with _reparametrize_module(model, held), torch.set_grad_enabled(train), _Origins():
+            outcome = _named(objective(model, *inputs))
+            recording.results = list(outcome)
+            grads = _backward(outcome, held, names) if train else []
+        return list(outcome.values()), grads, [held[name] for name in names.buffers]
+
+    with _untouched(model), module_scopes(model), _quiet_generator():
+        make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
+        recording.module = make(params, buffers, fakes)
+    return recording
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A value-less stand-in on the CPU: where a model is traced does not depend on where it lives."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
+    """Gradients of the only outcome by every trainable parameter, recorded as phase B."""
+    (loss,) = outcome.values()
+    wanted = [held[name] for name in names.trainable]
+    if loss.grad_fn is None or not wanted:
+        return [None for _ in wanted]
+    setup_stacktrace_preservation_hooks([loss.grad_fn])
+    with provenance.annotate({"phase": "B", "module": ""}):
+        return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+def _named(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested result by dotted path: ``logits``, ``past.0``."""
+    if isinstance(outcome, Tensor):
+        return {prefix or "result": outcome}
+    if isinstance(outcome, Mapping):
+        items = [(str(key), value) for key, value in outcome.items()]
+    elif isinstance(outcome, list | tuple):
+        fields = getattr(outcome, "_fields", map(str, range(len(outcome))))
+        items = list(zip(fields, outcome, strict=True))
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= _named(value, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+@contextmanager
+def module_scopes(model: nn.Module) -> Iterator[None]:
+    """While this lasts, nodes recorded inside a submodule's forward are annotated with its path."""
+    open_scopes: list[Any] = []
+
+    def enter(path: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            scope = provenance.annotate({"module": path})
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        stack.enter_context(provenance.preserve_node_meta())
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(enter(path), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Put back every attribute that the run sets on a module: fake tensors must not stay there."""
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [
+        (module, dict(vars(module)), [dict(vars(module)[table]) for table in tables])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, content in zip(tables, contents, strict=True):
+                vars(module)[table].clear()
+                vars(module)[table].update(content)
+
+
+class _Origins(TorchDispatchMode):
+    """Annotates each op with the user's source line and each random op with the generator's state.
+
+    ``torch.utils.checkpoint`` puts the generator back before it recomputes; a fake run draws nothing, so
+    every random op moves the generator on by hand. Equal states then mean equal numbers.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        origin = {"source": source_here()}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with _disable_current_modes():
+                state = torch.default_generator.get_state().numpy().tobytes()
+                torch.rand(())
+            origin["draw"] = hashlib.sha256(state).hexdigest()
+        with provenance.annotate(origin):
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _quiet_generator() -> Iterator[None]:
+    """Give the user's random generator back as it was."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

@@ -1,0 +1,50 @@
+"""Run a whole graph in one process: the reference that programs and passes are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc.graph import Graph, Outputs, value
+
+
+def run_graph(
+    graph: Graph,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """``{"loss", "grads", "buffers", "results"}`` of one step, from tensors by name.
+
+    Buffers that are missing are taken from ``graph.constants``; each value is freed after its last use.
+    """
+    given = {"param": params, "buffer": {**graph.constants, **buffers}, "input": inputs}
+    dying = _last_uses(graph.fx)
+    env: dict[fx.Node, Any] = {}
+    with torch.no_grad():
+        for node in graph.fx.nodes:
+            if node.op == "placeholder":
+                env[node] = given[value(node).kind][value(node).name].detach()  # type: ignore[index]
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            for dead in dying.get(node, ()):
+                del env[dead]
+        return Outputs(**fx.map_arg(graph.fx.output_node().args[0], env.__getitem__)).as_dict()
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Which values each node is the last to read, itself if nobody reads it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last[node] = node
+        for read in node.all_input_nodes:
+            last[read] = node
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node, at in last.items():
+        if at.op != "output":
+            dying.setdefault(at, []).append(node)
+    return dying

@@ -1,0 +1,262 @@
+"""Trace a model and its loss into one canonical Graph of forward and backward.
+
+In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of functional
+ATen ops whose values know their module, source line, phase and forward counterpart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from partc.capture import Objective, Recording, record
+from partc.errors import PartcError, TraceError
+from partc.graph import Graph, Outputs, Value, set_draw, set_held, set_value, update, value
+from partc.passes.canonicalize import canonicalize
+from partc.passes.functionalize import functionalize
+from partc.source_lines import module_of, source_of
+
+SMALL_BYTES = 1 << 20  # buffers up to this size keep their values in the graph
+
+
+def trace(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None) -> Graph:
+    """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
+
+    Without a loss the model's own result is the loss (or has one as ``.loss``); under
+    ``torch.no_grad()`` it is then the forward alone, with every tensor of the result by name.
+    """
+    inputs = _checked(inputs)
+    train = loss is not None or torch.is_grad_enabled()
+    objective = _scalar(loss or _own_loss) if train else _call
+    try:
+        recording = record(model, inputs, objective, train)
+    except PartcError:
+        raise
+    except Exception as error:
+        raise _explain(error, model) from error
+    graph = _build(recording, model, _input_names(model, inputs, loss), train)
+    functionalize(graph)
+    _keep_known_buffers(graph, recording)
+    canonicalize(graph)
+    return graph
+
+
+# what is traced ------------------------------------------------------------------------------
+def _call(model: nn.Module, *inputs: Tensor) -> Any:
+    return model(*inputs)
+
+
+def _own_loss(model: nn.Module, *inputs: Tensor) -> Any:
+    """The model's result, or its ``loss`` where it has one."""
+    result = model(*inputs)
+    own = getattr(result, "loss", None)
+    return result if own is None else own
+
+
+def _scalar(objective: Objective) -> Objective:
+    """The objective, refusing what is not one number that has a gradient."""
+
+    def checked(model: nn.Module, *inputs: Tensor) -> Tensor:
+        loss = objective(model, *inputs)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            given = f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                given = f"a tensor {loss.dtype} of shape {tuple(loss.shape)}"
+            raise TraceError(
+                where=type(model).__name__,
+                what=f"the loss is {given}",
+                why="a training step starts from one floating-point number",
+                do="Give loss=fn(model, *inputs) that returns a 0-d tensor, or trace under torch.no_grad().",
+            )
+        return loss
+
+    return checked
+
+
+def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inputs as a tuple; a single tensor is a tuple of one."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    for i, item in enumerate(given):
+        if not isinstance(item, Tensor):
+            raise TraceError(
+                where=f"input {i}",
+                what=f"it is a {type(item).__name__}",
+                why="inputs are the tensors that change from step to step",
+                do="Pass tensors, and bind everything else inside the loss function.",
+            )
+    return given
+
+
+def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
+    """What the loss (or the model's forward) calls its arguments, ``input_0`` where it does not say."""
+    parameters = list(inspect.signature(loss or model.forward).parameters.values())[
+        loss is not None :
+    ]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in plain]
+    return [names[i] if i < len(names) else f"input_{i}" for i in range(len(inputs))]
+
+
+def _explain(error: Exception, model: nn.Module) -> TraceError:
+    """A failure below the user's code as a TraceError that says where and what to do."""
+    path, source = module_of(error, model) or type(model).__name__, source_of(error)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kind = type(error).__name__
+    what, do = (
+        "tracing failed",
+        "Run the model once without partc; if that works, simplify this line.",
+    )
+    if kind == "DataDependentOutputException" or "item()" in reason or "numpy" in reason:
+        what = "Python code asks for the value of a tensor"
+        do = "Use torch.where instead of a branch, or move this code out of the step."
+        reason = f"{reason}: while tracing, tensors have shapes but no values"
+    elif kind == "DynamicOutputShapeException":
+        what = "the size of a result depends on the values of a tensor"
+        do = "Use a mask or a fixed capacity instead of selecting elements."
+    elif kind == "UnsupportedOperatorException":
+        what = "an op has no shape function"
+        do = "Register one with torch.library.register_fake."
+    return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
+
+
+# from the raw graph to a Graph ---------------------------------------------------------------
+def _build(recording: Recording, model: nn.Module, inputs: list[str], train: bool) -> Graph:
+    """A Graph whose placeholders, values and outputs are named and described."""
+    names = recording.names
+    graph = Graph(recording.module.graph, model=type(model).__name__, aliases=dict(names.aliases))
+    placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
+    kinds = (
+        ["param"] * len(names.params) + ["buffer"] * len(names.buffers) + ["input"] * len(inputs)
+    )
+    for node, kind, name in zip(
+        placeholders, kinds, (*names.params, *names.buffers, *inputs), strict=True
+    ):
+        fake = node.meta["val"]
+        node._rename(name.replace(".", "_"))
+        set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
+    _lift_constants(graph, recording, len(names.params) + len(names.buffers), placeholders)
+    _describe(graph)
+    _set_outputs(graph, recording, model, train)
+    return graph
+
+
+def _set_outputs(graph: Graph, recording: Recording, model: nn.Module, train: bool) -> None:
+    """Name what the raw graph returns: results, then gradients, then buffers."""
+    trainable = recording.names.trainable if train else []
+    raw: Any = graph.fx.output_node().args[0]
+    results, grads = raw[: len(recording.results)], raw[len(recording.results) :]
+    grads, buffers = grads[: len(trainable)], grads[len(trainable) :]
+    graph.set_outputs(
+        Outputs(
+            loss=results[0] if train else None,
+            grads=_all_grads(trainable, grads, model),
+            buffers=dict(zip(recording.names.buffers, buffers, strict=True)),
+            results={} if train else dict(zip(recording.results, results, strict=True)),
+        )
+    )
+
+
+def _all_grads(
+    trainable: list[str], grads: Sequence[fx.Node | None], model: nn.Module
+) -> dict[str, fx.Node]:
+    """Gradients by parameter name; TraceError where a trainable parameter has none."""
+    found = dict(zip(trainable, grads, strict=True))
+    missing = [name for name, grad in found.items() if grad is None]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise TraceError(
+            where=f"{type(model).__name__}: {', '.join(missing[:3])}{more}",
+            what="the loss does not depend on this trainable parameter",
+            why="it would never be updated, and its gradient is None in PyTorch too",
+            do="Freeze it with requires_grad_(False), remove it, or use it in the loss.",
+        )
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def _lift_constants(
+    graph: Graph, recording: Recording, before_inputs: int, placeholders: list[fx.Node]
+) -> None:
+    """Tensors that the code holds outside parameters and buffers become buffers with known values."""
+    lifted: dict[str, fx.Node] = {}
+    for node in [n for n in graph.fx.nodes if n.op == "get_attr"]:
+        target = str(node.target)
+        if target not in lifted:
+            tensor = getattr(recording.module, target)
+            name = f"constant_{len(lifted)}"
+            lifted[target] = _constant(graph, node, tensor, name, placeholders[before_inputs:])
+        node.replace_all_uses_with(lifted[target])
+        graph.fx.erase_node(node)
+
+
+def _constant(
+    graph: Graph, node: fx.Node, tensor: Tensor, name: str, inputs: list[fx.Node]
+) -> fx.Node:
+    """One lifted tensor as a buffer placeholder in front of the inputs."""
+    if tensor.requires_grad:
+        raise TraceError(
+            where=f"a tensor of shape {tuple(tensor.shape)}",
+            what="the loss reads a trainable tensor that is no parameter of the model",
+            why="its gradient would be lost",
+            do="Make it a parameter of the module that is traced, or detach it.",
+        )
+    anchor = inputs[0] if inputs else next(n for n in graph.fx.nodes if n.op != "placeholder")
+    with graph.fx.inserting_before(anchor):
+        placeholder = graph.fx.placeholder(name)
+    set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
+    set_held(placeholder, node.meta["val"])
+    graph.constants[name] = tensor.detach().cpu().clone()
+    return placeholder
+
+
+def _keep_known_buffers(graph: Graph, recording: Recording) -> None:
+    """Values of small buffers that the step does not change are known when compiling."""
+    changed = graph.outputs.buffers
+    for name, buffer in recording.names.buffers.items():
+        fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
+        if fits and name not in changed and type(buffer) is Tensor and not buffer.is_meta:
+            graph.constants[name] = buffer.detach().cpu().clone()
+
+
+# provenance ----------------------------------------------------------------------------------
+def _describe(graph: Graph) -> None:
+    """Give every call its Value: module, source, phase, and in the backward its forward node."""
+    forward: dict[int, fx.Node] = {}
+    for node in graph.calls():
+        noted = node.meta.get("custom", {})
+        fake = node.meta.get("val")
+        known = Value(module=noted.get("module", ""), source=noted.get("source", ""))
+        set_value(node, known)
+        set_held(node, fake)
+        set_draw(node, noted.get("draw", ""))
+        if noted.get("phase") == "B":
+            _describe_backward(node, forward)
+        else:
+            forward.setdefault(node.meta.get("seq_nr", -1), node)
+
+
+def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
+    """A backward node takes the origin of its forward node; a recomputed one has its own."""
+    update(node, phase="B")
+    of = forward.get(node.meta.get("seq_nr", -1)) if _has_forward(node) else None
+    if of is not None:
+        update(node, forward=of.name)
+    origin = of or max(node.all_input_nodes, key=_order, default=None)
+    if not value(node).module and origin is not None:
+        update(node, module=value(origin).module)
+        if not value(node).source:
+            update(node, source=value(origin).source)
+
+
+def _has_forward(node: fx.Node) -> bool:
+    """Sums of gradients that meet at one value carry a stale number: they belong to no forward op."""
+    return bool(node.meta.get("autograd_backward")) and "Gradient addition" not in (
+        node.stack_trace or ""
+    )
+
+
+def _order(node: fx.Node) -> Any:
+    return node._sort_key

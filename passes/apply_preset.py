@@ -1,0 +1,225 @@
+"""Turn a preset's words, or a partial plan, into a full plan for one graph and mesh.
+
+Words are joined by ``+``: one of ``ddp zero1 zero2 fsdp hsdp`` for the data axes, one of ``megatron
+megatron-sp`` for the tensor axes. Axes that no word speaks of get ``ddp`` and ``megatron``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from partc.errors import PlanError, ShardingError
+from partc.graph import Graph, value
+from partc.mesh import Mesh
+from partc.passes.cut_weights import cut_weights
+from partc.plan import Cuts, Plan, fits
+from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
+TENSOR_AXES = ("tp",)
+_DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+_TENSOR_WORDS = ("megatron", "megatron-sp")
+PRESETS = (*_DATA_WORDS, *_TENSOR_WORDS)
+_AUTO_NOTE = "auto: presets chosen by the names of the axes (fsdp, megatron-sp); nothing was searched"
+
+
+def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
+    """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
+    _check_mesh(plan, mesh)
+    _check_names(plan, graph)
+    named = {axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts}
+    for axis in sorted({*named, *plan.gather, *plan.scatter}):
+        mesh.size(axis)
+    if plan.microbatches != 1:
+        raise PlanError(
+            where="plan", what=f"microbatches = {plan.microbatches} is not built yet",
+            why="plans have one stage and run the whole batch at once", do="Use microbatches=1.",
+        )  # fmt: skip
+    full = _fill(plan.changed(mesh=mesh), graph, mesh) if plan.preset else plan.changed(mesh=mesh)
+    _check_cuts(full, graph, mesh)
+    return full.changed(
+        params={n: full.stored(n) for n in graph.params},
+        inputs={n: full.stored(n, full.inputs) for n in graph.inputs},
+    )
+
+
+def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
+    notes = list(plan.notes)
+    if plan.preset == "auto":
+        plan = plan.changed(preset=_auto(mesh))
+        notes.append(_AUTO_NOTE)
+    words = _words(plan.preset)
+    data, tensor = _axes_of(mesh, words, plan)
+    shard = _sharded_axes(words, data, mesh)
+    inputs = {
+        name: plan.stored(name, plan.inputs) or _batch_cut(node, data, mesh)
+        for name, node in graph.inputs.items()
+    }
+    params: dict[str, dict[str, Layout]] = {name: dict(plan.stored(name)) for name in graph.params}
+    pinned = {name for name in params if any(fits(p, name) for p in plan.params)}
+    for axis in tensor:
+        for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
+            params[name][axis] = layout
+    for axis in shard:
+        for name in params.keys() - pinned:
+            _shard(params[name], graph.params[name], axis, mesh, notes)
+    life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
+    gather = {**{axis: life for axis in shard}, **plan.gather}
+    scatter = dict.fromkeys(tensor, 1) if "megatron-sp" in words else {}
+    return plan.changed(
+        params=params, inputs=inputs, gather=gather, scatter={**scatter, **plan.scatter},
+        notes=tuple(dict.fromkeys(notes)),
+    )  # fmt: skip
+
+
+def _auto(mesh: Mesh) -> str:
+    """The presets for the axes that a mesh has."""
+    words = ["fsdp"] if set(mesh.names) & set(DATA_AXES) else []
+    words += ["megatron-sp"] if set(mesh.names) & set(TENSOR_AXES) else []
+    return "+".join(words) or "ddp"
+
+
+def _words(preset: str) -> list[str]:
+    words = [w.strip() for w in preset.split("+")]
+    for word in words:
+        if word not in PRESETS:
+            raise PlanError(
+                where=f"plan {preset!r}", what=f"there is no preset {word!r}",
+                why=f"presets are {', '.join(PRESETS)}", do="Name one of these, or several joined by '+'.",
+            )  # fmt: skip
+    for family in (_DATA_WORDS, _TENSOR_WORDS):
+        if len({*words} & {*family}) > 1:
+            raise PlanError(
+                where=f"plan {preset!r}", what="two presets for the same axes",
+                why=f"{', '.join(family)} exclude each other", do="Keep one.",
+            )  # fmt: skip
+    return words
+
+
+def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:
+    """The mesh's data axes and tensor axes, by their names."""
+    data = [a for a in mesh.names if a in DATA_AXES]
+    tensor = [a for a in mesh.names if a in TENSOR_AXES]
+    pinned = {a for table in (plan.params, plan.inputs) for cuts in table.values() for a in cuts}
+    for axis in mesh.names:
+        if axis not in (*data, *tensor) and axis not in pinned and mesh.size(axis) > 1:
+            raise PlanError(
+                where=f"mesh {mesh}", what=f"no preset knows the axis {axis!r}",
+                why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
+                do="Rename the axis, or say in a plan what it cuts.",
+            )  # fmt: skip
+    for word, axes, kind in [(w, data, DATA_AXES) for w in words if w in _DATA_WORDS] + [
+        (w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS
+    ]:
+        if not axes and mesh.num_ranks > 1:
+            raise PlanError(
+                where=f"mesh {mesh}", what=f"preset {word!r} finds no axis to work on",
+                why=f"it uses {' or '.join(kind)}", do=f"Add such an axis, for example {kind[0]}=2.",
+            )  # fmt: skip
+    return data, tensor
+
+
+def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
+    """The data axes along which parameters are stored cut."""
+    if not {"zero1", "zero2", "fsdp", "hsdp"} & set(words):
+        return []
+    if "hsdp" in words and not {"dp_replicate", "dp_shard"} <= set(data):
+        raise PlanError(
+            where=f"mesh {mesh}", what="hsdp needs the axes dp_replicate and dp_shard",
+            why="it shards inside groups and replicates across them", do="Name the data axes so.",
+        )  # fmt: skip
+    return [a for a in data if a != "dp_replicate"]
+
+
+def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
+    """Dim 0 of an input over every data axis that divides it."""
+    known, cuts = value(node), {}
+    for axis in axes:
+        layouts = {**cuts, axis: cut(0)}
+        if known.shape and Sharding.of(layouts, mesh).local_shape(known.shape, mesh):
+            cuts = layouts
+        elif known.shape and known.shape[0] > 1:
+            raise ShardingError(
+                where=f"input {known.name}",
+                what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
+                why=f"{known.shape[0]} is not a multiple of the data ranks",
+                do="Give a global batch that is, or change the mesh.",
+            )  # fmt: skip
+    return cuts
+
+
+def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh, notes: list[str]) -> None:
+    """Store a parameter cut along the first dim that the axis divides; whole, with a note, if none."""
+    shape = value(node).shape
+    for dim in range(len(shape)):
+        layouts = {**cuts, axis: cut(dim)}
+        if shape[dim] > 1 and Sharding.of(layouts, mesh).local_shape(shape, mesh) is not None:
+            cuts[axis] = cut(dim)
+            return
+    notes.append(f"{value(node).name} {list(shape)} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}")
+
+
+def _check_mesh(plan: Plan, mesh: Mesh) -> None:
+    if plan.mesh is not None and plan.mesh != mesh:
+        raise PlanError(
+            where="plan", what=f"the plan is for mesh {plan.mesh}, not {mesh}",
+            why="its cuts were chosen for those sizes", do="Compile for that mesh, or drop [mesh] from the plan.",
+        )  # fmt: skip
+
+
+def _check_names(plan: Plan, graph: Graph) -> None:
+    """Every name in the plan must fit something in the model: a typing slip must not pass unseen."""
+    for kind, table, names in (
+        ("parameter", plan.params, [*graph.params, *graph.aliases]),
+        ("input", plan.inputs, [*graph.inputs]),
+    ):
+        for pattern in table:
+            if not any(fits(pattern, n) for n in names):
+                raise PlanError(
+                    where=f"plan, {pattern!r}", what=f"the model has no such {kind}",
+                    why=f"it has {', '.join(_near(pattern, names))}", do="Correct the name, or drop the entry.",
+                )  # fmt: skip
+
+
+def _near(name: str, names: list[str]) -> list[str]:
+    from difflib import get_close_matches
+
+    return get_close_matches(name, names, n=5, cutoff=0.3) or names[:5]
+
+
+def _check_cuts(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    for node, cuts in _all_cuts(plan, graph):
+        _check_divides(node, cuts, mesh)
+
+
+def _all_cuts(plan: Plan, graph: Graph) -> Iterator[tuple[fx.Node, Cuts]]:
+    for name, node in graph.params.items():
+        yield node, plan.stored(name)
+    for name, node in graph.inputs.items():
+        yield node, plan.stored(name, plan.inputs)
+
+
+def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
+    """ShardingError in the user's terms where a cut does not divide its dim."""
+    known, taken = value(node), {}
+    for axis, layout in cuts.items():
+        num = mesh.size(axis)
+        taken[axis] = layout
+        typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
+        if layout.dim >= len(known.shape):
+            what, why = f"{typed} has no dim {layout.dim}", f"it has {len(known.shape)} dims"
+        elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
+            size = known.shape[layout.dim]
+            what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
+            why = f"{size} is not a multiple of {num * layout.outer}; {axis} could be {_divisors(size)}"
+        else:
+            continue
+        raise ShardingError(where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan.")
+
+
+def _divisors(size: int) -> str:
+    fits = [str(n) for n in range(2, min(size, 129)) if size % n == 0]
+    return ", ".join(fits[:8]) or "nothing above 1"
+

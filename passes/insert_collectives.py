@@ -1,0 +1,184 @@
+"""Turn a graph with shardings into one rank's graph: local sizes, and collectives where layouts differ."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from partc import collectives
+from partc.graph import (
+    Graph,
+    Outputs,
+    Value,
+    held,
+    results_of,
+    run_fake,
+    set_held,
+    set_value,
+    tensor_args,
+    value,
+)
+from partc.passes.local_batch_norm import keeps_first
+from partc.passes.propagate import Choices, placed
+from partc.passes.reshard import Step, reshard_steps, transition_cost
+from partc.plan import Plan
+from partc.rules import localize
+from partc.sharding import Sharding
+
+
+def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
+    """The local graph: ``value`` of each node keeps the whole's shape, ``held`` is what one rank has."""
+    return _Partition(graph, plan, choices).build()
+
+
+@dataclass
+class _Partition:
+    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one first;
+    ``gathered`` those of a parameter as it is computed with, per phase or for the whole step.
+    """
+
+    graph: Graph
+    plan: Plan
+    choices: Choices
+    out: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
+    gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
+
+    def build(self) -> Graph:
+        mesh = self.graph.mesh
+        for node in self.graph.fx.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+        for node in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
+            piece = self._reshard(self.copies[node][Sharding()], placed(node, self.plan), value(node))
+            self.copies[node] = {value(piece).sharding: piece}
+        for node in self.graph.calls():
+            self._call(node)
+        outputs = self._finish(self.graph.outputs)
+        self.out.output(outputs.as_dict())
+        local = replace(self.graph, fx=self.out, mesh=mesh)
+        _drop_unused(self.out)
+        settle_modules(local)
+        return local
+
+    def _place(self, node: fx.Node) -> None:
+        known = value(node)
+        cuts = self.plan.stored(known.name) if known.kind == "param" else {}
+        stored = self.plan.sharding(cuts)
+        new = self.out.placeholder(str(node.target))
+        new.name = node.name
+        set_value(new, replace(known, sharding=stored))
+        shape = stored.local_shape(known.shape, self.graph.mesh)
+        assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
+        set_held(new, held(node).new_empty(shape))
+        self.copies[node] = {stored: new}
+
+    def _call(self, node: fx.Node) -> None:
+        """Write one call on local operands, bringing each operand into the layout its strategy asks for."""
+        chosen = self.choices.get(node, {})
+        operands = tensor_args(node)
+        local_of: list[fx.Node] = []
+        for i, operand in enumerate(operands):
+            layouts = {axis: s.ins[i] for axis, s in chosen.items()}
+            if len(results_of(operand)) == 1 and not isinstance(held(operand), (tuple, list)):
+                want = Sharding.of(layouts, self.graph.mesh)
+                local_of.append(self._get(operand, want, value(node)))
+            else:  # the tuple that a getitem reads
+                local_of.append(next(iter(self.copies[operand].values())))
+        new = localize(self.out, node, local_of, chosen, self.graph.mesh)
+        known = value(node)
+        set_value(new, replace(known, name=known.name or node.name))
+        self.copies[node] = {known.sharding: self._first_only(node, new)}
+
+    def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """Where local batch statistics are kept, only the first rank's count."""
+        if node.target is operator.getitem:
+            for axis, strategy in self.choices.get(node.args[0], {}).items():
+                if keeps_first(node.args[0], strategy, node.args[1]):
+                    kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
+                    new = self._step(new, Step(collectives.keep_first, kwargs, value(new).sharding), value(new), value(new))
+        return new
+
+    def _get(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+        """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy at hand."""
+        copies = self._copies(node, reader)
+        if want not in copies:
+            source = min(copies, key=lambda have: self._cost(have, want))
+            copies[want] = self._reshard(copies[source], want, reader)
+        return copies[want]
+
+    def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
+        """The copies a reader may use. A parameter that is gathered lives for one phase or for the step."""
+        if value(node).kind != "param":
+            return self.copies[node]
+        (stored, shard), *_ = self.copies[node].items()
+        lives = {self.plan.gather[a] for a, _ in stored.layouts if a in self.plan.gather}
+        scope = (node, reader.phase if "use" in lives else "step")
+        if scope not in self.gathered:
+            used = placed(node, self.plan)
+            self.gathered[scope] = {used: self._reshard(shard, used, reader)}
+        return self.gathered[scope]
+
+    def _cost(self, have: Sharding, want: Sharding) -> float:
+        costs = (
+            transition_cost(have.on(a), want.on(a), self.graph.mesh.size(a)) for a in self.graph.mesh.names
+        )
+        return sum(float("inf") if c is None else c for c in costs)
+
+    def _reshard(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+        made_by = value(node)
+        for step in reshard_steps(made_by.sharding, want, self.graph.mesh):
+            node = self._step(node, step, made_by, reader)
+        return node
+
+    def _step(self, node: fx.Node, step: Step, made_by: Value, reader: Value) -> fx.Node:
+        """One collective. A reduction stands with what made the value, a gather with what reads it."""
+        reduces = step.target in (collectives.all_reduce, collectives.reduce_scatter)
+        at = made_by if reduces and made_by.kind == "op" else reader
+        new = self.out.call_function(step.target, (node,), dict(step.kwargs))
+        set_value(new, replace(
+            made_by, kind="op", sharding=step.after, name=made_by.name,
+            module=at.module, source=at.source, phase=at.phase, forward=made_by.forward,
+        ))  # fmt: skip
+        set_held(new, run_fake(step.target, (node,), step.kwargs))
+        return new
+
+    def _finish(self, outputs: Outputs) -> Outputs:
+        """Bring every result of the step into the layout it has to end in."""
+        grads = {n: self._final(g, self.plan.sharding(self.plan.stored(n))) for n, g in outputs.grads.items()}
+        return Outputs(
+            loss=None if outputs.loss is None else self._final(outputs.loss, Sharding()),
+            grads=grads,
+            buffers={n: self._final(b, Sharding()) for n, b in outputs.buffers.items()},
+            results={n: self._final(r, Sharding()) for n, r in outputs.results.items()},
+        )
+
+    def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
+        return self._get(node, want, value(node))
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Erase calls that nothing reads; inputs of the step stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def settle_modules(local: Graph) -> None:
+    """A resharded copy that several modules read belongs to none of them: it stands with its value."""
+    moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
+    for node in local.calls():
+        if node.target in moves and value(node.args[0]).kind == "op":
+            owners = {block_of(u) for u in node.users if u.op == "call_function"}
+            if len(owners) > 1:
+                made_by = value(node.args[0])
+                set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
+
+
+def block_of(node: fx.Node) -> str:
+    """The path up to its last number: the block of a stack that a value stands in, "" if none."""
+    parts = value(node).module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[: last + 1])

@@ -1,0 +1,45 @@
+"""Start every collective as soon as its operand exists and wait for it right before its first use."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from partc import collectives
+from partc.graph import Graph, held, set_held, set_value, value
+
+
+def place_waits(graph: Graph) -> Graph:
+    """Order the local graph in place: starts move up to their operand, waits down to the first reader.
+
+    Gathers of parameters are left where they are first needed: blocks gather them one block ahead.
+    Results of the step (reduced gradients) are waited for at the end.
+    """
+    order = {node: i for i, node in enumerate(graph.fx.nodes)}
+    for node in list(graph.calls()):
+        if node.target in collectives.COLLECTIVES:
+            if value(node.args[0]).kind == "op":
+                _start_early(node)
+            _wait_late(graph, node, order)
+    graph.fx.lint()
+    return graph
+
+
+def _start_early(node: fx.Node) -> None:
+    """Move a start to right behind what it moves."""
+    producer = node.args[0]
+    assert isinstance(producer, fx.Node)
+    producer.append(node)
+
+
+def _wait_late(graph: Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    readers = list(node.users)
+    first = min(readers, key=lambda n: order[n])
+    with graph.fx.inserting_before(first):
+        waited = graph.fx.call_function(collectives.wait, (node,))
+    made_by, reader = value(node), first.meta.get("value", value(node))
+    at = made_by if first.op == "output" else reader
+    set_value(waited, type(made_by)(**{**vars(made_by), "module": at.module, "phase": at.phase}))
+    set_held(waited, held(node))
+    order[waited] = order[first]
+    for reader_node in readers:
+        reader_node.replace_input_with(node, waited)

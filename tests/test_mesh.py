@@ -1,0 +1,34 @@
+"""Mesh: reading every form, ranks and coordinates, refusals."""
+
+from pathlib import Path
+
+import pytest
+
+from partc.errors import PlanError
+from partc.mesh import Mesh
+
+
+def test_every_form_gives_the_same_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.toml"
+    path.write_text("[axes]\ndp = 2\ntp = 4\n")
+    forms = ["dp=2,tp=4", {"dp": 2, "tp": 4}, str(path), path, Mesh((("dp", 2), ("tp", 4)))]
+    assert {Mesh.of(form) for form in forms} == {Mesh((("dp", 2), ("tp", 4)))}
+
+
+def test_ranks_and_coordinates_are_inverse() -> None:
+    mesh = Mesh.of("a=2,b=3,c=2")
+    assert [mesh.rank(mesh.coords(r)) for r in range(12)] == list(range(12))
+    assert [mesh.coords(r) for r in range(12)] == mesh.all_coords()
+    assert mesh.peers(7, "b") == [7 % 2 + 6 + 2 * i for i in range(3)]
+    assert str(mesh) == "a=2 b=3 c=2"
+
+
+@pytest.mark.parametrize("bad", ["dp", "dp=0", "dp=two", "2=dp", "d-p=2", "dp=2,dp=2", "", 'a"];x=2'])
+def test_bad_meshes_are_refused(bad: str) -> None:
+    with pytest.raises(PlanError):
+        Mesh.of(bad)
+
+
+def test_unknown_axis_names_those_there_are() -> None:
+    with pytest.raises(PlanError, match="it has dp, tp"):
+        Mesh.of("dp=2,tp=2").size("pp")
