@@ -95,10 +95,10 @@ def document(text: str, how: str) -> str:
     """The page around the table."""
     return (
         "# Parity\n\n"
-        "Made by `python -m benchmarks.parity --write`. Two-layer models of tests/zoo.py in float64,\n"
+        "Made by `python -m benchmarks.parity --write`. The models of tests/zoo.py in float64,\n"
         f"every rank in {how}, against eager autograd on one device: the worst relative error of\n"
-        "the loss, of any gradient, and of any parameter after a step of SGD or AdamW. Bold is not\n"
-        f"equal (over {TOLERANCE:.0e}) or not compiled.\n\n{text}"
+        "the loss, of any gradient, and of any parameter after SGD or AdamW. Bold is not equal\n"
+        f"(over {TOLERANCE:.0e}) or not compiled.\n\n{text}"
     )
 
 
