@@ -72,7 +72,7 @@ class _Program:
         self._name_attributes()
         arguments = self._arguments()
         blocks = [
-            {"name": c.name, "layers": _span(c.run), "declarations": block(c.declarations(), 2), "functions": c.functions()}
+            {"name": c.name, "layers": _span(c.run), "declarations": block(c.declarations(), 2), "functions": c.functions(), "gathers": c.gather_methods()}
             for c in self.classes.values()
         ]
         body = self._step(arguments)
@@ -83,6 +83,7 @@ class _Program:
             tables=self._tables(),
             helpers=self.helpers.text(),
             blocks=blocks,
+            reduces="finish" in self.helpers.used,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
             declarations=block(self._declarations(), 2),
@@ -177,7 +178,7 @@ class _Program:
         lasting = {n for n in kept if is_tensor(n) and n in order}
         statements = free_early(body.statements(), body.text, lasting | set(self.attributes) | set(arguments))
         lines = with_sections(statements)
-        if any("reduced.append" in line.code for line in lines):
+        if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
             lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
         lines += self._buffer_updates(body)
         lines.append(Line(self._result(body)))
