@@ -1,4 +1,4 @@
-"""Rules of table look-ups: cut by column, by index, or by row with indices counted from this rank's rows."""
+"""Rules of table look-ups: cut by column, by index, or by row with a window of indices."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def layer_norm_backward(call: Call) -> str:
 
 
 def batch_norm(call: Call) -> str:
-    """By channel; by sample only where no statistics are taken. Absent statistics are empty tensors."""
+    """By channel; by sample where no statistics are taken. Absent ones are empty tensors."""
     training = call.arguments.get("training", call.arguments.get("train", False))
     shape = call.shape(0)
     batch = "!b" if training else "b"
@@ -38,9 +38,11 @@ def batch_norm(call: Call) -> str:
     return "->".join(sides)
 
 
+STATISTICS = ("mean", "rstd")
+
 rule("aten.native_layer_norm aten._fused_rms_norm", layer_norm)
-rule("aten.native_layer_norm_backward", layer_norm_backward, linear="0")
-rule("aten._fused_rms_norm_backward", layer_norm_backward, linear="0")
+rule("aten.native_layer_norm_backward", layer_norm_backward, linear="0", contiguous=STATISTICS)
+rule("aten._fused_rms_norm_backward", layer_norm_backward, linear="0", contiguous=STATISTICS)
 rule("aten.native_batch_norm aten._native_batch_norm_legit", batch_norm)
 rule("aten._native_batch_norm_legit_functional", batch_norm)
 rule("aten._native_batch_norm_legit_no_training", batch_norm)
@@ -54,4 +56,5 @@ rule(
     "b(g !c)!...,b(g c)...,bg,bg,(g c)->b(g c)...,(g c),(g c)",
     linear="0",
     scales=GROUPS,
+    contiguous=STATISTICS,
 )

@@ -1,5 +1,5 @@
-"""Rules of elementwise ops. Any op with torch's ``pointwise`` tag has one; here stand those that are
-linear in some operands, so that unfinished sums may pass.
+"""Rules of elementwise ops. Any op with torch's ``pointwise`` tag has one; here stand those that
+are linear in some operands, so that unfinished sums may pass, and those without the tag.
 """
 
 from __future__ import annotations

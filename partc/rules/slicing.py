@@ -1,7 +1,7 @@
-"""Rules of ops that take parts of a dim or join them: slice, select, split, cat, pad and their backwards.
+"""Rules of ops that take parts of a dim or join them: slice, select, split, cat, pad.
 
-A dim that is taken apart at multiples of ``N`` is ``(3 N)``: cutting ``N`` cuts every part alike, as the
-three parts of a fused q, k, v weight.
+A dim that is taken apart at multiples of ``N`` is ``(3 N)``: cutting ``N`` cuts every part alike,
+as the three parts of a fused q, k, v weight.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ Seen = Collection[tuple[int, Layout]]
 class Strategy:
     """One way to cut a call along one axis.
 
-    ``variant`` says that the call is written differently on the pieces: ``"window"`` (indices are counted
-    from this rank's first row) or ``"mean"`` (a mean becomes a sum divided by the whole's count).
+    ``variant`` says that the call is written differently on pieces: ``"window"`` (indices are
+    counted from this rank's first row) or ``"mean"`` (the sum divided by the whole's count).
     """
 
     ins: tuple[Layout, ...]  # one per entry of graph.tensor_args(node), same order
@@ -60,7 +60,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
 
 
 def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
-    """The rule's letters for a call and their sizes; slots that the rule does not name are never cut."""
+    """The rule's letters for a call, and their sizes; slots that it does not name stay whole."""
     notation = parse(entry.written(call))
     num = len(notation.operands)
     shapes = (*call.shapes, *[None] * num)[:num]
@@ -68,7 +68,7 @@ def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
 
 
 def _operand_order(node: fx.Node, call: Call) -> list[int]:
-    """The slot of every entry of ``tensor_args(node)``: they differ where keywords stand out of order."""
+    """The slot of every entry of ``tensor_args(node)``, keywords being in any order."""
     free = list(enumerate(call.slots))
     order = []
     for operand in tensor_args(node):
@@ -150,7 +150,7 @@ class _View:
                 yield layout.outer // self.factors.before(dim, letter)
 
     def sums(self) -> Iterator[Strategy]:
-        """Unfinished sums in, unfinished sums out, per linear group; unfinished maxima through moves."""
+        """Unfinished sums in and out, per linear group; unfinished maxima through moves."""
         for group in self.rule.groups(self.call):
             for layout in (U, M) if self.rule.moves else (U,):
                 ins = tuple(layout if i in group else R for i in range(len(self.call.slots)))
