@@ -1,4 +1,4 @@
-"""Proof of a rule by running it: in goes a call and a strategy, out comes whether pieces give the whole."""
+"""Proof of a rule by running it: a call and a strategy in, whether pieces give the whole out."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def prove(
 ) -> Proof:
     """Run the call on whole operands and on every rank's pieces, with given and with random literals.
 
-    Pieces are even, and uneven where the call on pieces is written as the call on the whole. The
-    literals are redrawn only where ``claims`` lists the strategy for the redrawn call as well: some rules
-    rest on a literal, such as ``masked_fill`` with 0.
+    Pieces are even, and uneven where the call on pieces is written as the call on the whole.
+    Literals are redrawn only where ``claims`` lists the strategy for the redrawn call as well: some
+    rules rest on a literal, such as ``masked_fill`` with 0.
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
     trials: list[Trial] = []
@@ -124,7 +124,7 @@ def _in_double(signature: Signature, seed: int) -> Signature:
 def _trials(
     signature: Signature, strategy: Strategy, num: int, seed: int, literals: str
 ) -> Iterator[Trial]:
-    """The even trial and, where the pieces' call is the whole's call and large enough, the uneven one."""
+    """The even trial and, where the pieces' call is the whole's and large enough, the uneven one."""
     try:
         local = LocalCall.of(signature, strategy, num)
     except Refused as refused:
@@ -144,7 +144,7 @@ def _trial(
     seed: int,
     varied: tuple[str, str],
 ) -> Trial:
-    """Run the whole, cut, run the pieces, join and compare; TooSmall where no unequal cut exists."""
+    """Run the whole, cut, run the pieces, join, compare; TooSmall where no unequal cut exists."""
     method, dtype = "values", ""
     try:
         with torch.random.fork_rng(devices=[]):
