@@ -155,10 +155,15 @@ class _View:
             for layout in (U, M) if self.rule.moves else (U,):
                 ins = tuple(layout if i in group else R for i in range(len(self.call.slots)))
                 outs = tuple(R if shape is None else layout for shape in self.call.results)
-                dtypes = [self.call.dtypes[i] for i in group]
-                fits = all(dtype is not None and _adds_up(dtype, layout) for dtype in dtypes)
-                if fits and all(self._expresses(i, out) for i, out in enumerate(outs)):
+                if self._passes(group, layout):
                     yield Strategy(ins, outs)
+
+    def _passes(self, group: Sequence[int], layout: Layout) -> bool:
+        """Whether operands and results add up, and fractions are not cut off piece by piece."""
+        ins = [self.call.dtypes[i] for i in group]
+        outs = [dtype for dtype in self.call.result_dtypes if dtype is not None]
+        truncates = any(map(_has_fractions, ins)) and not all(map(_has_fractions, outs))
+        return not truncates and all(_adds_up(dtype, layout) for dtype in (*ins, *outs))
 
     def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
         """Any layout of an operand of which only the shape matters, the rest replicated."""
@@ -173,12 +178,17 @@ class _View:
 
     def _expresses(self, result: int, layout: Layout) -> bool:
         """Whether a result's dtype allows it to be an unfinished sum or max."""
-        dtype = self.call.result_dtypes[result]
-        return dtype is None or _adds_up(dtype, layout)
+        return _adds_up(self.call.result_dtypes[result], layout)
 
 
-def _adds_up(dtype: torch.dtype, layout: Layout) -> bool:
+def _has_fractions(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _adds_up(dtype: torch.dtype | None, layout: Layout) -> bool:
     """Bools and narrow integers cannot be added piece by piece, complex numbers have no maximum."""
-    if layout == U:
-        return dtype.is_floating_point or dtype.is_complex or dtype in (torch.int64, torch.int32)
-    return layout != M or dtype not in (torch.bool, torch.complex64, torch.complex128)
+    if dtype is None or layout not in (U, M):
+        return True
+    if layout == M:
+        return dtype != torch.bool and not dtype.is_complex
+    return _has_fractions(dtype) or dtype in (torch.int64, torch.int32)
