@@ -107,7 +107,7 @@ def test_hanging_attempt_is_given_up() -> None:
 
 
 def test_damage_of_an_earlier_attempt_is_not_blamed_on_the_next() -> None:
-    damaged = []
+    damaged: list[int] = []
 
     def attempt(number: int) -> str:
         if number == 2 and damaged:

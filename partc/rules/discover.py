@@ -155,7 +155,7 @@ def discovered(signature: Signature) -> tuple[Strategy, ...]:
 
 
 def _candidates(signature: Signature) -> Iterator[tuple[Layout, ...]]:
-    """Layouts of the operands worth trying: equal dims cut together, some operands sums together."""
+    """Layouts of the operands worth trying: equal dims cut together, some operands as sums."""
     shapes = [spec.shape for spec in signature.operands]
     for size in sorted({s for shape in shapes for s in shape if s % UNIT == 0 and s}):
         dims = [[R, *(cut(d) for d, s in enumerate(shape) if s == size)] for shape in shapes]

@@ -57,7 +57,7 @@ def cut_shares(
 
 
 def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tensor]:
-    """The pieces of one dim, seen as ``(outer, rest)``, ``rest`` cut in proportion to the shares."""
+    """The pieces of one dim, seen as ``(outer, rest)``, ``rest`` cut in these proportions."""
     if layout.dim >= whole.dim() or whole.shape[layout.dim] % (layout.outer * sum(shares)):
         raise Refused(f"{layout} does not fit {list(whole.shape)}")
     parts = whole.unflatten(layout.dim, (layout.outer, -1))
@@ -171,7 +171,7 @@ def local_results(
     for rank in range(num):
         try:
             if seed is not None:
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
             results.append(run(rank, [pieces[rank] for pieces in operands]))
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
             raise Refused(f"the call on pieces fails: {first_line(error)}") from None
@@ -192,7 +192,7 @@ def joined_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """0 where equal, infinite where shape or dtype differ; NaN and infinities must match by place."""
+    """0 where equal, infinite where shape or dtype differ; infinities must match by place."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     if not want.numel():
@@ -209,7 +209,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return error if error != error or not scale else error / scale
 
 
-def tolerance(results: Results) -> float:
+def tolerance(results: Sequence[Tensor | None]) -> float:
     """What the coarsest floating dtype among the results is allowed to be off."""
     floating = [r.dtype for r in results if r is not None and r.dtype in TOLERANCE]
     return max((TOLERANCE[dtype] for dtype in floating), default=0.0)
@@ -217,4 +217,4 @@ def tolerance(results: Results) -> float:
 
 def first_line(error: Exception) -> str:
     """The kind of an error and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

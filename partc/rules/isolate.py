@@ -24,7 +24,7 @@ Attempt = Callable[[int], str]  # its number -> an answer of one line
 def answers_of(attempt: Attempt, num: int, seconds: float) -> list[str | None]:
     """The answer of every attempt, None where it crashes or says nothing for ``seconds``.
 
-    An attempt that ended its child is made once more alone: an earlier one may have done the damage.
+    A fatal attempt is made once more alone: an earlier one may have done the damage.
     """
     answers: dict[int, str] = {}
     ended: list[int] = []

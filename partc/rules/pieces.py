@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class LocalCall:
     unchanged: bool
 
     @classmethod
+    @lru_cache(maxsize=32)
     def of(cls, signature: Signature, strategy: Strategy, num: int) -> LocalCall:
         """The call that the localiser writes for ``num`` equal pieces."""
         node, mesh, out = signature.node(), Mesh(((AXIS, num),)), fx.Graph()
@@ -45,7 +47,17 @@ class LocalCall:
 
     def run(self, rank: int, pieces: Sequence[Tensor]) -> Results:
         """What a rank gets from its pieces."""
-        return results_list(_OnRank(self.graph, rank).run(*pieces))
+        given = iter(pieces)
+        known: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = next(given)
+            elif node.target is collectives.axis_index:
+                known[node] = rank
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.target(*args, **kwargs)
+        return results_list(known[next(iter(self.graph.output_node().all_input_nodes))])
 
 
 def _local_operand(out: fx.Graph, whole: fx.Node, layout: Layout, mesh: Mesh) -> fx.Node:
@@ -60,16 +72,3 @@ def _local_operand(out: fx.Graph, whole: fx.Node, layout: Layout, mesh: Mesh) ->
     with fake_mode():
         set_held(place, torch.empty(shape, dtype=held(whole).dtype))
     return place
-
-
-class _OnRank(fx.Interpreter):
-    """Runs a graph as one rank of its only axis."""
-
-    def __init__(self, graph: fx.Graph, rank: int) -> None:
-        super().__init__(fx.GraphModule({}, graph), garbage_collect_values=False)
-        self.rank = rank
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is collectives.axis_index:
-            return self.rank
-        return super().call_function(target, args, kwargs)

@@ -50,7 +50,8 @@ def _written(
     tensors = [a.name for a in overload._schema.arguments if _takes_tensor(a)]
     if not tensors:
         return None
-    args, kwargs = [], {}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
     for argument in overload._schema.arguments:
         if argument.name in tensors:
             shape = last if argument.name == tensors[-1] and len(tensors) > 1 else SHAPE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Signature:
 
     @classmethod
     def call(cls, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Signature:
-        """A case by hand, Specs in the tensors' places: ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
+        """A case by hand, Specs in tensors' places: ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
         specs: list[Spec] = []
 
         def operand(arg: Any) -> Any:
@@ -73,7 +73,7 @@ class Signature:
             specs.append(arg)
             return Operand(len(specs) - 1)
 
-        args, kwargs = map_aggregate((args, kwargs), operand)  # type: ignore[arg-type,assignment]
+        args, kwargs = map_aggregate((args, kwargs), operand)  # type: ignore[arg-type]
         return cls(target, _frozen(args), tuple(kwargs.items()), tuple(specs))
 
     @property
@@ -88,11 +88,11 @@ class Signature:
 
     def with_arguments(self, leaf: Callable[[Any], Any]) -> Signature:
         """The same call with every leaf of its arguments mapped."""
-        args, kwargs = map_aggregate((self.args, dict(self.kwargs)), leaf)  # type: ignore[arg-type]
-        return replace(self, args=_frozen(args), kwargs=tuple(kwargs.items()))  # type: ignore[union-attr]
+        args, kwargs = map_aggregate((self.args, dict(self.kwargs)), leaf)
+        return replace(self, args=_frozen(args), kwargs=tuple(kwargs.items()))
 
     def with_random_literals(self, seed: int) -> Signature:
-        """The same call with other scalars: a rule that needs ``1e-6`` to be small must not pass."""
+        """The same call with other scalars: a rule that needs ``1e-6`` to be small must fail."""
         draw = random.Random(seed)
         scalars = _scalar_arguments(self.target)
 
@@ -121,6 +121,7 @@ class Signature:
             self.target(*self._filled(self.args, operands), **self._kwargs(operands))
         )
 
+    @lru_cache(maxsize=256)  # noqa: B019 - a signature is a value, and is kept as its own key only
     def node(self) -> fx.Node:
         """The call as the one op of a small joint graph, for code that works on nodes."""
         graph, mode = fx.Graph(), fake_mode()
