@@ -17,9 +17,11 @@ from partc.fingerprint import Fingerprint
 from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.apply_preset import complete
+from partc.passes.fill_waits import fill_waits
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
+from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.plan import Plan
 from partc.program import Program
@@ -71,8 +73,10 @@ def partition(graph: Graph, plan: Plan) -> tuple[Plan, Graph]:
     split_bias(graph)
     full = complete(plan, graph, graph.mesh)
     choices = propagate(graph, full)
-    local = insert_collectives(graph, full, choices)
-    return full, place_waits(fuse_bias(local))
+    local = fuse_bias(insert_collectives(graph, full, choices))
+    if full.recompute == "cheap":
+        recompute(local)
+    return full, fill_waits(place_waits(local))
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:

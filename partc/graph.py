@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
 from partc.mesh import Mesh
@@ -202,9 +203,8 @@ class Writer:
 # rewriting -----------------------------------------------------------------------------------
 def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new call right before ``node``, with that node's origin and its own fake result."""
-    name = getattr(target, "_opname", None) or target.__name__
     with node.graph.inserting_before(node):
-        new = node.graph.create_node("call_function", target, args, kwargs, name=name.lstrip("_"))
+        new = node.graph.create_node("call_function", target, args, kwargs, name=_op_word(target))
     with _fake_mode(node.graph):
         fake = run_fake(target, args, kwargs)
     new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
@@ -242,16 +242,24 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(held(node).shape)
 
 
-def resolve_forward(graph: Graph) -> None:
-    """Let ``forward`` name nodes that are still there, after others were replaced or erased."""
-    names = {old: n.name for n in graph.fx.nodes for old in n.meta.get("stands_for", [])}
-    names |= {n.name: n.name for n in graph.fx.nodes}
-    for node in graph.calls():
-        if value(node).forward:
-            update(node, forward=names.get(value(node).forward, ""))
+def rename_calls(graph: Graph) -> None:
+    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were replaced."""
+    stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
+    stand_ins |= {n.name: n for n in graph.fx.nodes}
+    names = graph.fx._graph_namespace = _Namespace()
+    forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
+    for node in graph.fx.nodes:
+        word = _op_word(node.target) if node.op == "call_function" else node.name
+        node.name = names.create_name(word, node)
+    for node, of in forward.items():
+        update(node, forward=of.name if of is not None else "")
+
+
+def _op_word(target: Any) -> str:
+    word: str = getattr(target, "_opname", None) or target.__name__
+    return word.lstrip("_")
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
     """The mode that the graph's fake tensors belong to, so that factories give fakes too."""
-    fakes = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    return detect_fake_mode(fakes) or nullcontext()
+    return detect_fake_mode(next(iter(graph.nodes)).meta.get("val")) or nullcontext()

@@ -28,9 +28,8 @@ def _cancel(node: fx.Node) -> None:
         dims = [_order(inner)[d] for d in _order(node)]
         replace_by(node, _permuted(node, source, dims))
     elif is_call(inner, aten.mm.default) and _order(node) == [1, 0] and len(inner.users) == 1:
-        left, right = (_permuted(node, operand, [1, 0]) for operand in inner.args)
-        product = call_before(node, aten.mm.default, right, left)
-        replace_by(node, product)
+        left, right = (_permuted(inner, operand, [1, 0]) for operand in inner.args)
+        replace_by(node, call_before(inner, aten.mm.default, right, left))
     elif len(_order(node)) == 2 and _order(node) == [1, 0] and node.target != aten.t.default:
         replace_by(node, call_before(node, aten.t.default, inner))
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from partc.graph import Graph, resolve_forward
+from partc.graph import Graph, rename_calls
 from partc.passes.cancel_transposes import cancel_transposes
 from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
+from partc.passes.fold_masks import fold_masks
 from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_reshapes import merge_reshapes
+from partc.passes.narrow_expands import narrow_expands
+from partc.passes.open_means import open_means
+from partc.passes.pad_slices import pad_slices
+from partc.passes.squeeze_sums import squeeze_sums
 
 PASSES = (
     merge_draws,
     drop_noops,
     fold_dropout,
+    fold_masks,
+    open_means,
+    pad_slices,
+    narrow_expands,
     cancel_transposes,
     fold_linear,
     merge_reshapes,
+    squeeze_sums,
     cancel_transposes,
     drop_noops,
 )
@@ -26,5 +36,5 @@ def canonicalize(graph: Graph) -> None:
     """Apply the passes in order; the graph computes what it did."""
     for rewrite in PASSES:
         rewrite(graph)
-    resolve_forward(graph)
+    rename_calls(graph)
     graph.fx.lint()
