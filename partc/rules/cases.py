@@ -184,9 +184,7 @@ NORM = (
         aten.native_batch_norm.default,
         *(f(4, 12, 6, 5), f(12), f(12), f(12), f(12), True, 0.1, 1e-5),
     ),
-    call(
-        aten._native_batch_norm_legit.no_stats, f(4, 12, 6, 5), f(12), f(12), True, 0.1, 1e-5
-    ),
+    call(aten._native_batch_norm_legit.no_stats, f(4, 12, 6, 5), f(12), f(12), True, 0.1, 1e-5),
     call(
         aten._native_batch_norm_legit_functional.default,
         *(f(4, 12, 6, 5), f(12), f(12), f(12), f(12), True, 0.1, 1e-5),

@@ -90,9 +90,7 @@ def discover(node: fx.Node, num: int) -> list[Strategy]:
     ]
 
 
-def _fits(
-    layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...] | None], num: int
-) -> bool:
+def _fits(layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...] | None], num: int) -> bool:
     pairs = zip(layouts, shapes, strict=True)
     return all(s is None or lay.kind != "cut" or s[lay.dim] % num == 0 for lay, s in pairs)
 

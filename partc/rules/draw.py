@@ -97,7 +97,9 @@ def _along_dim(position: int = 1) -> Callable[[Signature], dict[int, int]]:
 
 def _classes(operand: int) -> Callable[[Signature], dict[int, int]]:
     """Targets of nll: ``operand`` holds log-probabilities with the classes in dim 1 (or the only dim)."""
-    return lambda s: {operand + 1: s.operands[operand].shape[0 if len(s.operands[operand].shape) == 1 else 1]}
+    return lambda s: {
+        operand + 1: s.operands[operand].shape[0 if len(s.operands[operand].shape) == 1 else 1]
+    }
 
 
 # Values that integer operands may have, by operand: below the size of what they index.

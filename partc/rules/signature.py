@@ -113,7 +113,9 @@ class Signature:
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The results on these operands, as a list like ``graph.results_of``."""
-        return results_list(self.target(*self._filled(self.args, operands), **self._kwargs(operands)))
+        return results_list(
+            self.target(*self._filled(self.args, operands), **self._kwargs(operands))
+        )
 
     def node(self) -> fx.Node:
         """The call as the one op of a small joint graph, for code that works on nodes."""
