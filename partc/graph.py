@@ -260,6 +260,12 @@ def _op_word(target: Any) -> str:
     return word.lstrip("_")
 
 
+def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
+    """A fake tensor of this graph with the shape and dtype of a real one."""
+    with _fake_mode(graph):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
 def _fake_mode(graph: fx.Graph) -> Any:
     """The mode that the graph's fake tensors belong to, so that factories give fakes too."""
     return detect_fake_mode(next(iter(graph.nodes)).meta.get("val")) or nullcontext()
