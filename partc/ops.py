@@ -20,3 +20,25 @@ def dropout_mask(x: Tensor, p: float) -> Tensor:
     Draws from this rank's generator for the axes that cut ``x``: pieces get different masks, copies equal ones.
     """
     return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+def window(ids: Tensor, index: int, rows: int, ignore: int | None = None, outside: int = -1) -> Tensor:
+    """Indices counted from the first row of the ``index``-th ``rows`` rows; ``outside`` for rows of other ranks.
+
+    The index ``ignore``, which counts for nothing, is outside on every rank.
+    """
+    local = ids - index * rows
+    mine = (local >= 0) & (local < rows)
+    if ignore is not None:
+        mine = mine & (ids != ignore)
+    return torch.where(mine, local, outside)
+
+
+def masked_embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table, zeros where the index is negative: ``f32[V,D], i64[8,64] -> f32[8,64,D]``."""
+    return weight[ids.clamp(min=0)].masked_fill((ids < 0).unsqueeze(-1), 0)
+
+
+def masked_gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``x.gather(dim, index)``, zeros where the index is negative."""
+    return x.gather(dim, index.clamp(min=0)).masked_fill(index < 0, 0)

@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from partc.mesh import Mesh
 from partc.sharding import Layout, Sharding, cut
 
 Cuts = Mapping[str, Layout]  # axis -> cut
-_FIELDS = {"mesh", "preset", "microbatches", "batch_norm", "inputs", "params", "gather", "scatter", "notes"}
+_FIELDS = {"mesh", "preset", "microbatches", "batch_norm", "recompute", "inputs", "params", "gather", "scatter", "notes"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class Plan:
     ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored. ``gather`` says
     along which axes stored cuts are gathered before use, and how long the whole lives: ``"use"``
     (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter`` names, per axis, the dim
-    along which unfinished activations are reduce-scattered (sequence parallelism).
+    along which unfinished activations are reduce-scattered (sequence parallelism). ``recompute="cheap"``
+    computes sums, products and views of what is saved again in the backward instead of saving them.
     """
 
     mesh: Mesh | None = None
@@ -35,6 +35,7 @@ class Plan:
     gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
     scatter: Mapping[str, int] = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
+    recompute: Literal["cheap", "none"] = "cheap"
     microbatches: int = 1
     notes: tuple[str, ...] = ()
 
@@ -67,7 +68,7 @@ class Plan:
         table = self.params if table is None else table
         if name in table:
             return table[name]
-        return next((cuts for pattern, cuts in table.items() if fnmatchcase(name, pattern)), {})
+        return next((cuts for pattern, cuts in table.items() if fits(pattern, name)), {})
 
     def used(self, name: str) -> Cuts:
         """The cuts of one parameter while it is computed with."""
@@ -81,6 +82,7 @@ class Plan:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
+        lines += [f'recompute = "{self.recompute}"']
         lines += ["notes = [", *(f"    {_quote(n)}," for n in self.notes), "]"] if self.notes else []
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
@@ -94,6 +96,15 @@ class Plan:
         return replace(self, **changes)
 
 
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a name: ``*`` between dots is one part of a path, elsewhere any text."""
+    if "*" not in pattern:
+        return pattern == name
+    parts = re.split(r"(?<=\.)(\*)(?=\.)", pattern)
+    texts = (r"[^.]+" if i % 2 else ".*".join(map(re.escape, part.split("*"))) for i, part in enumerate(parts))
+    return re.fullmatch("".join(texts), name) is not None
+
+
 def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
     """Join entries that differ in layer numbers only: ``layers.0.w``, ``layers.1.w`` -> ``layers.*.w``."""
     groups: dict[str, list[str]] = {}
@@ -102,8 +113,7 @@ def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
     folded: dict[str, Cuts] = {}
     for pattern, names in groups.items():
         same = all(dict(table[n]) == dict(table[names[0]]) for n in names)
-        fits = [n for n in table if fnmatchcase(n, pattern)] == names
-        if same and fits and not any(c in pattern for c in "[?"):
+        if same and [n for n in table if fits(pattern, n)] == names:
             folded[pattern] = table[names[0]]
         else:
             folded.update({n: table[n] for n in names})
@@ -137,7 +147,7 @@ def _quote(text: str) -> str:
 
 
 def _check_words(table: Mapping[str, Any], where: str) -> None:
-    allowed = {"batch_norm": ("global", "local")}
+    allowed = {"batch_norm": ("global", "local"), "recompute": ("cheap", "none")}
     for key, words in allowed.items():
         if table.get(key, words[0]) not in words:
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")

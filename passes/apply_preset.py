@@ -7,7 +7,6 @@ megatron-sp`` for the tensor axes. Axes that no word speaks of get ``ddp`` and `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from torch import fx
 
@@ -15,7 +14,7 @@ from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.cut_weights import cut_weights
-from partc.plan import Cuts, Plan
+from partc.plan import Cuts, Plan, fits
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -59,7 +58,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         for name, node in graph.inputs.items()
     }
     params: dict[str, dict[str, Layout]] = {name: dict(plan.stored(name)) for name in graph.params}
-    pinned = {name for name in params if any(fnmatchcase(name, p) for p in plan.params)}
+    pinned = {name for name in params if any(fits(p, name) for p in plan.params)}
     for axis in tensor:
         for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
             params[name][axis] = layout
@@ -139,8 +138,7 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
     known, cuts = value(node), {}
     for axis in axes:
         layouts = {**cuts, axis: cut(0)}
-        fits = known.shape and Sharding.of(layouts, mesh).local_shape(known.shape, mesh)
-        if fits:
+        if known.shape and Sharding.of(layouts, mesh).local_shape(known.shape, mesh):
             cuts = layouts
         elif known.shape and known.shape[0] > 1:
             raise ShardingError(
@@ -178,7 +176,7 @@ def _check_names(plan: Plan, graph: Graph) -> None:
         ("input", plan.inputs, [*graph.inputs]),
     ):
         for pattern in table:
-            if not any(fnmatchcase(n, pattern) or n == pattern for n in names):
+            if not any(fits(pattern, n) for n in names):
                 raise PlanError(
                     where=f"plan, {pattern!r}", what=f"the model has no such {kind}",
                     why=f"it has {', '.join(_near(pattern, names))}", do="Correct the name, or drop the entry.",

@@ -17,7 +17,8 @@ from torch import fx
 
 from partc.graph import Graph, results_of, tensor_args, value
 from partc.mesh import Mesh
-from partc.rules import Strategy, strategies_for
+from partc.rules import Strategy
+from partc.rules.discover import strategies_for
 from partc.sharding import Layout, R, Sharding, cut
 
 _LOSS_SOFTMAX = torch.ops.aten._log_softmax.default  # opened over a cut vocabulary
@@ -64,9 +65,10 @@ class _Walk:
         for operand, layout in zip(tensor_args(node), best.ins, strict=True):
             if operand not in self.at:
                 self._fix(operand, layout)
-        self.results[node] = best.outs
+        finished = tuple(R if out.kind in "UM" else out for out in best.outs)
+        self.results[node] = finished
         if not self._derived(node):
-            self.at[node] = best.outs[0] if best.outs else R
+            self.at[node] = finished[0] if finished else R
 
     def _best(self, node: fx.Node) -> Strategy:
         operands = tensor_args(node)
@@ -75,7 +77,7 @@ class _Walk:
         if self._derived(node):
             options = []
         for strategy in options:
-            if not free or self._arrives(operands, strategy) or self._spreads(node, operands, strategy):
+            if self._arrives(operands, strategy) or (free and self._spreads(node, operands, strategy)):
                 return strategy
         return Strategy((R,) * len(operands), (R,) * len(results_of(node)))
 
@@ -91,13 +93,13 @@ class _Walk:
         return list(dict.fromkeys(options))
 
     def _meets(self, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """Whether what is decided fits the strategy: equal, or finished or sliced for free."""
+        """Whether what is decided fits the strategy: equal, or whole and sliced for free."""
         for operand, want in zip(operands, strategy.ins, strict=True):
             have = self.at.get(operand)
             if have is None:
                 if want.kind in "UM" or not self._divides(operand, want):
                     return False
-            elif have != want and not (have == R and want.kind == "cut") and not (have.kind in "UM" and want == R):
+            elif have != want and not (have == R and want.kind == "cut"):
                 return False
         return True
 
@@ -124,13 +126,13 @@ class _Walk:
         key = (node, layout)
         if key not in self.known_flows:
             self.known_flows[key] = False  # while it is being found out
-            users = [u for u in node.users if u.op == "call_function" and value(u).phase == "F"]
-            self.known_flows[key] = bool(users) and all(self._accepts(u, node, layout) for u in users)
+            users = [u for u in node.users if u.op == "output" or value(u).phase == "F"]
+            self.known_flows[key] = all(self._accepts(u, node, layout) for u in users)
         return self.known_flows[key]
 
     def _accepts(self, user: fx.Node, node: fx.Node, layout: Layout) -> bool:
-        if user.target is _LOSS_SOFTMAX:
-            return True
+        if user.op == "output" or user.target is _LOSS_SOFTMAX:
+            return user.op != "output"
         if user.target is operator.getitem:
             return self.flows(user, layout)
         operands = tensor_args(user)

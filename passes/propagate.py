@@ -20,7 +20,8 @@ from partc.passes.local_batch_norm import local_batch_norm
 from partc.passes.open_ops import open_op, opens
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
-from partc.rules import Strategy, strategies_for
+from partc.rules import Strategy
+from partc.rules.discover import strategies_for
 from partc.sharding import Layout, R, Sharding, cut
 
 Choices = dict[fx.Node, dict[str, Strategy]]  # how a call is cut, per axis; a missing axis is replicated
@@ -126,12 +127,17 @@ class _AxisWalk:
     ) -> float | None:
         """Bytes to bring one operand into the layout that the strategy wants; None if it may not."""
         made = self.made[operand]
+        if want.kind in "UM" and self._shared(operand):
+            return None  # several readers: finished once for all of them
         if want in made:
             return 0.0
         if want.kind in "UM" or (want.kind == "cut" and not self._driven(operand, want, operands, strategy)):
             return None
         costs = [c for have in made if (c := self._leave(operand, have, want)) is not None]
         return min(costs, default=None)
+
+    def _shared(self, node: fx.Node) -> bool:
+        return sum(user.op != "output" for user in node.users) > 1
 
     def _leave(self, operand: fx.Node, have: Layout, want: Layout) -> float | None:
         ratio = transition_cost(have, want, self.num)
@@ -151,6 +157,8 @@ class _AxisWalk:
         """Whether something that is cut already asks for this cut, or the plan scatters sums so."""
         if self.made[operand][0].kind == "cut":
             return True
+        if self.made[operand][0].kind == "U" and not self.input_axis:
+            return self._scatters(operand, want)
         if any(
             layout.kind == "cut" and layout in self.made[other]
             for other, layout in zip(operands, strategy.ins, strict=True)
@@ -215,9 +223,9 @@ class _AxisWalk:
         )
 
     def _gathers(self, node: fx.Node, best: Strategy) -> bool:
-        """Whether the best there is gathers an operand that arrives cut."""
+        """Whether the best there is undoes a cut that an operand arrives with."""
         return any(
-            self.made[o][0].kind == "cut" and want.kind == "R"
+            self.made[o][0].kind == "cut" and want not in self.made[o]
             for o, want in zip(tensor_args(node), best.ins, strict=True)
         )
 

@@ -1,0 +1,34 @@
+"""partc's program for a layout, compiled once and loaded by every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import partc
+from benchmarks.measure import Side
+from benchmarks.workload import Size, build_batch, build_model, loss_of
+
+
+def compile_to(folder: str, size: Size, mesh: str, plan: str) -> None:
+    """Compile the size's training step and save its sources in ``folder``."""
+    with torch.device("meta"):
+        model = build_model(size)
+    partc.compile(model, mesh, build_batch(size), loss=loss_of, plan=plan).save(folder)
+
+
+def load(folder: str, size: Size) -> Side:
+    """This rank's side of the program saved in ``folder``, with the model's weights."""
+    stage = partc.load(folder).module()
+    stage.load_full(build_model(size))
+    batch = build_batch(size)
+    parameters = list(stage.parameters())
+
+    def forward_backward() -> Tensor:
+        loss: Tensor = stage.step(*batch)
+        return loss
+
+    def grad_norm() -> float:
+        return float(stage.clip_grad_norm_(float("inf")))
+
+    return Side("partc", parameters, forward_backward, grad_norm)

@@ -1,0 +1,172 @@
+"""partc's programs beside PyTorch's DDP, FSDP2 and DTensor parallelism, in interleaved rounds.
+
+Run ``python -m benchmarks.peers``. Every side of a layout lives in the same gloo processes and
+takes its turn in every round; its first steps are compared with the model in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import partc_side, torch_sides
+from benchmarks.machine import machine
+from benchmarks.measure import EXACT_MEMORY, Sample, Side, Trial, peak_bytes, sample, trial
+from benchmarks.peer_table import Measured, table
+from benchmarks.workload import SIZES, Reference, Size, reference
+from benchmarks.world import run_ranks
+
+Build = Callable[[], Side]
+
+NUM_CHECKED = 3  # steps whose loss is compared; the last one's memory is measured
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, partc's plan for it, and PyTorch's ways to do the same."""
+
+    mesh: str
+    num_ranks: int
+    plan: str
+    peers: tuple[torch_sides.Build, ...]
+
+
+_TP = torch_sides.tensor_parallel
+_SP = torch_sides.sequence_parallel
+_2D = torch_sides.fsdp_tensor_parallel
+LAYOUTS = {
+    "ddp": Layout("dp=2", 2, "ddp", (torch_sides.ddp,)),
+    "fsdp": Layout(
+        "dp=2",
+        2,
+        "fsdp",
+        (partial(torch_sides.fsdp, prefetch=False), partial(torch_sides.fsdp, prefetch=True)),
+    ),
+    "megatron": Layout(
+        "tp=2",
+        2,
+        "megatron",
+        (
+            partial(_TP, prepared=False, cut_loss=False),
+            partial(_TP, prepared=True, cut_loss=False),
+            partial(_TP, prepared=True, cut_loss=True),
+        ),
+    ),
+    "megatron-sp": Layout(
+        "tp=2", 2, "megatron-sp", (partial(_SP, cut_loss=False), partial(_SP, cut_loss=True))
+    ),
+    "fsdp+megatron": Layout(
+        "dp=2,tp=2", 4, "fsdp+megatron", (partial(_2D, strong=False), partial(_2D, strong=True))
+    ),
+}
+
+
+def measure(layout: Layout, size: Size, num_rounds: int, with_partc: bool) -> list[Measured]:
+    """All sides of a layout on gloo ranks of this machine, partc first where asked for."""
+    with tempfile.TemporaryDirectory() if with_partc else nullcontext() as folder:
+        if folder is not None:
+            partc_side.compile_to(folder, size, layout.mesh, layout.plan)
+        builds: list[Build] = [partial(peer, size) for peer in layout.peers]
+        if folder is not None:
+            builds.insert(0, partial(partc_side.load, folder, size))
+        run = partial(run_ranks, num_ranks=layout.num_ranks)
+        ranks = run(_time_rank, builds=builds, num_rounds=num_rounds)
+        peaks = run(_peak_rank, builds=builds, size=size, environment=EXACT_MEMORY)
+    return [
+        _over_ranks([rank[side] for rank in ranks], [rank[side] for rank in peaks])
+        for side in range(len(builds))
+    ]
+
+
+def _peak_rank(builds: list[Build], size: Size) -> list[int | None]:
+    """One rank's peak memory of every side."""
+    reference(size, 1)  # loads the libraries that every side uses
+    return [peak_bytes(build, NUM_CHECKED) for build in builds]
+
+
+def _time_rank(builds: list[Build], num_rounds: int) -> list[dict[str, Any]]:
+    """One rank's trial and samples of every side."""
+    sides = [build() for build in builds]
+    trials = [trial(side, NUM_CHECKED) for side in sides]
+    samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
+    for turn in range(num_rounds):
+        first = turn % len(sides)  # nobody always runs after the same neighbour
+        for side in sides[first:] + sides[:first]:
+            samples[side.name].append(sample(side))
+    return [
+        {
+            "name": side.name,
+            "trial": dataclasses.asdict(found),
+            "samples": [dataclasses.asdict(s) for s in samples[side.name]],
+        }
+        for side, found in zip(sides, trials, strict=True)
+    ]
+
+
+def _over_ranks(ranks: list[dict[str, Any]], peaks: list[int | None]) -> Measured:
+    """One side's figures: the slowest rank's time, the sum of processor times, the most bytes."""
+    trials = [Trial(**rank["trial"]) for rank in ranks]
+    rounds = list(zip(*([Sample(**s) for s in rank["samples"]] for rank in ranks), strict=True))
+    sent = [[s.sent_bytes for s in turn if s.sent_bytes is not None] for turn in rounds]
+    return Measured(
+        name=ranks[0]["name"],
+        losses=trials[0].losses,
+        grad_norm=trials[0].grad_norm,
+        peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
+        collectives=trials[0].collectives,
+        forward_backward_s=[max(s.forward_backward_s for s in turn) for turn in rounds],
+        step_s=[max(s.step_s for s in turn) for turn in rounds],
+        cpu_s=[sum(s.cpu_s for s in turn) for turn in rounds],
+        sent_bytes=[max(turn) for turn in sent if turn],
+    )
+
+
+def main() -> int:
+    """Measure what the command line asks for; 1 if a side's numbers are wrong."""
+    options = _options()
+    torch.set_num_threads(1)
+    print(machine(), end="\n\n")
+    found: list[dict[str, Any]] = []
+    for size in (SIZES[name] for name in options.sizes):
+        expected = reference(size, NUM_CHECKED)
+        for name in options.layouts:
+            layout = LAYOUTS[name]
+            sides = measure(layout, size, options.rounds, not options.peers_only)
+            print(
+                f"### {size.name}, {name}, {layout.mesh}\n\n{table(sides, expected)}\n", flush=True
+            )
+            found += [_record(size, name, side, expected) for side in sides]
+    if options.json:
+        Path(options.json).write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
+    return int(any(row["error"] > TOLERANCE for row in found))
+
+
+def _record(size: Size, layout: str, side: Measured, expected: Reference) -> dict[str, Any]:
+    row = dataclasses.asdict(side)
+    return {"size": size.name, "layout": layout, **row, "error": side.error(expected)}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["demo"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="also write every figure to this file")
+    parser.add_argument("--peers-only", action="store_true", help="leave partc out")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How collectives are written, one module per communication library."""

@@ -1,0 +1,67 @@
+"""Collectives as ``torch.distributed`` text: a line that starts one, lines that follow its wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from partc import collectives
+from partc.codegen.helpers import Helpers
+from partc.codegen.text import ATOM, COMPARE, NONE, Text
+
+STARTS = collectives.COLLECTIVES
+
+
+def start(node: fx.Node, x: Text, name: str, helpers: Helpers) -> str:
+    """The statement that starts a collective on ``x``; the result is ``name``, the handle ``name_done``.
+
+    An all_reduce works in place: there ``x`` is ``name``.
+    """
+    k: dict[str, Any] = dict(node.kwargs)
+    group = f"self.{k['axis']}"
+    if node.target is collectives.all_reduce:
+        op = ", op=dist.ReduceOp.MAX" if k.get("op", "sum") == "max" else ""
+        return f"{name}_done = dist.all_reduce({name}{op}, group={group}, async_op=True)"
+    operands = [str(x), str(k["num"]), group]
+    if node.target is collectives.all_gather:
+        call = helpers.use("gather")
+    elif node.target is collectives.reduce_scatter:
+        call = helpers.use("scatter_sum")
+        operands += _cut(k["dim"], k.get("outer", 1))
+    else:
+        call = helpers.use("exchange")
+        operands += _cut(k["to_dim"], k.get("to_outer", 1), always=True)
+    return f"{name}, {name}_done = {call}({', '.join(operands)})"
+
+
+def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:
+    """The statement that makes the whole of what has arrived on dim 0, or nothing where it is the whole."""
+    k: dict[str, Any] = dict(node.kwargs)
+    if node.target not in (collectives.all_gather, collectives.all_to_all):
+        return ""
+    if k["dim"] == 0 and k.get("outer", 1) == 1:
+        return ""
+    operands = [name, str(k["num"]), *_cut(k["dim"], k.get("outer", 1), always=True)]
+    return f"{name} = {helpers.use('join')}({', '.join(operands)})"
+
+
+def local(node: fx.Node, x: Text, helpers: Helpers) -> Text:
+    """The text of the ops that depend on the rank but move nothing."""
+    k: dict[str, Any] = dict(node.kwargs)
+    index = f"self.{k['axis']}_rank"
+    if node.target is collectives.axis_index:
+        return Text(index)
+    if node.target is collectives.keep_first:
+        return Text(f"{x.at(COMPARE)} if {index} == 0 else torch.zeros_like({x})", NONE - 1)
+    if k.get("outer", 1) > 1:
+        return Text(f"{helpers.use('piece')}({x}, {k['num']}, {index}, {k['dim']}, {k['outer']})")
+    dim = f", {k['dim']}" if k["dim"] else ""
+    return Text(f"{x.at(ATOM)}.chunk({k['num']}{dim})[{index}]")
+
+
+def _cut(dim: int, outer: int, always: bool = False) -> list[str]:
+    """``dim`` and ``outer`` as arguments, left out where they are the default."""
+    if outer > 1:
+        return [str(dim), str(outer)]
+    return [str(dim)] if dim or always else []

@@ -1,0 +1,284 @@
+"""The statements of one generated function, from the nodes that stand in it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from partc import collectives, ops
+from partc.codegen.backends import c10d
+from partc.codegen.blocks import ends_step
+from partc.codegen.helpers import Helpers
+from partc.codegen.inline import inlined
+from partc.codegen.names import Scope, inside, op_name
+from partc.codegen.spell import spell
+from partc.codegen.storage import overwritable, owner
+from partc.codegen.text import ATOM, NONE, Line, Text
+from partc.graph import Graph, is_tensor, results_of, typed, value
+from partc.quoting import comment, literal
+
+
+@dataclass
+class Statement:
+    """One or a few lines, the values they read and bind, and the module they stand for."""
+
+    lines: list[Line]
+    reads: list[fx.Node] = field(default_factory=list)
+    binds: list[fx.Node] = field(default_factory=list)
+    section: str = ""
+
+
+@dataclass
+class Body:
+    """Writes the statements of one function.
+
+    ``seen`` has the texts of what comes from outside (parameters, arguments); ``wishes`` what values would
+    like to be called; ``kept`` what is read outside; ``stored`` the final gradients by node, as the text of
+    their parameter.
+    """
+
+    graph: Graph
+    order: Sequence[fx.Node]
+    wishes: dict[fx.Node, str]
+    scope: Scope
+    helpers: Helpers
+    seen: dict[fx.Node, Text]
+    kept: set[fx.Node] = field(default_factory=set)
+    stored: dict[fx.Node, list[str]] = field(default_factory=dict)
+    device: str = "self.device"
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        named = {n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)}
+        self.inlined = inlined(self.order, self.kept | set(self.stored), named)
+        self.in_place = overwritable(self.graph, self.order)
+        self.place = {node: i for i, node in enumerate(self.order)}
+        paths = {inside(value(n).module, self.prefix) for n in self.order}
+        parents = {path.rpartition(".")[0] for path in paths}
+        self.leaves = paths - parents
+
+    # texts -----------------------------------------------------------------------------------
+    def text(self, node: fx.Node) -> Text:
+        """How a value is read here: its name, or its expression where it has no line of its own."""
+        if node not in self.seen:
+            assert node in self.inlined or not is_tensor(node), f"{node} is read before it is written"
+            return self.expression(node)
+        return self.seen[node]
+
+    def expression(self, node: fx.Node) -> Text:
+        """The right side of a call."""
+        if node.target in (*collectives.LOCAL, collectives.axis_index):
+            return c10d.local(node, self.text(node.all_input_nodes[0]), self.helpers)
+        if getattr(node.target, "__module__", "") == ops.__name__:
+            return self._composite(node)
+        return spell(node, self.text, self.device)
+
+    def _composite(self, node: fx.Node) -> Text:
+        """A call of a printed function."""
+        name = self.helpers.use(node.target.__name__)  # type: ignore[union-attr]
+        texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
+        if node.target is ops.dropout_mask:
+            texts.append(f"self.{generator(self.graph, node)}")
+        texts += [
+            f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}" for k, a in node.kwargs.items()
+        ]
+        return Text(f"{name}({', '.join(texts)})")
+
+    def bind(self, node: fx.Node) -> str:
+        """Give a value its name."""
+        name = self.scope.fresh(self.wishes.get(node, "value"))
+        self.seen[node] = Text(name)
+        return name
+
+    # statements ------------------------------------------------------------------------------
+    def statements(self) -> list[Statement]:
+        """One Statement per node that has lines, in order."""
+        return [statement for node in self.order for statement in self.one(node)]
+
+    def one(self, node: fx.Node) -> list[Statement]:
+        """The statement of one node, if it has a line."""
+        if node in self.inlined or node in self.seen or not self._has_line(node):
+            return []
+        statement = self.statement(node)
+        statement.section = self.section(node)
+        statement.reads = statement.reads or self.read_by(node)
+        return [statement]
+
+    def section(self, node: fx.Node) -> str:
+        """The module that a statement is shown under: a leaf's lines stand with its parent's."""
+        path = inside(value(node).module, self.prefix)
+        return path.rpartition(".")[0] or path if path in self.leaves else path
+
+    def _has_line(self, node: fx.Node) -> bool:
+        return is_tensor(node) or len(results_of(node)) > 1
+
+    def read_by(self, node: fx.Node) -> list[fx.Node]:
+        """The named values that a node's statement reads, those of inlined operands among them."""
+        reads: list[fx.Node] = []
+        for operand in node.all_input_nodes:
+            reads += self.read_by(operand) if operand in self.inlined else [operand]
+        return reads
+
+    def statement(self, node: fx.Node) -> Statement:
+        if node.target in collectives.COLLECTIVES:
+            return self._start(node)
+        if node.target is collectives.wait:
+            return self._wait(node)
+        if not is_tensor(node):
+            return self._several(node)
+        if node in self.stored and not node.users.keys() - {self.graph.fx.output_node()}:
+            return self._last_store(node)
+        code = self.expression(node).at(NONE)
+        line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
+        return Statement([line, *self._stores(node)], binds=[node])
+
+    def _several(self, node: fx.Node) -> Statement:
+        """``a, b, _ = call`` for a call with several results."""
+        by_index = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        call = self.expression(node)
+        names = [self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))]
+        while len(names) > 1 and names[-1] == "_" and len(by_index) == 1 and 0 in by_index:
+            names.pop()
+        bound = [by_index[i] for i in sorted(by_index)]
+        remark = comment(", ".join(typed(n) for n in bound))
+        if len(names) == 1:
+            lines = [Line(f"{names[0]} = {call.at(ATOM)}[0]", remark)]
+        else:
+            lines = [Line(f"{', '.join(names)} = {call.at(NONE)}", remark)]
+        stores = [line for n in bound for line in self._stores(n)]
+        return Statement(lines + stores, binds=bound)
+
+    # collectives -----------------------------------------------------------------------------
+    def _start(self, node: fx.Node) -> Statement:
+        """The start of a collective; an all_reduce overwrites its operand or a copy of it."""
+        operand = node.all_input_nodes[0]
+        lines = []
+        x = self.text(operand)
+        if node.target is collectives.all_reduce and node in self.in_place and operand in self.seen:
+            self.seen[node] = x
+        else:
+            name = self.bind(node)
+            if node.target is collectives.all_reduce:
+                lines.append(Line(f"{name} = {x.at(ATOM)}.clone(memory_format=torch.contiguous_format)"))
+        name = str(self.seen[node])
+        self.scope.taken.add(f"{name}_done")
+        lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
+        for param in self.stored.get(self._waited(node), []):
+            lines.append(Line(f"reduced.append(({param}, {name}, {name}_done))"))
+        return Statement(lines, binds=[node])
+
+    def _waited(self, node: fx.Node) -> fx.Node | None:
+        """The wait of a collective that the step does at its end."""
+        waits = list(node.users)
+        return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
+
+    def _wait(self, node: fx.Node) -> Statement:
+        start = node.all_input_nodes[0]
+        if self._waited(start) is node:  # in `reduced`
+            return Statement([])
+        name = str(self.seen[start])
+        self.seen[node] = Text(name)
+        lines = [Line(f"{name}_done.wait()", comment(self._hidden_by(start, node)))]
+        after = c10d.after_wait(start, name, self.helpers)
+        lines += [Line(after, comment(typed(node)))] if after else []
+        return Statement([*lines, *self._stores(node)], reads=[start], binds=[node])
+
+    def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
+        """What is computed between start and wait."""
+        if value(start).note:
+            return value(start).note
+        if start not in self.place:
+            return "started by the caller"
+        between = self.order[self.place[start] + 1 : self.place[wait]]
+        work = [self.seen[n].code for n in between if n in self.seen and _is_heavy(n)]
+        if not work:
+            return "exposed: its result is needed next"
+        return f"hidden behind {', '.join(work[:3])}{' ...' if len(work) > 3 else ''}"
+
+    # gradients -------------------------------------------------------------------------------
+    def _stores(self, node: fx.Node) -> list[Line]:
+        """Adds a value that is a final gradient to its parameters."""
+        return [
+            Line(f"{self.helpers.use('add_grad')}({param}, {self._own(node)})")
+            for param in self.stored.get(node, [])
+        ]
+
+    def _own(self, node: fx.Node) -> str:
+        """The gradient as a tensor that nobody else holds."""
+        name = str(self.seen[node])
+        return f"{name}.clone()" if self._is_shared(node) else name
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        home = owner(node)
+        if home not in self.place or len(self.stored[node]) > 1:
+            return True
+        family = [n for n in self.order if owner(n) is home]
+        readers = {u for n in family for u in n.users} - {self.graph.fx.output_node()} - set(family)
+        late = any(self.place.get(u, len(self.order)) > self.place[node] for u in readers)
+        return late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1
+
+    def _last_store(self, node: fx.Node) -> Statement:
+        """A gradient that needs no name: ``add_weight_grad(self.w, d_y, x)``."""
+        params = self.stored[node]
+        if node.target is ops.weight_grad and len(params) == 1:
+            d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
+            call = f"{self.helpers.use('add_weight_grad')}({params[0]}, {d_y}, {x})"
+            return Statement([Line(call, comment(typed(node)))])
+        code = self.expression(node).at(NONE)
+        self.seen[node] = Text(code, NONE)
+        if len(params) == 1 and not self._is_shared(node):
+            call = f"{self.helpers.use('add_grad')}({params[0]}, {code})"
+            return Statement([Line(call, comment(typed(node)))])
+        line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
+        return Statement([line, *self._stores(node)], binds=[node])
+
+
+def generator(graph: Graph, mask: fx.Node) -> str:
+    """The attribute of the random generator for the axes that cut a mask: ``rng_dp``."""
+    axes = [axis for axis, _ in sorted(value(mask).sharding.cuts()) if axis in graph.mesh.names]
+    return "_".join(["rng", *sorted(axes, key=graph.mesh.names.index)])
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """Whether a call is worth naming as what hides a collective."""
+    tags = getattr(node.target, "tags", ())
+    light = torch.Tag.pointwise in tags or node.target in (collectives.wait, operator.getitem)
+    return is_tensor(node) and not light and node.target not in collectives.COLLECTIVES
+
+
+# whole functions ----------------------------------------------------------------------------------
+def with_sections(statements: Iterable[Statement]) -> list[Line]:
+    """The lines of all statements, a comment with the module's path wherever it changes."""
+    lines: list[Line] = []
+    section = None
+    for statement in statements:
+        if statement.lines and statement.section != section and statement.section:
+            lines.append(Line(f"# {comment(statement.section)}"))
+        section = statement.section or section
+        lines += statement.lines
+    return lines
+
+
+def free_early(
+    statements: list[Statement], seen: Callable[[fx.Node], Text], kept: set[fx.Node]
+) -> list[Statement]:
+    """The same statements with a ``del`` at the end of each section for the values that nobody reads later."""
+    last: dict[str, int] = {}
+    for i, statement in enumerate(statements):
+        for node in [*statement.reads, *statement.binds]:
+            last[str(seen(node))] = i
+    for node in kept:
+        last.pop(str(seen(node)), None)
+    bound = {str(seen(n)) for s in statements for n in s.binds}
+    dead: list[str] = []
+    for i, statement in enumerate(statements):
+        dead += sorted(name for name in bound if last.get(name) == i and name.isidentifier())
+        ends = i + 1 == len(statements) or statements[i + 1].section != statement.section
+        if dead and ends and i + 1 < len(statements):
+            statement.lines.append(Line(f"del {', '.join(dead)}"))
+            dead = []
+    return statements

@@ -1,0 +1,101 @@
+"""One ATen call, its arguments by name, ready to be spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.codegen.text import Text
+from partc.quoting import literal
+
+_PLACE = ("device", "layout", "pin_memory")  # decided by the operands or by the step's device
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with ``given`` arguments in the schema's order; those equal to their default are left out.
+
+    ``operand`` gives the text of a node, ``device`` the text of the device that new tensors go to.
+    """
+
+    node: fx.Node
+    given: dict[str, Any]
+    operand: Callable[[fx.Node], Text]
+    device: str
+
+    @classmethod
+    def of(cls, node: fx.Node, operand: Callable[[fx.Node], Text], device: str) -> Call:
+        schema = node.target._schema  # type: ignore[union-attr]
+        given = {}
+        for position, arg in enumerate(schema.arguments):
+            if position < len(node.args) and not arg.kwarg_only:
+                value = node.args[position]
+            elif arg.name in node.kwargs:
+                value = node.kwargs[arg.name]
+            else:
+                continue
+            if not (arg.has_default_value() and _same(value, arg.default_value)):
+                given[arg.name] = value
+        return cls(node, given, operand, device)
+
+    @property
+    def name(self) -> str:
+        """The op's name without namespace and overload: ``add`` of ``aten.add.Tensor``."""
+        return str(self.node.target._schema.name.split("::")[1])  # type: ignore[union-attr]
+
+    def get(self, name: str) -> Any:
+        """An argument's value, or its default."""
+        for arg in self.node.target._schema.arguments:  # type: ignore[union-attr]
+            if arg.name == name:
+                return self.given.get(name, arg.default_value if arg.has_default_value() else None)
+        raise AssertionError(f"{self.node.target} has no argument {name}")
+
+    def text(self, name: str) -> Text:
+        """An argument's text."""
+        return self.spell(self.get(name))
+
+    def spell(self, value: Any) -> Text:
+        """Any argument value as text: nodes by name, lists by their items, the rest as literals."""
+        if isinstance(value, fx.Node):
+            return self.operand(value)
+        if isinstance(value, list | tuple) and any(isinstance(v, fx.Node) for v in value):
+            return Text(f"[{', '.join(str(self.spell(v)) for v in value)}]")
+        if isinstance(value, list | tuple):
+            return Text(literal(tuple(value)))
+        text = literal(value)
+        return Text(text, 14) if text.startswith("-") else Text(text)
+
+    def arguments(self, skip: int = 0, place: bool = False) -> str:
+        """The given arguments after the first ``skip`` as a call's text, flags and late ones by name."""
+        arguments = list(self.node.target._schema.arguments)  # type: ignore[union-attr]
+        texts, by_name = [], False
+        for arg in arguments[skip:]:
+            if arg.name in _PLACE and (arg.kwarg_only or arg.name not in self.given):
+                continue
+            if arg.name not in self.given:
+                by_name = True
+                continue
+            value = self.given[arg.name]
+            if arg.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
+                value = value[0]
+            by_name = by_name or arg.kwarg_only or isinstance(value, bool)
+            texts.append(f"{arg.name}={self.spell(value)}" if by_name else str(self.spell(value)))
+        if place:
+            texts.append(f"device={self.device}")
+        return ", ".join(texts)
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(value, fx.Node) or isinstance(value, bool) != isinstance(default, bool):
+        return False
+    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+        return list(value) == list(default)
+    return type(value) is type(default) and value == default
+
+
+def is_aten(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)

@@ -1,0 +1,199 @@
+"""A run of equal blocks as one class: its parameters, its ``forward`` and its ``backward``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx, nn
+
+from partc.codegen.blocks import Group, Run, ends_step
+from partc.codegen.body import Body, with_sections
+from partc.codegen.helpers import Helpers
+from partc.codegen.names import Scope, wishes
+from partc.codegen.slots import Interface, Slot
+from partc.codegen.tables import declaration
+from partc.codegen.text import Line, Text, block, wrap
+from partc.graph import Graph, held, is_tensor, typed, value
+from partc.quoting import comment
+
+
+@dataclass(eq=False)
+class BlockClass:
+    """One class of the program; ``attribute`` is the list of its instances in the step module."""
+
+    graph: Graph
+    run: Run
+    forward: Interface
+    backward: Interface | None
+    name: str
+    attribute: str
+    helpers: Helpers
+    suffixes: dict[str, str] = field(default_factory=dict)  # name below the block -> attribute in the class
+
+    def __post_init__(self) -> None:
+        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward"])
+        used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
+        for name, node in {**self.graph.params, **self.graph.buffers}.items():
+            suffix = name.removeprefix(f"{self.run.layers[0]}.")
+            if suffix != name and node in used:
+                self.suffixes[suffix] = scope.fresh(suffix)
+
+    @property
+    def sides(self) -> list[Interface]:
+        return [self.forward] + ([self.backward] if self.backward is not None else [])
+
+    def attributes(self) -> dict[str, str]:
+        """Where the step module finds each parameter and buffer of all blocks: ``layers.0.w`` by name."""
+        return {
+            f"{layer}.{suffix}": f"{self.attribute}.{i}.{attribute}"
+            for i, layer in enumerate(self.run.layers)
+            for suffix, attribute in self.suffixes.items()
+        }
+
+    def declarations(self) -> list[Line]:
+        lines = []
+        for suffix, attribute in self.suffixes.items():
+            name = f"{self.run.layers[0]}.{suffix}"
+            kind = "param" if name in self.graph.params else "buffer"
+            node = self.graph.placeholders(kind)[name]  # type: ignore[arg-type]
+            code = declaration(node, attribute, kind, name in self.graph.grads)
+            lines.append(Line(code, comment(typed(node))))
+        return lines
+
+    def functions(self) -> list[dict[str, str]]:
+        """Name, arguments, result and body of ``forward`` and ``backward``."""
+        return [self._function(side) for side in self.sides]
+
+    def _function(self, side: Interface) -> dict[str, str]:
+        layer = self.run.layers[0]
+        wish = wishes(self.graph, layer, self._given())
+        scope = Scope(["saved"])
+        seen: dict[fx.Node, Text] = {}
+        for slot in side.of("own"):
+            node = side.own(slot)
+            seen[node] = Text(f"self.{self.suffixes[value(node).name.removeprefix(f'{layer}.')]}")
+        arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
+        seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
+        lines = []
+        unpacked = [side.own(slot) for slot in side.of("saved")]
+        if unpacked:
+            seen |= {n: Text(scope.fresh(wish[n])) for n in unpacked}
+            names = ", ".join(str(seen[n]) for n in unpacked)
+            names = f"({names},)" if len(unpacked) == 1 or len(names) > 80 else names
+            lines.append(Line(f"{names} = saved"))
+            arguments.append("saved")
+        body = self._body(side, wish, scope, seen, arguments)
+        statements = body.statements()
+        lines += with_sections(statements)
+        lines += self._updates(side, body)
+        lines.append(Line(f"return {self._returned(side, body)}"))
+        name = "forward" if side is self.forward else "backward"
+        typed_arguments = [f"{a}: {'tuple[Tensor, ...]' if a == 'saved' else 'Tensor'}" for a in arguments]
+        return {
+            "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
+            "body": block(lines, 2),
+        }
+
+    def _given(self) -> dict[fx.Node, str]:
+        """What runs through the blocks is ``x`` on its way in and ``y`` on its way out."""
+        names: dict[fx.Node, str] = {}
+        for side, (ahead, behind) in zip(self.sides, (("x", "y"), ("d_y", "d_x")), strict=False):
+            slot = main_slot(side)
+            if slot is not None:
+                names |= {side.own(slot): ahead, side.group.nodes[slot.position]: behind}
+        return names
+
+    def _body(
+        self, side: Interface, wish: dict[fx.Node, str], scope: Scope, seen: dict[fx.Node, Text],
+        arguments: Sequence[str],
+    ) -> Body:  # fmt: skip
+        group = side.group
+        kept = {group.nodes[p] for p in [*side.carried, *side.listed]} | set(side.saved)
+        kept |= set(self._written(group))
+        device = f"{arguments[0]}.device" if arguments else f"self.{next(iter(self.suffixes.values()))}.device"
+        return Body(
+            self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group), device,
+            prefix=group.layer,
+        )  # fmt: skip
+
+    def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
+        """The parameters whose final gradient a call of the block is (or whose reduction it starts)."""
+        inside = set(group.nodes)
+        stored: dict[fx.Node, list[str]] = {}
+        for name, node in self.graph.grads.items():
+            made_by = node.all_input_nodes[0] if ends_step(self.graph, node) else node
+            suffix = name.removeprefix(f"{group.layer}.")
+            if made_by in inside and suffix in self.suffixes:
+                stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
+        return stored
+
+    def _written(self, group: Group) -> dict[fx.Node, str]:
+        """New values of the block's own buffers, made in a group."""
+        inside = set(group.nodes)
+        return {
+            node: self.suffixes[name.removeprefix(f"{group.layer}.")]
+            for name, node in self.graph.outputs.buffers.items()
+            if node in inside and name.removeprefix(f"{group.layer}.") in self.suffixes
+        }
+
+    def _updates(self, side: Interface, body: Body) -> list[Line]:
+        return [
+            Line(f"self.{attribute}.copy_({body.text(node)})")
+            for node, attribute in self._written(side.group).items()
+            if side.group.nodes.index(node) not in side.listed
+        ]
+
+    def _returned(self, side: Interface, body: Body) -> str:
+        nodes = side.group.nodes
+        items = [str(body.text(nodes[p])) for p in [*side.carried, *side.listed]]
+        if side is self.forward and self.backward is not None:
+            saved = [str(body.text(n)) for n in side.saved]
+            items.append(f"({', '.join(saved)}{',' if len(saved) == 1 else ''})")
+        return ", ".join(items) or "None"
+
+    def _result_type(self, side: Interface) -> str:
+        items = ["Tensor"] * len([*side.carried, *side.listed])
+        if side is self.forward and self.backward is not None:
+            items.append("tuple[Tensor, ...]")
+        return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
+
+
+def _signature(name: str, arguments: Sequence[str], result: str) -> str:
+    """The ``def`` line, wrapped."""
+    return "\n".join(wrap(f"def {name}({', '.join(arguments)}) -> {result}:", 4))
+
+
+def passed(side: Interface) -> list[Slot]:
+    """The slots that are arguments of the function, in their order."""
+    return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
+
+
+def main_slot(side: Interface) -> Slot | None:
+    """The biggest value that every block hands to the next."""
+    carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
+    return max(carried, key=lambda slot: held(slot.nodes[0]).numel(), default=None)
+
+
+def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
+    """What an argument of a block's function would like to be called."""
+    if slot.kind != "carried" or slot is main_slot(side):
+        return wish.get(side.own(slot), "value")
+    return wish.get(side.group.nodes[slot.position], "value")
+
+
+def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Class and attribute of each run: ``Layer`` and ``layers`` of ``model.layers.*``; parents tell them apart."""
+    parents = [run.layers[0].split(".")[:-1] for run in runs]
+    found = []
+    scope, classes = Scope(dir(nn.Module)), Scope(dir(nn.Module))
+    for parts in parents:
+        words = [p for p in parts if not p.isdigit()]
+        alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
+        wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
+        attribute = scope.fresh("_".join(wanted))
+        singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
+        name = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word)
+        found.append((classes.fresh(name or "Block"), attribute))
+    return found

@@ -1,0 +1,232 @@
+"""A scheduled local graph in, the source of one rank's program out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jinja2
+from torch import fx, nn
+
+from partc.codegen.blocks import Item, Loop, Run, arrange, ends_step
+from partc.codegen.body import free_early, with_sections
+from partc.codegen.classes import BlockClass, class_names
+from partc.codegen.helpers import Helpers
+from partc.codegen.names import Scope, wishes
+from partc.codegen.safety import check_source
+from partc.codegen.slots import Interface, Unfit, interfaces
+from partc.codegen.step import StepBody
+from partc.codegen.tables import declaration, row, table
+from partc.codegen.text import Line, Text, block
+from partc.graph import Graph, is_tensor, typed, value
+from partc.quoting import comment, docstring, identifier, literal
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("partc.codegen"),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # Python text; every value comes quoted
+)
+TABLES = {
+    "SHARDS": "attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))",
+    "BUFFERS": "the same for buffers",
+    "ALIASES": "second name of a tied parameter: the name it stands under",
+    "INPUTS": "the global batch: (shape, dtype)",
+}
+
+
+def emit(graph: Graph, *, header: str) -> str:
+    """The text of one role's file: data, helper functions, block classes and ``class <Model>Step``."""
+    items, sides = arranged(graph)
+    text = _Program(graph, header, items, sides).text()
+    check_source(text)
+    return text
+
+
+def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
+    """The items of the step, and how its loops are fed; a run that one text cannot feed stands in line."""
+    given_up: set[Run] = set()
+    while True:
+        items = arrange(graph, {run.layers for run in given_up})
+        try:
+            return items, interfaces(graph, [item for item in items if isinstance(item, Loop)])
+        except Unfit as unfit:
+            given_up.add(unfit.run)
+
+
+@dataclass
+class _Program:
+    graph: Graph
+    header: str
+    items: list[Item]
+    sides: dict[Loop, Interface]
+    helpers: Helpers = field(default_factory=Helpers)
+    classes: dict[Run, BlockClass] = field(default_factory=dict)
+    attributes: dict[fx.Node, str] = field(default_factory=dict)  # "layers.0.w" of a parameter or buffer
+
+    def text(self) -> str:
+        self._make_classes()
+        self._name_attributes()
+        arguments = self._arguments()
+        blocks = [
+            {"name": c.name, "layers": _span(c.run), "declarations": block(c.declarations(), 2), "functions": c.functions()}
+            for c in self.classes.values()
+        ]
+        body = self._step(arguments)
+        return TEMPLATES.get_template("program.py.j2").render(
+            header=[docstring(line, 120) for line in self.header.strip().splitlines()],
+            distributed=bool(self.graph.mesh.names),
+            mesh=literal(dict(self.graph.mesh.axes)),
+            tables=self._tables(),
+            helpers=self.helpers.text(),
+            blocks=blocks,
+            name=f"{identifier(self.graph.model) or 'Model'}Step",
+            axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
+            declarations=block(self._declarations(), 2),
+            method="step" if self.graph.loss is not None else "forward",
+            result="Tensor" if self.graph.loss is not None else "dict[str, Tensor]",
+            arguments=list(arguments.values()),
+            body=body,
+        )
+
+    # classes and attributes ------------------------------------------------------------------
+    def _make_classes(self) -> None:
+        runs = list(dict.fromkeys(loop.run for loop in self.sides))
+        for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
+            forward = next(s for lp, s in self.sides.items() if lp.run is run and lp.phase == "F")
+            backward = next((s for lp, s in self.sides.items() if lp.run is run and lp.phase == "B"), None)
+            self.classes[run] = BlockClass(self.graph, run, forward, backward, name, attribute, self.helpers)
+
+    def _name_attributes(self) -> None:
+        in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
+        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())])
+        for name, node in self._stored().items():
+            self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
+
+    def _stored(self) -> dict[str, fx.Node]:
+        return {**self.graph.params, **self.graph.buffers}
+
+    def _standing(self, kind: str) -> Iterator[tuple[str, fx.Node]]:
+        """Parameters or buffers that are attributes of the step module itself."""
+        placed = self.graph.placeholders(kind)  # type: ignore[arg-type]
+        return ((name, node) for name, node in placed.items() if "." not in self.attributes[node])
+
+    def _arguments(self) -> dict[fx.Node, str]:
+        scope = Scope()
+        return {node: scope.fresh(name) for name, node in self.graph.inputs.items()}
+
+    # data ------------------------------------------------------------------------------------
+    def _tables(self) -> list[str]:
+        entries: dict[str, list[str]] = {
+            "ALIASES": [f"{literal(a)}: {literal(b)}" for a, b in sorted(self.graph.aliases.items())],
+            "INPUTS": [
+                f"{literal(name)}: {literal((tuple(value(n).shape), str(value(n).dtype).removeprefix('torch.')))}"
+                for name, n in self.graph.inputs.items()
+            ],
+        }
+        tables = []
+        for constant, kind in (("SHARDS", "param"), ("BUFFERS", "buffer")):
+            rows = [row(self.graph, n, self.attributes[n]) for _, n in self._standing(kind)]
+            entries[constant] = [f"{literal(r.attribute)}: {r.value}" for r in rows]
+            for cls in self.classes.values():
+                own = self._block_table(cls, kind)
+                if own:
+                    name = f"{cls.name.upper()}_{constant}"
+                    tables.append(table(name, f"of one of {_span(cls.run)}", own))
+                    entries[constant].append(_spread(cls, name))
+        return tables + [table(name, TABLES[name], entries[name]) for name in TABLES]
+
+    def _block_table(self, cls: BlockClass, kind: str) -> list[str]:
+        """The rows of one block, names as seen from the block."""
+        placed = self.graph.placeholders(kind)  # type: ignore[arg-type]
+        return [
+            f"{literal(attribute)}: {literal((suffix, r.shape, r.dtype, r.cuts))}"
+            for suffix, attribute in cls.suffixes.items()
+            if (name := f"{cls.run.layers[0]}.{suffix}") in placed
+            and (r := row(self.graph, placed[name], attribute))
+        ]
+
+    def _declarations(self) -> list[Line]:
+        lines = []
+        for kind in ("param", "buffer"):
+            for name, node in self._standing(kind):
+                code = declaration(node, self.attributes[node], kind, name in self.graph.grads)
+                lines.append(Line(code, comment(typed(node))))
+        mesh = "mesh" if self.graph.mesh.names else ""
+        for cls in self.classes.values():
+            made = f"{cls.name}({mesh}) for _ in range({len(cls.run.layers)})"
+            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", _span(cls.run)))
+        return lines
+
+    # step ------------------------------------------------------------------------------------
+    def _step(self, arguments: dict[fx.Node, str]) -> str:
+        graph, outputs = self.graph, self.graph.outputs
+        order = [item for item in self.items if isinstance(item, fx.Node)]
+        seen = {node: Text(_read(path)) for node, path in self.attributes.items()}
+        seen |= {node: Text(name) for node, name in arguments.items()}
+        results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
+        kept = {*results, *outputs.buffers.values()}
+        body = StepBody(
+            graph, order, wishes(graph), Scope(arguments.values()), self.helpers, seen, kept,
+            self._final_grads(order), f"{next(iter(arguments.values()), 'self')}.device",
+            items=self.items, classes=self.classes,
+        )  # fmt: skip
+        lasting = {n for n in kept if is_tensor(n) and n in order}
+        statements = free_early(body.statements(), body.text, lasting | set(self.attributes) | set(arguments))
+        lines = with_sections(statements)
+        if any("reduced.append" in line.code for line in lines):
+            lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+        lines += self._buffer_updates(body)
+        lines.append(Line(self._result(body)))
+        return block(lines, 2)
+
+    def _final_grads(self, order: list[fx.Node]) -> dict[fx.Node, list[str]]:
+        """The parameters whose gradient is made in line, or comes out of a loop."""
+        stored: dict[fx.Node, list[str]] = {}
+        in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
+        for name, node in self.graph.grads.items():
+            made_by = node.all_input_nodes[0] if ends_step(self.graph, node) else node
+            path = self.attributes[self.graph.params[name]]
+            if made_by not in in_blocks or "." not in path:
+                stored.setdefault(node, []).append(_read(path))
+        return stored
+
+    def _buffer_updates(self, body: StepBody) -> list[Line]:
+        lines = []
+        for name, node in self.graph.outputs.buffers.items():
+            if node in body.seen:
+                lines.append(Line(f"{_read(self.attributes[self.graph.buffers[name]])}.copy_({body.text(node)})"))
+        return lines
+
+    def _result(self, body: StepBody) -> str:
+        outputs = self.graph.outputs
+        if outputs.loss is not None:
+            return f"return {body.text(outputs.loss)}"
+        items = (f"{literal(name)}: {body.text(node)}" for name, node in outputs.results.items())
+        return f"return {{{', '.join(items)}}}"
+
+
+def _read(path: str) -> str:
+    """``layers.0.w`` as Python reads it: ``self.layers[0].w``."""
+    return "self." + re.sub(r"\.(\d+)\.", r"[\1].", path)
+
+
+def _span(run: Run) -> str:
+    """``model.layers.0 .. 7``."""
+    return comment(f"{run.layers[0]} .. {run.layers[-1].rpartition('.')[2]}")
+
+
+def _spread(cls: BlockClass, name: str) -> str:
+    """The entries of all blocks from the table of one."""
+    numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
+    first, num = numbers[0], len(numbers)
+    steady = numbers == list(range(first, first + num))
+    where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
+    parent = literal(cls.run.layers[0].rpartition(".")[0] + ".")
+    return (
+        f"**{{f\"{cls.attribute}.{{i}}.{{attribute}}\": ({parent} + f\"{{{where}}}.{{name}}\", *rest)\n"
+        f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
+    )

@@ -1,0 +1,85 @@
+"""The header of a role file: who runs it, what was decided, what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from partc import __version__, collectives
+from partc.graph import Graph, held, value
+from partc.plan import Plan, fold_names
+from partc.quoting import comment
+
+_MOST_LINES = 12  # of parameters with a cut of their own
+
+
+def header(graph: Graph, plan: Plan) -> str:
+    """The docstring's text for the file that all ranks of one role run."""
+    mesh = graph.mesh
+    lines = [
+        f"One rank of {mesh.num_ranks}.  Written by partc {__version__} for {comment(graph.model)};"
+        " change the plan, not this file.",
+        "",
+    ]
+    rows = [("mesh", str(mesh) or "one device"), ("plan", plan.preset or "by hand")]
+    rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graph.inputs]
+    rows += [("weights", row) for row in _weights(graph, plan)]
+    rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
+    rows += [("sequence", f"unfinished activations are scattered over {a} along dim {d}") for a, d in plan.scatter.items()]
+    rows += [("moves", row) for row in _moves(graph)]
+    rows += [("note", comment(note)) for note in plan.notes]
+    last = ""
+    for key, text in rows:
+        lines.append(f"{'' if key == last else key:<10}{text}".rstrip())
+        last = key
+    return "\n".join(lines)
+
+
+def _cuts(name: str, table: object, plan: Plan) -> str:
+    cuts = plan.stored(name, table)  # type: ignore[arg-type]
+    return ", ".join(f"dim {layout.dim} over {axis}" for axis, layout in cuts.items()) or "whole"
+
+
+def _weights(graph: Graph, plan: Plan) -> list[str]:
+    """Names folded over layers, grouped by how they are stored; the largest group by count alone."""
+    groups: dict[str, list[str]] = {}
+    table = fold_names({name: plan.stored(name) for name in graph.params})
+    for name, cuts in table.items():
+        text = ", ".join(_cut(axis, x.dim, x.outer) for axis, x in cuts.items()) or "whole"
+        groups.setdefault(text, []).append(name)
+    rows = []
+    for text, names in sorted(groups.items()):
+        shown = [comment(n) for n in names] if len(names) <= _MOST_LINES else [f"{len(names)} names"]
+        rows += [f"{text}: {', '.join(shown)}"]
+    return [row if len(row) < 110 else row[:106] + " ..." for row in rows]
+
+
+def _cut(axis: str, dim: int, outer: int) -> str:
+    return f"dim {dim} over {axis}" + (f" in each of {outer} parts" if outer > 1 else "")
+
+
+def _gathered(axis: str, life: str) -> str:
+    if life == "use":
+        return f"over {axis} before each use, forward and backward (ZeRO-3)"
+    return f"over {axis} once per step (ZeRO-1, ZeRO-2)"
+
+
+def _moves(graph: Graph) -> list[str]:
+    """How often each collective runs and how many bytes its local operand has, per axis."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for node in graph.calls():
+        if node.target in collectives.COLLECTIVES:
+            key = (str(node.kwargs["axis"]), node.target.__name__)
+            operand = held(node.args[0])
+            counts[key] += 1
+            sizes[key] += operand.numel() * operand.element_size()
+    assert all(value(n) for n in graph.calls())
+    return [f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}" for axis, kind in sorted(counts)]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,62 @@
+"""Which printed functions a program needs, and their text."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from partc import ops
+from partc.codegen import printed
+
+
+class Helpers:
+    """Collects the functions that a program calls; ``text`` prints them and all that they call."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    def use(self, name: str) -> str:
+        """Note that the program calls a printed function; gives back its name."""
+        assert _find(name) is not None, name
+        self.used.add(name)
+        return name
+
+    def text(self) -> str:
+        """The sources, in a fixed order, two lines apart."""
+        names, todo = set[str](), sorted(self.used)
+        while todo:
+            name = todo.pop()
+            if name not in names:
+                names.add(name)
+                todo += [called for called in _called(name) if _find(called) is not None]
+        return "\n\n\n".join(_source(name) for name in sorted(names, key=_position))
+
+
+def _find(name: str) -> Callable[..., Any] | None:
+    """A function of ``printed``, else a composite op of ``partc.ops``."""
+    for module in (printed, ops):
+        found = vars(module).get(name)
+        if inspect.isfunction(found) and found.__module__ == module.__name__:
+            return found
+    return None
+
+
+def _source(name: str) -> str:
+    function = _find(name)
+    assert function is not None
+    return inspect.getsource(function).rstrip().replace("``", "`")
+
+
+def _called(name: str) -> list[str]:
+    tree = ast.parse(_source(name))
+    calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    return sorted({f.id for f in calls if isinstance(f, ast.Name)})
+
+
+def _position(name: str) -> tuple[str, int]:
+    """Printed functions first, each module's in its own order."""
+    function = _find(name)
+    assert function is not None
+    return ("" if function.__module__ == printed.__name__ else "ops", function.__code__.co_firstlineno)

@@ -1,0 +1,214 @@
+"""What values are called: after their module, the user's variable or their op; gradients ``d_<value>``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from torch import fx
+
+from partc import collectives
+from partc.graph import Graph, held, is_tensor, value
+from partc.quoting import identifier
+from partc.sharding import DTYPE_NAMES
+
+RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "mesh", "seed", "reduced"}
+MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
+COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
+_TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
+
+
+class Scope:
+    """The identifiers of one generated function: each wish is granted once, then numbered."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = {*RESERVED, *taken}
+
+    def fresh(self, wish: str) -> str:
+        """``x``, then ``x_1``, ``x_2``."""
+        name = base = identifier(wish)
+        number = 0
+        while name in self.taken:
+            number += 1
+            name = f"{base}_{number}"
+        self.taken.add(name)
+        return name
+
+
+def wishes(
+    graph: Graph, prefix: str = "", given: Mapping[fx.Node, str] = MappingProxyType({})
+) -> dict[fx.Node, str]:
+    """What every value would like to be called, seen from the module at ``prefix``, were it alone.
+
+    ``given`` names stand, and gradients follow them.
+    """
+    named = dict(_placeholder_names(graph, prefix))
+    forward = [n for n in graph.calls() if value_or_none(n) and value(n).phase == "F"]
+    named |= {n: op_name(n) for n in forward}
+    named |= dict(_result_names(forward))
+    named |= dict(_variable_names(forward))
+    named |= dict(_module_names(forward, prefix))
+    if graph.loss is not None:
+        named[graph.loss] = "loss"
+    named |= given
+    _follow_operands(forward, named)
+    named |= dict(_gradient_names(graph, named, prefix))
+    return {**named, **given}
+
+
+def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
+    """A moved value keeps its name, a cast one adds its dtype."""
+    for node in forward:
+        if node.target in MOVES:
+            named[node] = named[node.all_input_nodes[0]]
+        elif named[node] == "cast" and is_tensor(node):
+            dtype = DTYPE_NAMES.get(held(node).dtype, "cast")
+            named[node] = f"{named[node.all_input_nodes[0]]}_{dtype}"
+
+
+def inside(path: str, prefix: str) -> str:
+    """A module path or name as seen from the module at ``prefix``.
+
+    >>> inside("h.0.mlp.fc", "h.0")
+    'mlp.fc'
+    """
+    if path == prefix:
+        return ""
+    return path.removeprefix(f"{prefix}.") if prefix else path
+
+
+def value_or_none(node: fx.Node) -> bool:
+    return "value" in node.meta
+
+
+def module_name(path: str) -> str:
+    """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
+
+    >>> module_name("encoder.layers.3.fc.1")
+    'fc_3_1'
+    """
+    words, numbers = [], []
+    for part in path.split("."):
+        (numbers if part.isdigit() else words).append(part)
+    return "_".join([*(words[-1:] or ["m"]), *numbers])
+
+
+def op_name(node: fx.Node) -> str:
+    """The op's own name: ``silu`` of ``aten.silu.default``; attention is ``attention``."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return op_name(node.args[0])
+    target = node.target
+    name = str(getattr(getattr(target, "_schema", None), "name", "") or getattr(target, "__name__", "value"))
+    name = name.split("::")[-1].strip("_")
+    if name.startswith("scaled_dot_product"):
+        return "attention"
+    return {"to_copy": "cast", "unsafe_view": "view", "sym_size": "size"}.get(name, name)
+
+
+def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
+    for kind in ("param", "buffer", "input"):
+        for name, node in graph.placeholders(kind).items():  # type: ignore[arg-type]
+            yield node, identifier(inside(name, prefix))
+
+
+RESULTS = {  # of ops whose schema does not name them
+    "native_layer_norm": ("", "mean", "rstd"),
+    "native_group_norm": ("", "mean", "rstd"),
+    "native_batch_norm": ("", "mean", "rstd"),
+    "nll_loss_forward": ("", "count"),
+    "nll_loss2d_forward": ("", "count"),
+    "max_pool2d_with_indices": ("", "indices"),
+    "var_mean": ("var", "mean"),
+}
+
+
+def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    """The results of a call that has several: ``mean`` and ``rstd`` of a layer norm."""
+    for node in nodes:
+        if node.target is operator.getitem and hasattr(node.all_input_nodes[0].target, "_schema"):
+            call, index = node.all_input_nodes[0], node.args[1]
+            names = RESULTS.get(op_name(call)) or [r.name for r in call.target._schema.returns]  # type: ignore[union-attr]
+            if isinstance(index, int) and index < len(names) and names[index] not in ("", "output", None):
+                yield node, str(names[index])
+
+
+def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
+    """The user's variables, read off the source line: its last values are its targets."""
+    lines: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in nodes:
+        lines.setdefault((value(node).module, value(node).source), []).append(node)
+    for (_, source), members in lines.items():
+        match = _TARGETS.match(source)
+        targets = [t.strip() for t in match[1].split(",")] if match else []
+        within = set(members)
+        ends = [n for n in members if is_tensor(n) and not within.intersection(n.users)]
+        ends = [n for n in ends if not _is_argument(n, source)]
+        if targets and len(ends) == len(targets):
+            yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
+
+
+def _is_argument(node: fx.Node, source: str) -> bool:
+    """Whether a value goes into a module that is called on its own source line: not yet the line's result."""
+    path = value(node).module
+    readers = [inside(value(u).module, path) for u in node.users if value_or_none(u)]
+    return any(r and not r.startswith(path) and f"self.{r.split('.')[0]}(" in source for r in readers)
+
+
+def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
+    """A module's only value that others read in the forward has the module's name."""
+    results: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        readers = [value(u).module for u in node.users if value_or_none(u) and value(u).phase == "F"]
+        path = value(node).module
+        while path and is_tensor(node):
+            if any(not _within(reader, path) for reader in readers):
+                results.setdefault(path, []).append(node)
+            path = path.rpartition(".")[0]
+    for path in sorted(results, key=lambda p: p.count(".")):  # the innermost module wins
+        if len(results[path]) == 1 and path != prefix:
+            yield results[path][0], module_name(inside(path, prefix))
+
+
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.")
+
+
+def _gradient_names(
+    graph: Graph, named: dict[fx.Node, str], prefix: str
+) -> Iterator[tuple[fx.Node, str]]:
+    """``d_<value>`` for what a backward node computes the gradient of."""
+    by_name = {value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)}
+    final = {node: name for name, node in graph.grads.items()}
+    found: dict[fx.Node, str] = {}
+    for node in graph.calls():
+        if not value_or_none(node) or value(node).phase == "F":
+            continue
+        if node in final:
+            found[node] = "d_" + identifier(inside(final[node], prefix))
+        else:
+            found[node] = _gradient_name(node, by_name, named, found)
+    yield from found.items()
+
+
+def _gradient_name(
+    node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
+) -> str:
+    if node.target in MOVES and node.all_input_nodes[0] in found:
+        return found[node.all_input_nodes[0]]
+    forward = by_name.get(value(node).forward)
+    if forward is not None and forward.target is operator.getitem:
+        forward = forward.all_input_nodes[0]
+    if forward is not None and is_tensor(node):
+        operands = [n for n in forward.all_input_nodes if is_tensor(n)]
+        like = [n for n in operands if held(n).shape == held(node).shape]
+        index = node.args[1] if node.target is operator.getitem else 0
+        if isinstance(index, int) and index < len(operands) and operands[index] in like:
+            return f"d_{named[operands[index]]}"
+        if like:
+            return f"d_{named[like[0]]}"
+    parts = [found[n] for n in node.all_input_nodes if n in found and is_tensor(n)]
+    if op_name(node) == "add" and parts:  # a sum of contributions
+        return parts[-1]
+    return f"d_{op_name(node)}"

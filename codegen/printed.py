@@ -1,0 +1,83 @@
+"""Functions that generated programs carry: whatever a program calls is printed into it as it stands here.
+
+They may use torch and one another, nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def add_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight in ``y = x @ weight.T``."""
+    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+    if weight.grad is None:
+        weight.grad = d_y.T @ x
+    else:
+        weight.grad.addmm_(d_y.T, x)
+
+
+def finish(reduced: list[tuple[nn.Parameter, Tensor, dist.Work]]) -> None:
+    """Wait for reduced gradients and add them to their parameters."""
+    for param, grad, done in reduced:
+        done.wait()
+        add_grad(param, grad)
+    reduced.clear()
+
+
+def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to gather the pieces of all ranks, one after the other on dim 0."""
+    pieces = x.new_empty(num * x.shape[0], *x.shape[1:])
+    return pieces, dist.all_gather_into_tensor(pieces, x.contiguous(), group=group, async_op=True)
+
+
+def scatter_sum(
+    x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0, outer: int = 1
+) -> tuple[Tensor, dist.Work]:
+    """Start to sum over the group and keep this rank's piece of ``dim``."""
+    pieces = in_pieces(x, num, dim, outer)
+    piece = torch.empty_like(pieces[: pieces.shape[0] // num])
+    return piece, dist.reduce_scatter_tensor(piece, pieces, group=group, async_op=True)
+
+
+def exchange(
+    x: Tensor, num: int, group: dist.ProcessGroup, dim: int, outer: int = 1
+) -> tuple[Tensor, dist.Work]:
+    """Start to send piece ``i`` of ``dim`` to rank ``i``; what arrives lies on dim 0."""
+    pieces = in_pieces(x, num, dim, outer)
+    arrived = torch.empty_like(pieces)
+    return arrived, dist.all_to_all_single(arrived, pieces, group=group, async_op=True)
+
+
+def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
+    """The ``num`` pieces of ``dim``, seen as (outer, rest) and cut in rest, one after the other on dim 0."""
+    pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+    return pieces.flatten(dim + 1, dim + 2).flatten(0, 1).contiguous()
+
+
+def join(pieces: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
+    """The whole from pieces that lie one after the other on dim 0: the inverse of ``in_pieces``."""
+    parts = pieces.unflatten(0, (num, -1)).unflatten(dim + 1, (outer, -1))
+    return parts.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def piece(x: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
+    """Piece ``index`` of ``num`` of a dim seen as (outer, rest) and cut in rest."""
+    return x.unflatten(dim, (outer, num, -1)).select(dim + 1, index).flatten(dim, dim + 1)
+
+
+def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
+    """Gradient of the weight in ``y = x @ weight.T``."""
+    return d_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def dropout_mask(x: Tensor, p: float, rng: torch.Generator) -> Tensor:
+    """0 with probability ``p``, else ``1 / (1 - p)``: dropout is ``x * mask``."""
+    return torch.empty_like(x).bernoulli_(1 - p, generator=rng).div_(1 - p)

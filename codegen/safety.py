@@ -1,0 +1,79 @@
+"""Generated source in, the same source known to be harmless out: an allow-list over its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+
+from partc.errors import CheckError
+
+IMPORTS = {"torch", "torch.distributed", "torch.distributed.device_mesh", "torch.nn"}
+NODES = (
+    ast.Module, ast.Import, ast.ImportFrom, ast.alias, ast.Expr, ast.Constant, ast.Assign, ast.AugAssign,
+    ast.AnnAssign, ast.Name, ast.Load, ast.Store, ast.Del, ast.Delete, ast.FunctionDef, ast.ClassDef,
+    ast.arguments, ast.arg, ast.Attribute, ast.Call, ast.keyword, ast.Return, ast.If, ast.IfExp, ast.For,
+    ast.While, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Subscript, ast.Slice, ast.Starred, ast.BinOp,
+    ast.UnaryOp, ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.JoinedStr,
+    ast.FormattedValue, ast.DictComp, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.comprehension, ast.Pass,
+)  # fmt: skip
+BUILTINS = {
+    "range", "zip", "len", "reversed", "enumerate", "super", "tuple", "list", "dict", "int", "float", "str",
+    "bool", "object", "sum", "min", "max", "sorted", "None", "next", "iter", "slice", "isinstance", "property",
+}  # fmt: skip
+FORBIDDEN = {"eval", "exec", "compile", "getattr", "setattr", "delattr", "open", "globals", "locals", "vars",
+             "breakpoint", "input", "load", "save", "system", "popen", "hub", "jit", "os", "sys",
+             "subprocess", "serialization", "utils", "package"}  # fmt: skip
+
+
+def check_source(text: str) -> ast.Module:
+    """Parse a generated program; CheckError unless it does nothing but compute with torch."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise _refused(error.lineno or 0, f"the generated text does not parse: {error.msg}") from None
+    defined = _defined(tree)
+    for node in ast.walk(tree):
+        _check_node(node, defined)
+    return tree
+
+
+def _check_node(node: ast.AST, defined: set[str]) -> None:
+    line = getattr(node, "lineno", 0)
+    if not isinstance(node, NODES):
+        raise _refused(line, f"{type(node).__name__} does not belong in a generated program")
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        if not set(modules) <= IMPORTS:
+            raise _refused(line, f"it imports {', '.join(modules)}")
+    if isinstance(node, ast.Attribute) and _is_private(node.attr):
+        raise _refused(line, f"it reaches for .{node.attr}")
+    if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in defined | BUILTINS):
+        raise _refused(line, f"it reads the name {node.id}")
+
+
+def _is_private(name: str) -> bool:
+    """Dunder names but the constructor, and what runs or loads code."""
+    return (name.startswith("__") and name != "__init__") or name in FORBIDDEN
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Every name that the program itself binds."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+    return names
+
+
+def _refused(line: int, what: str) -> CheckError:
+    return CheckError(
+        where=f"generated program, line {line}",
+        what=what,
+        why="programs only compute with torch",
+        do="This is a fault in partc or in a pass of yours; report it with the plan.",
+    )

@@ -1,0 +1,177 @@
+"""How a block's function is fed: for each value from outside, where every iteration of the loop finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+from partc.codegen.blocks import Group, Loop, Run, ends_step
+from partc.graph import Graph, value
+
+Kind = Literal["own", "shared", "carried", "saved", "listed"]
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One outside value of a block: ``nodes`` has it per group in the order of execution.
+
+    own: the block's parameter; shared: the same for all; carried: from the group before (its call at
+    ``position``); saved: from the block's own forward, where the first block calls it ``source``; listed:
+    from anywhere.
+    """
+
+    kind: Kind
+    nodes: tuple[fx.Node, ...]
+    position: int = -1
+    source: fx.Node | None = None
+
+
+@dataclass(eq=False)
+class Interface:
+    """What one phase of a run takes and gives; positions count the calls of a group."""
+
+    loop: Loop
+    slots: list[Slot]
+    carried: list[int] = field(default_factory=list)  # returned; the next iteration or what follows reads it
+    listed: list[int] = field(default_factory=list)  # returned and kept of every iteration
+    saved: list[fx.Node] = field(default_factory=list)  # of the first block, for its backward
+
+    def of(self, kind: Kind) -> list[Slot]:
+        return [slot for slot in self.slots if slot.kind == kind]
+
+    @property
+    def group(self) -> Group:
+        """The group that the function is printed from: the first block's."""
+        run = self.loop.run
+        return run.forward[0] if self.loop.phase == "F" else run.backward[0]
+
+    def own(self, slot: Slot) -> fx.Node:
+        """The slot's value for the group that is printed."""
+        return slot.nodes[self.loop.groups.index(self.group)]
+
+
+class Unfit(Exception):
+    """A loop whose iterations cannot be fed by one text; its ``run`` stays in line."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.layers)
+        self.run = run
+
+
+def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
+    """The interfaces of all loops; Unfit where there is none."""
+    found: dict[Loop, Interface] = {}
+    for loop in sorted(loops, key=lambda loop: loop.phase != "F"):
+        forward = next((i for lp, i in found.items() if lp.run is loop.run and loop.phase == "B"), None)
+        found[loop] = Interface(loop, _slots(loop, forward))
+        if forward is not None:
+            forward.saved = [s.source for s in found[loop].of("saved") if s.source is not None]
+    for interface in found.values():
+        _give(graph, interface)
+    return found
+
+
+def outside(group: Group) -> list[fx.Node]:
+    """What a group reads from outside, in the order of first use."""
+    inside = set(group.nodes)
+    return list(dict.fromkeys(n for node in group.nodes for n in node.all_input_nodes if n not in inside))
+
+
+def _slots(loop: Loop, forward: Interface | None) -> list[Slot]:
+    columns = zip(*(outside(group) for group in loop.groups), strict=True)
+    return [_slot(loop, tuple(column), forward) for column in columns]
+
+
+def _slot(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface | None) -> Slot:
+    suffixes = {
+        value(n).name.removeprefix(g.layer) if _is_own(n, g) else None
+        for n, g in zip(nodes, loop.groups, strict=True)
+    }
+    if len(suffixes) == 1 and None not in suffixes:
+        return Slot("own", nodes)
+    if len(set(nodes)) == 1:
+        return Slot("shared", nodes)
+    if forward is not None and (source := _saved_from(loop, nodes, forward)) is not None:
+        return Slot("saved", nodes, source=source)
+    places = {
+        before.nodes.index(n) if n in before.nodes else -1
+        for n, before in zip(nodes[1:], loop.groups, strict=False)
+    }
+    if len(places) == 1 and -1 not in places:
+        return Slot("carried", nodes, position=places.pop())
+    inside = {n for group in (*loop.groups, *loop.run.forward) for n in group.nodes}
+    if inside.intersection(nodes):
+        raise Unfit(loop.run)
+    return Slot("listed", nodes)
+
+
+def _is_own(node: fx.Node, group: Group) -> bool:
+    return node.op == "placeholder" and value(node).name.startswith(f"{group.layer}.")
+
+
+def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:
+    """What the first block's forward calls a value that every block's backward has from its own forward."""
+    run = loop.run
+    mine = dict(zip((g.layer for g in loop.groups), nodes, strict=True))
+    groups = {g.layer: g for g in forward.loop.groups}
+    first = mine[run.layers[0]]
+    if first in groups[run.layers[0]].nodes:
+        at = groups[run.layers[0]].nodes.index(first)
+        return first if all(groups[layer].nodes[at] is n for layer, n in mine.items()) else None
+    for slot in (*forward.of("carried"), *forward.of("listed")):
+        read = dict(zip((g.layer for g in forward.loop.groups), slot.nodes, strict=True))
+        if read == mine:
+            return first
+    return None
+
+
+def _give(graph: Graph, interface: Interface) -> None:
+    """Fill in what a loop returns: what the next iteration, or anything outside, reads."""
+    loop = interface.loop
+    carried = {slot.position for slot in interface.of("carried")}
+    last = loop.groups[-1]
+    own_backward = {g.layer: set(g.nodes) for g in loop.run.backward} if loop.phase == "F" else {}
+    for position in range(len(last.nodes)):
+        read_of = [
+            group for group in loop.groups
+            if _read_outside(graph, loop, group, position, own_backward.get(group.layer, set()))
+        ]  # fmt: skip
+        if position in carried or read_of == [last]:
+            interface.carried.append(position)
+        if any(group is not last for group in read_of):
+            interface.listed.append(position)
+
+
+def _read_outside(
+    graph: Graph, loop: Loop, group: Group, position: int, own_backward: set[fx.Node]
+) -> bool:
+    """Whether anything but the group, its backward and the next iteration reads one of its values."""
+    node = group.nodes[position]
+    at = loop.groups.index(group)
+    following = set(loop.groups[at + 1].nodes) if at + 1 < len(loop.groups) else set()
+    readers = set(node.users) - set(group.nodes) - own_backward - following
+    if graph.fx.output_node() in readers and _is_own_result(graph, node, group):
+        readers.discard(graph.fx.output_node())
+    return any(not ends_step(graph, reader) for reader in readers if reader.op == "call_function") or any(
+        reader.op == "output" for reader in readers
+    )
+
+
+def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:
+    """Whether a value is given back only as gradients or new buffers of the block's own."""
+    outputs = graph.outputs
+    names = [name for name, n in (*outputs.grads.items(), *outputs.buffers.items()) if n is node]
+    if node in (outputs.loss, *outputs.results.values()):
+        return False
+    return all(name.startswith(f"{group.layer}.") for name in names) and all(
+        writable_in(graph, group, name) for name, n in outputs.buffers.items() if n is node
+    )
+
+
+def writable_in(graph: Graph, group: Group, buffer: str) -> bool:
+    """Whether a block may overwrite a buffer when it ends: nobody else reads the old value."""
+    readers = set(graph.buffers[buffer].users) - {graph.fx.output_node()}
+    return readers <= set(group.nodes)

@@ -1,0 +1,157 @@
+"""The body of ``step``: what stands in line, and a ``for`` loop for every run of equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from partc.codegen.blocks import Item, Loop, Run
+from partc.codegen.body import Body, Statement
+from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
+from partc.codegen.names import inside
+from partc.codegen.slots import Interface, Slot
+from partc.codegen.text import Line, Text
+from partc.graph import typed, value
+from partc.quoting import comment
+
+
+@dataclass
+class StepBody(Body):
+    """A Body whose items may be loops. ``order`` has the calls that stand in line."""
+
+    items: Sequence[Item] = ()
+    classes: dict[Run, BlockClass] = field(default_factory=dict)
+
+    def statements(self) -> list[Statement]:
+        """One Statement per call or loop, in order."""
+        found = []
+        self._carry_names()
+        for item in self.items:
+            if isinstance(item, Loop):
+                found.append(self._loop(item))
+            else:
+                found += self.one(item)
+        return found
+
+    def _side(self, loop: Loop) -> Interface:
+        cls = self.classes[loop.run]
+        side = cls.forward if loop.phase == "F" else cls.backward
+        assert side is not None
+        return side
+
+    def _carry_names(self) -> None:
+        """A value that only starts off a loop takes the name of the loop's variable at once."""
+        for item in self.items:
+            if not isinstance(item, Loop):
+                continue
+            side = self._side(item)
+            for slot in side.of("carried"):
+                first = slot.nodes[0]
+                if first in self.place and set(first.users) <= set(item.groups[0].nodes) | self._backward_of(item):
+                    self.wishes[first] = self._variable_name(side, slot)
+
+    def _variable_name(self, side: Interface, slot: Slot) -> str:
+        """``x`` and ``d_x`` for what runs through the blocks."""
+        if slot is main_slot(side):
+            return "x" if side.loop.phase == "F" else "d_x"
+        return argument_name(side, slot, self.wishes)
+
+    def _backward_of(self, loop: Loop) -> set[fx.Node]:
+        """Calls that read what the first block has saved for them."""
+        return set(loop.run.backward[0].nodes) if loop.phase == "F" and loop.run.backward else set()
+
+    # loops -----------------------------------------------------------------------------------
+    def _loop(self, loop: Loop) -> Statement:
+        side, cls = self._side(loop), self.classes[loop.run]
+        lines: list[Line] = []
+        variables = {slot.position: self._variable(side, slot, lines) for slot in side.of("carried")}
+        listed = [self._list(slot) for slot in side.of("listed")]
+        items = [self.scope.fresh(f"{argument_name(side, s, self.wishes)}_here") for s in side.of("listed")]
+        arguments = [variables[s.position] for s in side.of("carried")]
+        arguments += [str(self.text(s.nodes[0])) for s in side.of("shared")] + items
+        for position in side.carried:
+            variables.setdefault(position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value")))
+        kept = {p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all") for p in side.listed}
+        lines += [Line(f"{name} = []") for name in kept.values()]
+        targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
+        body = []
+        if loop.phase == "F" and cls.backward is not None:
+            lines.append(Line(f"{self._saved(cls)} = []"))
+            targets.append("saved")
+            body.append(Line(f"{self._saved(cls)}.append(saved)", indent=1))
+            call = f"layer({', '.join(arguments)})"
+        elif loop.phase == "F":
+            call = f"layer({', '.join(arguments)})"
+        else:
+            arguments += [self._pop(cls, loop)] if side.of("saved") else []
+            call = f"layer.backward({', '.join(arguments)})"
+        body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
+        left = f"{', '.join(targets)} = " if targets else ""
+        lines += [Line(self._head(cls, loop, items, listed)), Line(left + call, self._remark(side), indent=1), *body]
+        self._bind_results(loop, side, variables, kept)
+        reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
+        last = loop.groups[-1].nodes
+        binds = [last[p] for p in side.carried]
+        return Statement(lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", ""))
+
+    def _inside(self, loop: Loop) -> set[fx.Node]:
+        return {n for group in loop.groups for n in group.nodes}
+
+    def _variable(self, side: Interface, slot: Slot, lines: list[Line]) -> str:
+        """The loop variable of a carried value, set to its first value."""
+        first = str(self.text(slot.nodes[0]))
+        wish = self._variable_name(side, slot)
+        if self.wishes.get(slot.nodes[0]) == wish and first.isidentifier() and slot.nodes[0] in self.place:
+            return first
+        name = self.scope.fresh(wish)
+        lines.append(Line(f"{name} = {first}"))
+        return name
+
+    def _list(self, slot: Slot) -> str:
+        """The values of a listed slot, a repeating pattern written once."""
+        texts = [str(self.text(n)) for n in slot.nodes]
+        for period in range(1, len(texts) // 2 + 1):
+            if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
+                return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
+        lists = {text.partition("[")[0] for text in texts}
+        if len(lists) == 1:
+            name = lists.pop()
+            if texts == [f"{name}[{i}]" for i in range(len(texts))]:
+                return name
+            if texts == [f"{name}[{i}]" for i in reversed(range(len(texts)))]:
+                return f"reversed({name})"
+        return f"[{', '.join(texts)}]"
+
+    def _saved(self, cls: BlockClass) -> str:
+        name = f"{cls.attribute}_saved"
+        self.scope.taken.add(name)
+        return name
+
+    def _pop(self, cls: BlockClass, loop: Loop) -> str:
+        return f"{self._saved(cls)}.pop({'' if self._descends(loop) else '0'})"
+
+    def _descends(self, loop: Loop) -> bool:
+        return loop.groups[0].layer != loop.run.layers[0]
+
+    def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
+        over = f"self.{cls.attribute}"
+        over = f"reversed({over})" if self._descends(loop) else over
+        if not items:
+            return f"for layer in {over}:"
+        return f"for layer, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
+
+    def _remark(self, side: Interface) -> str:
+        return comment(", ".join(typed(side.group.nodes[p]) for p in side.carried))
+
+    def _bind_results(
+        self, loop: Loop, side: Interface, variables: dict[int, str], kept: dict[int, str]
+    ) -> None:
+        """How values of the blocks are read after the loop."""
+        for position, name in kept.items():
+            for i, group in enumerate(loop.groups):
+                self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
+        for position in side.carried:
+            self.seen[loop.groups[-1].nodes[position]] = Text(variables[position])
+

@@ -1,0 +1,62 @@
+"""Which values share memory, and where an in-place collective may therefore overwrite its operand."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from partc import collectives
+from partc.graph import Graph, held, is_tensor
+
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+    "expand_as", "slice", "select", "unflatten", "flatten", "split", "split_with_sizes", "unbind", "chunk",
+    "diagonal", "as_strided", "narrow", "unfold", "view_as_complex", "view_as_real", "contiguous", "movedim",
+    "alias", "detach", "mT", "swapaxes",
+}  # fmt: skip
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call's result may share memory with its first operand."""
+    if node.target in (operator.getitem, collectives.keep_piece, collectives.wait):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name.split("::")[1] in VIEWS
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose call allocated what this value lies in."""
+    while node.op == "call_function" and is_view(node):
+        if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
+            return node  # each result of an op with several owns its memory
+        node = node.all_input_nodes[0]
+    return node
+
+
+def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
+    """The all_reduces that may work in place: nothing reads the operand's memory afterwards but by their wait.
+
+    ``order`` is the order in which the calls stand in one function; what comes from outside is not
+    overwritten, nor what the step gives back.
+    """
+    at = {node: i for i, node in enumerate(order)}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        sharing.setdefault(owner(node), []).append(node)
+    found = set()
+    for node in order:
+        if node.target is not collectives.all_reduce:
+            continue
+        operand = node.all_input_nodes[0]
+        home = owner(operand)
+        readers = {u for n in sharing.get(home, []) for u in n.users if u is not node}
+        early = all(u in at and at[u] < at[node] for u in readers)
+        if home in at and home.op == "call_function" and early and _is_plain(operand):
+            found.add(node)
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    return is_tensor(node) and bool(held(node).is_contiguous())

@@ -1,0 +1,95 @@
+"""``partc.compile``: the whole line from a model to rank programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from partc.check import check
+from partc.codegen.emit import emit
+from partc.codegen.header import header
+from partc.cost import cost_report
+from partc.errors import PlanError
+from partc.fingerprint import Fingerprint
+from partc.graph import Graph, value
+from partc.mesh import Mesh
+from partc.passes.apply_preset import complete
+from partc.passes.fill_waits import fill_waits
+from partc.passes.insert_collectives import insert_collectives
+from partc.passes.place_waits import place_waits
+from partc.passes.propagate import propagate
+from partc.passes.recompute import recompute
+from partc.passes.split_bias import fuse_bias, split_bias
+from partc.plan import Plan
+from partc.program import Program
+from partc.role import dtype_name
+from partc.trace import trace
+
+ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
+
+
+def compile(
+    model: nn.Module,
+    mesh: Any,
+    inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    plan: str | Path | Plan = "auto",
+    microbatches: int = 1,
+    batch_norm: str | None = None,
+) -> Program:
+    """Compile one training step of ``model`` (its weights are not needed) for a mesh.
+
+    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors of the
+    global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
+    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, or a plan.toml's path.
+    Raises a PartcError in four parts: TraceError, PlanError, ShardingError or CheckError.
+    """
+    mesh = Mesh.of(mesh)
+    wanted = read_plan(plan)
+    graph = trace(model, inputs, loss)
+    graph.mesh = mesh
+    changes = {"microbatches": microbatches} | ({"batch_norm": batch_norm} if batch_norm else {})
+    full, local = partition(graph, wanted.changed(**changes))
+    check(local)
+    return Program(
+        plan=str(full),
+        mesh=mesh,
+        sources={ROLE: emit(local, header=header(local, full))},
+        roles=((mesh.num_ranks, ROLE),),
+        cost=cost_report(local),
+        model=graph.model,
+        fingerprint=Fingerprint.of(model),
+        constants=graph.constants,
+        inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
+    )
+
+
+def partition(graph: Graph, plan: Plan) -> tuple[Plan, Graph]:
+    """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
+    split_bias(graph)
+    full = complete(plan, graph, graph.mesh)
+    choices = propagate(graph, full)
+    local = fuse_bias(insert_collectives(graph, full, choices))
+    if full.recompute == "cheap":
+        recompute(local)
+    return full, fill_waits(place_waits(local))
+
+
+def read_plan(plan: str | Path | Plan) -> Plan:
+    """A Plan from a Plan, a preset's words or the path of a plan.toml."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, Path) or plan.endswith(".toml"):
+        return Plan.load(plan)
+    if plan == "auto":
+        return Plan(preset="auto")
+    if not plan:
+        raise PlanError(
+            where="plan", what="the plan is empty", why="nothing says how to cut the model",
+            do='Name a preset, for example plan="fsdp+megatron".',
+        )  # fmt: skip
+    return Plan(preset=plan)

@@ -1,0 +1,168 @@
+"""Whether the layouts noted on a local graph follow from one another, call by call.
+
+The axioms are the shardings of parameters, buffers and inputs. A call of an op must be all
+replicated on an axis or match one of the rules' strategies; a collective must do what it says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+
+from partc import collectives
+from partc.errors import CheckError
+from partc.graph import (
+    Graph,
+    held,
+    is_tensor,
+    layout_on,
+    results_of,
+    set_held,
+    set_value,
+    tensor_args,
+    typed,
+    value,
+)
+from partc.mesh import Mesh
+from partc.rules import strategies
+from partc.rules.table import name_of
+from partc.sharding import Layout, M, R, Sharding, U, cut
+
+MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
+
+
+def check_layouts(graph: Graph) -> None:
+    """Raise CheckError at the first call whose result does not lie as its operands make it lie."""
+    with FakeTensorMode():
+        for node in graph.calls():
+            if node.target is collectives.wait:
+                _check_wait(node)
+            elif node.target in MOVES:
+                _check_move(node, graph.mesh)
+            elif node.target not in (operator.getitem, collectives.axis_index):
+                _check_call(node, graph.mesh)
+
+
+def _check_wait(node: fx.Node) -> None:
+    (operand,) = tensor_args(node)
+    if typed(operand) != typed(node):
+        raise _wrong(node, "a wait changes nothing", "Give its result the type of its operand.")
+
+
+def _check_move(node: fx.Node, mesh: Mesh) -> None:
+    """A collective changes the layout on its axis as its kind says, and on no other axis."""
+    (operand,) = tensor_args(node)
+    axis, num = str(node.kwargs["axis"]), node.kwargs["num"]
+    if axis not in mesh.names or mesh.size(axis) != num:
+        raise _wrong(node, f"mesh {mesh} has no axis {axis} of {num} ranks", "Take its own axis.")
+    have, want = value(operand).sharding, value(node).sharding
+    before, after = _meaning(node, have, want, mesh)
+    on = have.on(axis)
+    if on != before:
+        why = f"on {axis} its operand lies as {on}, and it needs {before}"
+        raise _wrong(node, why, "Use the collective that fits, once, over the right axis and dim.")
+    if want != have.with_(axis, after, mesh) or value(operand).shape != value(node).shape:
+        why = f"it makes {axis} {after} and leaves the other axes alone"
+        raise _wrong(node, why, "Correct its note, axis or dim.")
+    for side in (have, want):
+        if side.on(axis).kind == "cut" and not _innermost(side, axis):
+            why = f"another axis cuts inside {axis}'s pieces, so they are not neighbours"
+            raise _wrong(node, why, "Move the inner cut first.")
+
+
+def _meaning(node: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[Layout, Layout]:
+    """The layouts on its axis that a collective needs before it and leaves after it."""
+    named: dict[str, Any] = dict(node.kwargs)
+    axis = named["axis"]
+    if node.target is collectives.all_reduce:
+        return (M if named.get("op") == "max" else U), R
+    if node.target is collectives.keep_first:
+        return R, U
+    if node.target is collectives.all_gather:
+        return _cut(have, axis, named["dim"], named.get("outer", 1), mesh), R
+    if node.target is collectives.all_to_all:
+        before = _cut(have, axis, named["dim"], named.get("outer", 1), mesh)
+        return before, _cut(want, axis, named["to_dim"], named.get("to_outer", 1), mesh)
+    after = _cut(want, axis, named["dim"], named.get("outer", 1), mesh)
+    return (U if node.target is collectives.reduce_scatter else R), after
+
+
+def _cut(sharding: Sharding, axis: str, dim: int, local_outer: int, mesh: Mesh) -> Layout:
+    """The cut of the whole that a collective's ``dim`` and ``outer``, counted locally, speak of."""
+    layout = sharding.on(axis)
+    if layout.kind != "cut" or sharding.local_outer(axis, mesh) != local_outer:
+        return cut(dim, local_outer)
+    return cut(dim, layout.outer)
+
+
+def _innermost(sharding: Sharding, axis: str) -> bool:
+    dim = sharding.on(axis).dim
+    return [a for a, layout in sharding.cuts() if layout.dim == dim][-1] == axis
+
+
+def _check_call(node: fx.Node, mesh: Mesh) -> None:
+    """On each axis the op is replicated, or cut in one of the ways its rule allows."""
+    outs = _result_nodes(node)
+    for axis in mesh.names:
+        ins = [layout_on(n, axis) for n in tensor_args(node)]
+        noted = [None if n is None else layout_on(n, axis) for n in outs]
+        if all(layout in (None, R) for layout in [*ins, *noted]):
+            continue
+        seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
+        allowed = strategies(_whole(node, outs), mesh.size(axis), seen)
+        if not any(_fits(s.ins, ins) and _fits(s.outs, noted) for s in allowed):
+            text = ", ".join(map(str, ins))
+            made = ", ".join("-" if x is None else str(x) for x in noted)
+            why = f"on {axis} no rule of {name_of(node.target)} takes ({text}) to ({made})"
+            do = "Finish sums before ops that are not linear in them; reshard operands."
+            raise _wrong(node, why, do)
+
+
+def _fits(rule: Sequence[Layout], noted: Sequence[Layout | None]) -> bool:
+    pairs = zip(rule, noted, strict=True)
+    return all(mine is None or mine == layout for layout, mine in pairs)
+
+
+def _result_nodes(node: fx.Node) -> list[fx.Node | None]:
+    """The nodes that carry a call's results: itself, or one getitem each, None where unread."""
+    if is_tensor(node):
+        return [node]
+    picks = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+    return [picks.get(i) for i in range(len(results_of(node)))]
+
+
+def _whole(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
+    """The same call on the whole's shapes, which is what rules speak of."""
+    graph, twins = fx.Graph(), {}
+    for operand in node.all_input_nodes:
+        twins[operand] = graph.placeholder(operand.name)
+        set_value(twins[operand], value(operand))
+        set_held(twins[operand], _whole_fake(operand, held(operand)))
+    twin = graph.node_copy(node, twins.__getitem__)
+    results = [
+        fake if carrier is None else _whole_fake(carrier, fake)
+        for carrier, fake in zip(outs, results_of(node), strict=True)
+    ]
+    twin.meta = dict(node.meta)
+    set_held(twin, results[0] if is_tensor(node) else results)
+    return twin
+
+
+def _whole_fake(node: fx.Node, fake: Any) -> Any:
+    if not isinstance(fake, Tensor):
+        return fake
+    return torch.empty(value(node).shape, dtype=fake.dtype, device=fake.device)
+
+
+def _wrong(node: fx.Node, why: str, do: str) -> CheckError:
+    operands = ", ".join(typed(n) for n in tensor_args(node))
+    known = value(node)
+    where = ", ".join(x for x in (known.module, known.source.partition(": ")[0], node.name) if x)
+    return CheckError(
+        where=where, what=f"{name_of(node.target)}({operands}) -> {typed(node)}", why=why, do=do
+    )

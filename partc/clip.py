@@ -1,0 +1,76 @@
+"""Gradient clipping over pieces: the norm of the whole model's gradients, every element counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partc.errors import RunError, UsageError
+
+EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def clip_gradients(
+    held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], max_norm: float,
+    norm_type: float = 2.0, error_if_nonfinite: bool = False,
+) -> Tensor:  # fmt: skip
+    """Scale this rank's gradients so that the whole norm is at most ``max_norm``; returns that norm.
+
+    ``held`` has each parameter with whether this rank holds its piece's first copy; ``groups`` are
+    the process groups of all mesh axes, which together span the ranks.
+    """
+    norm = total_norm(held, groups, float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RunError(
+            where="clip_grad_norm_",
+            what=f"the norm of all gradients is {norm.item()}",
+            why="some gradient is not finite",
+            do="Skip this step, or lower the learning rate.",
+        )
+    scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    for param, _ in held:
+        if param.grad is not None:
+            param.grad.mul_(scale.to(param.grad.dtype))
+    return norm
+
+
+def total_norm(
+    held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], norm_type: float
+) -> Tensor:
+    """The norm over all ranks' first copies: a sum of powers, or a maximum."""
+    if not norm_type > 0:
+        raise UsageError(
+            where="clip_grad_norm_",
+            what=f"norm_type={norm_type} is not a norm",
+            why="it is a positive number or infinity",
+            do="Use 2.0, 1.0 or math.inf.",
+        )
+    device, dtype = _place(held)
+    norms = [
+        torch.linalg.vector_norm(param.grad, norm_type, dtype=dtype)
+        for param, first in held
+        if param.grad is not None and first and param.grad.numel()
+    ]
+    stacked = torch.stack([torch.zeros((), dtype=dtype, device=device), *norms])
+    if math.isinf(norm_type):
+        return _reduce(stacked.amax(), groups, dist.ReduceOp.MAX)
+    return _reduce(stacked.pow(norm_type).sum(), groups, dist.ReduceOp.SUM) ** (1 / norm_type)
+
+
+def _reduce(value: Tensor, groups: Sequence[Any], op: Any) -> Tensor:
+    for group in groups:
+        dist.all_reduce(value, op, group=group)
+    return value
+
+
+def _place(held: Sequence[tuple[Tensor, bool]]) -> tuple[torch.device, torch.dtype]:
+    """Where and how to add up: on the parameters' device, in float32 or better."""
+    params = [param for param, _ in held]
+    wide = any(param.dtype == torch.float64 for param in params)
+    device = params[0].device if params else torch.device("cpu")
+    return device, torch.float64 if wide else torch.float32

@@ -1,0 +1,146 @@
+"""What one rank's program costs: memory, compute, memory traffic and communication, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from partc.graph import Graph
+from partc.passes.bytes import Traffic, total_moved_bytes, traffic
+from partc.passes.flops import total_flops
+from partc.passes.memory import Buffer, StateBytes, memory_curve, state_bytes
+from partc.passes.storage import replay
+from partc.passes.symbolic import SymbolicCosts
+
+Row = tuple[str, str, str]  # what, how much, remark
+
+
+@dataclass(frozen=True)
+class CostReport:
+    """Costs of one training step on one rank; ``live_bytes`` is beside parameters and inputs."""
+
+    model: str
+    mesh: str
+    optimizer: str
+    state: StateBytes
+    saved_bytes: int
+    live_bytes: int
+    live_at: str  # the call during which most is live
+    holders: tuple[Buffer, ...]
+    flops: int
+    moved_bytes: int
+    traffic: tuple[Traffic, ...]
+    symbolic: SymbolicCosts = field(default_factory=SymbolicCosts)
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that a rank holds when most is live, the optimizer's states among it."""
+        state = self.state
+        return state.params + state.optimizer + state.buffers + state.inputs + self.live_bytes
+
+    def __str__(self) -> str:
+        title = f"cost of {self.model}, per rank and step"
+        lines = [title + (f"    mesh {self.mesh}" if self.mesh else "")]
+        for rows in (self._memory(), self._work(), self._sent(), self._formulas()):
+            lines += ["", *_table(rows)] if rows else []
+        return "\n".join(lines) + "\n"
+
+    def _memory(self) -> list[Row]:
+        state = self.state
+        rows = [
+            ("parameters", _amount(state.params, "B"), ""),
+            ("gradients", _amount(state.grads, "B"), ""),
+            (f"optimizer {self.optimizer}", _amount(state.optimizer, "B"), ""),
+            ("buffers and inputs", _amount(state.buffers + state.inputs, "B"), ""),
+            ("saved for backward", _amount(self.saved_bytes, "B"), ""),
+            ("live at peak", _amount(self.live_bytes, "B"), f"during {self.live_at}, held by"),
+        ]
+        rows += [("", _amount(b.num_bytes, "B"), f"  {b}") for b in self.holders]
+        return [
+            *rows,
+            (
+                "memory at peak",
+                _amount(self.peak_bytes, "B"),
+                "parameters, optimizer, inputs, live",
+            ),
+        ]
+
+    def _work(self) -> list[Row]:
+        return [
+            ("compute", _amount(self.flops, "FLOP"), "matrix products, convolutions, attention"),
+            ("memory traffic", _amount(self.moved_bytes, "B"), "operands and results of all calls"),
+        ]
+
+    def _sent(self) -> list[Row]:
+        rows = [(f"{t.axis} {t.kind} x{t.count}", t.sent_bytes) for t in self.traffic]
+        return [(what, _amount(sent, "B"), "sent") for what, sent in rows]
+
+    def _formulas(self) -> list[Row]:
+        found = self.symbolic
+        if found.flops is None:
+            return [("formulas", "none", found.why)] if found.why else []
+        rows = [("FLOP", "=", str(found.flops)), ("traffic B", "=", str(found.moved_bytes))]
+        rows += [(f"{a} {kind} B", "=", str(e)) for (a, kind), e in found.sent_bytes.items()]
+        return [*rows, ("parameters B", "=", str(found.param_bytes))]
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers and formulas as plain data."""
+        found = self.symbolic
+        texts = {
+            "flops": found.flops,
+            "moved_bytes": found.moved_bytes,
+            "param_bytes": found.param_bytes,
+        }
+        return {
+            "model": self.model,
+            "mesh": self.mesh,
+            "optimizer": self.optimizer,
+            "state_bytes": vars(self.state).copy(),
+            "saved_bytes": self.saved_bytes,
+            "live_bytes": self.live_bytes,
+            "live_at": self.live_at,
+            "holders": [vars(buffer).copy() for buffer in self.holders],
+            "peak_bytes": self.peak_bytes,
+            "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
+            "traffic": [vars(t).copy() for t in self.traffic],
+            "formulas": {name: str(expr) for name, expr in texts.items() if expr is not None}
+            | {f"sent_bytes {axis} {kind}": str(e) for (axis, kind), e in found.sent_bytes.items()},
+        }
+
+
+def cost_report(
+    graph: Graph, optimizer: str = "adamw", symbolic: SymbolicCosts | None = None
+) -> CostReport:
+    """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one."""
+    ran = replay(graph)
+    curve = memory_curve(graph, ran)
+    return CostReport(
+        model=graph.model,
+        mesh=str(graph.mesh),
+        optimizer=optimizer,
+        state=state_bytes(graph, optimizer),
+        saved_bytes=curve.saved_bytes,
+        live_bytes=curve.peak_bytes,
+        live_at=curve.calls[curve.peak_at] if curve.calls else "",
+        holders=tuple(curve.holders()),
+        flops=total_flops(graph),
+        moved_bytes=total_moved_bytes(graph, ran),
+        traffic=tuple(traffic(graph)),
+        symbolic=symbolic or SymbolicCosts(),
+    )
+
+
+def _amount(number: int, unit: str) -> str:
+    """``1536`` bytes as ``1.54 kB``; the unit stands apart so that columns align."""
+    for prefix, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 1000)):
+        if number >= size:
+            return f"{number / size:.2f} {prefix}{unit}"
+    return f"{number} {unit}"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Rows in columns, the middle one to the right."""
+    wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    return [f"  {a:<{wide[0]}}  {b:>{wide[1]}}  {c}".rstrip() for a, b, c in rows]

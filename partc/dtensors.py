@@ -1,0 +1,95 @@
+"""Local pieces as DTensors and back, so that torch's checkpoints can be loaded under another mesh.
+
+DTensor cuts a dim by mesh axes in mesh order. Where our order differs (dp cuts what tp left, but stands
+before it), the DTensor lives on a mesh whose axes are reordered; it is made from the same process groups. A
+cut with ``outer > 1`` (each third of a fused q, k, v weight by itself) has no public DTensor placement:
+such a tensor is gathered and stands in the state dict whole, replicated over the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as DimCut
+
+from partc.mesh import Mesh
+from partc.role import Shard
+
+Gather = Callable[[Tensor, str], list[Tensor]]
+
+
+class DTensors:
+    """Makes DTensors of this rank's pieces; the reordered meshes are made once."""
+
+    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+        self.mesh, self.device_mesh = mesh, device_mesh
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {mesh.names: device_mesh}
+
+    def make(self, shard: Shard, piece: Tensor, gather: Gather) -> DTensor:
+        """The whole tensor as a DTensor; one that shares the piece's memory where it can be said."""
+        if not expressible(shard):
+            shard, piece = whole_of(shard), shard.join(piece, gather)
+        names = axis_order(shard, self.mesh)
+        return DTensor.from_local(
+            piece,
+            self._reordered(names),
+            placements(shard, names),
+            run_check=False,
+            shape=torch.Size(shard.shape),
+            stride=torch.empty(shard.shape, device="meta").stride(),
+        )
+
+    def piece(self, shard: Shard, value: DTensor) -> Tensor:
+        """This rank's piece of a DTensor, however it is laid out."""
+        names = axis_order(shard, self.mesh)
+        wanted = placements(shard, names)
+        same = value.device_mesh.mesh_dim_names == names and tuple(value.placements) == wanted
+        if expressible(shard) and same:
+            return value.to_local()
+        coords = {name: self.device_mesh.get_local_rank(name) for name in self.mesh.names}
+        return shard.take(value.full_tensor(), self.mesh, coords)
+
+    def _reordered(self, names: tuple[str, ...]) -> DeviceMesh:
+        if names not in self._meshes:
+            order = [self.mesh.names.index(name) for name in names]
+            self._meshes[names] = DeviceMesh.from_group(
+                [self.device_mesh.get_group(name) for name in names],
+                self.device_mesh.device_type,
+                mesh=self.device_mesh.mesh.permute(order),
+                mesh_dim_names=names,
+            )
+        return self._meshes[names]
+
+
+def expressible(shard: Shard) -> bool:
+    """Whether DTensor's placements can say the cuts."""
+    return all(outer == 1 for _, _, outer in shard.cuts)
+
+
+def whole_of(shard: Shard) -> Shard:
+    """The same tensor, uncut."""
+    return Shard(shard.key, shard.name, shard.shape, shard.dtype, ())
+
+
+def axis_order(shard: Shard, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh's own order if every dim is cut in it, else the cutting axes in the order they cut."""
+    cutting = [axis for axis, _, _ in shard.cuts]
+    places = [(dim, mesh.names.index(axis)) for axis, dim, _ in shard.cuts]
+    in_order = all(
+        first < second
+        for i, (dim, first) in enumerate(places)
+        for other, second in places[i + 1 :]
+        if dim == other
+    )
+    rest = [name for name in mesh.names if name not in cutting]
+    return mesh.names if in_order else (*cutting, *rest)
+
+
+def placements(shard: Shard, names: tuple[str, ...]) -> tuple[Placement, ...]:
+    """One DTensor placement per mesh axis in this order."""
+    dims = {axis: dim for axis, dim, _ in shard.cuts}
+    return tuple(DimCut(dims[name]) if name in dims else Replicate() for name in names)

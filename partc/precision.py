@@ -1,0 +1,44 @@
+"""Run code that was written for float32 in float64: every narrower float becomes a float64.
+
+Models cast to float32 inside norms, losses and rotary tables whatever their own dtype is, and a
+compiled program holds the dtypes that it was compiled for. Under ``Raised`` both compute in
+float64, so that they can be compared at 1e-12 instead of 1e-6. It holds in the current thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+NARROW = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class Raised(TorchDispatchMode):
+    """Every op runs in float64 where it would run in a narrower float; ``aten`` ops only."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace != "aten" or func._schema.is_mutable:
+            return func(*args, **kwargs)
+        raised_args, raised_kwargs = tree_map(_raise, (tuple(args), kwargs))
+        return tree_map(_raise, func(*raised_args, **raised_kwargs))
+
+
+def _raise(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in NARROW else value
+    if isinstance(value, Tensor) and value.dtype in NARROW:
+        return value.to(torch.float64)
+    return value
+
+
+def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A detached copy, in ``dtype`` if it is a floating-point tensor."""
+    return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)

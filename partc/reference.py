@@ -1,0 +1,129 @@
+"""What the single-device model gives on the global batch, by eager autograd: the standard of verify."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import UsageError
+from partc.fingerprint import named_tensors
+from partc.precision import Raised, converted
+
+Loss = Callable[..., Any]
+Tensors = Mapping[str, Tensor]
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD,
+    "AdamW": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A step's outcome, whole tensors by name. ``weights`` are the values before the step."""
+
+    weights: Tensors
+    inputs: tuple[Tensor, ...]
+    loss: Tensor | None = None
+    grads: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    results: Tensors = field(default_factory=dict)
+
+    def stepped(self, optimizer: str, lr: float) -> dict[str, Tensor]:
+        """The trainable parameters after one optimizer step."""
+        held = {n: nn.Parameter(self.weights[n].clone()) for n in self.grads}
+        for name, param in held.items():
+            param.grad = self.grads[name].clone()
+        take_step(list(held.values()), optimizer, lr)
+        return {name: param.detach() for name, param in held.items()}
+
+
+def take_step(params: Sequence[Tensor], optimizer: str, lr: float) -> None:
+    """One step of a named optimizer."""
+    OPTIMIZERS[optimizer](params, lr=lr).step()
+
+
+def eager(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    train: bool = True,
+) -> Reference:
+    """Run a copy of the model, in ``dtype`` or (None) as it is; the model is left as it was."""
+    _check_values(model)
+    mine = copy.deepcopy(model)
+    mine.zero_grad()
+    batch = tuple(inputs)
+    if dtype is not None:
+        mine, batch = mine.to(dtype), tuple(converted(x, dtype) for x in inputs)
+    weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
+    before = torch.get_rng_state()
+    with Raised() if dtype == torch.float64 else nullcontext():
+        outcome = _objective(mine, batch, loss) if train else _results(mine, batch, loss)
+        if train:
+            outcome["loss"].backward()
+    _check_random(before, model)
+    params = dict(mine.named_parameters())
+    return Reference(
+        weights=weights,
+        inputs=batch,
+        loss=outcome["loss"].detach() if train else None,
+        grads={name: p.grad for name, p in params.items() if p.grad is not None},
+        buffers={name: b.detach() for name, b in mine.named_buffers()},
+        results={} if train else outcome,
+    )
+
+
+def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
+    """The loss as compile takes it: ``loss(model, *inputs)``, the model's ``.loss``, or its result."""
+    outcome = model(*inputs) if loss is None else loss(model, *inputs)
+    own = getattr(outcome, "loss", None)
+    return {"loss": outcome if own is None else own}
+
+
+@torch.no_grad()
+def _results(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
+    return named_results(model(*inputs) if loss is None else loss(model, *inputs))
+
+
+def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested result by dotted path: ``logits``, ``past.0``."""
+    if isinstance(outcome, Tensor):
+        return {prefix or "result": outcome}
+    if isinstance(outcome, Mapping):
+        items = [(str(key), value) for key, value in outcome.items()]
+    elif isinstance(outcome, list | tuple):
+        fields = getattr(outcome, "_fields", map(str, range(len(outcome))))
+        items = list(zip(fields, outcome, strict=True))
+    else:
+        return {}
+    paths = ((f"{prefix}.{key}" if prefix else key, value) for key, value in items)
+    return {n: t for path, value in paths for n, t in named_results(value, path).items()}
+
+
+def _check_values(model: nn.Module) -> None:
+    without = sorted(name for name, tensor in named_tensors(model).items() if tensor.is_meta)
+    if without:
+        raise UsageError(
+            where=f"{type(model).__name__}.{without[0]}",
+            what="verifying needs values",
+            why="this tensor is on the meta device",
+            do="Give the model with weights; random ones will do.",
+        )
+
+
+def _check_random(before: Tensor, model: nn.Module) -> None:
+    """A step that draws random numbers has no one right outcome."""
+    if not torch.equal(before, torch.get_rng_state()):
+        raise UsageError(
+            where=type(model).__name__,
+            what="its step draws random numbers, so there is nothing to compare with",
+            why="pieces of a dropout mask differ from the single device's mask",
+            do="Set its dropout to 0, or call model.eval(), and compile and verify that.",
+        )

@@ -1,0 +1,70 @@
+"""Rules of fused attention: cut by sample, by head and, where no causal mask ties them, by query."""
+
+from __future__ import annotations
+
+from partc.rules.call import Call, Shape, parameters
+from partc.rules.table import rule
+
+WHOLE = "=b=h=q"  # a result that every rank holds whatever is cut: random state, offsets
+QUERIES = {"query", "out", "grad_out", "grad_out_"}
+KEYS = {"key", "value"}
+MASKS = {"attn_mask", "attn_bias"}
+
+
+def _terms(call: Call) -> dict[str, str]:
+    """The terms of queries, keys and statistics; several query heads may share a key head."""
+    shapes = dict(zip(_names(call), call.shapes, strict=True))
+    query, key = shapes["query"] or (), shapes["key"] or ()
+    heads = "h" if query[1] == key[1] else f"(h {query[1] // max(key[1], 1)})"
+    statistics = shapes["logsumexp"] if "logsumexp" in shapes else (call.results + (None,))[1]
+    tied = call["is_causal"] or (statistics is not None and statistics[2:3] != query[2:3])
+    place = f"b{heads}" + ("_" if tied else "q")
+    return {"query": f"{place}_", "key": "bh__", "rank3": place, "rank4": f"{place}_"}
+
+
+def _names(call: Call) -> list[str]:
+    return [name for name, _, takes_tensors in parameters(call.target) if takes_tensors]
+
+
+def _term(name: str, shape: Shape | None, terms: dict[str, str]) -> str:
+    """The term of one argument."""
+    if name in QUERIES | MASKS:
+        return terms["query"]
+    if name in KEYS:
+        return terms["key"]
+    if name == "logsumexp":
+        return terms[f"rank{len(shape or ())}"]
+    return "_" * len(shape or ())
+
+
+def _ins(call: Call, terms: dict[str, str]) -> str:
+    pairs = zip(_names(call), call.shapes, strict=True)
+    return ",".join(_term(name, shape, terms) for name, shape in pairs)
+
+
+def attention(call: Call) -> str:
+    """Result, then statistics of each query, then what does not depend on the cut."""
+    terms = _terms(call)
+    rest = ["_" * len(shape or ()) + WHOLE for shape in call.results]
+    known = [terms["query"], *(terms[f"rank{len(s)}"] for s in call.results[1:2] if s is not None)]
+    return f"{_ins(call, terms)}->{','.join([*known, *rest[len(known) :]])}"
+
+
+def attention_backward(call: Call) -> str:
+    """Gradients of query, key, value and perhaps of the mask; keys gather a sum over the queries."""
+    terms = _terms(call)
+    results = [terms["query"], terms["key"], terms["key"]]
+    for bias in call.results[3:]:
+        results.append(terms["query"] if bias is not None else "")
+    return f"{_ins(call, terms)}->{','.join(results)}"
+
+
+PAIRS = (
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+)
+for op in PAIRS:
+    rule(op, attention)
+    rule(f"{op}_backward", attention_backward, linear="0")

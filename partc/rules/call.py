@@ -1,0 +1,132 @@
+"""What a rule sees of one call: its arguments by name, its tensors by slot, whole or local shapes."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc.graph import held, results_of, value
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op. A *slot* is a place for a tensor: one per tensor argument of the schema, in
+    schema order, with lists written out; a slot without tensor (an absent bias) stays empty.
+    """
+
+    target: Any
+    arguments: Mapping[str, Any]  # by the schema's names, defaults filled in
+    slots: tuple[fx.Node | None, ...]
+    shapes: tuple[Shape | None, ...]  # of the slots' tensors
+    dtypes: tuple[torch.dtype | None, ...]
+    results: tuple[Shape | None, ...]
+    result_dtypes: tuple[torch.dtype | None, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def shape(self, slot: int) -> Shape:
+        """The shape of a slot that must be filled."""
+        shape = self.shapes[slot]
+        assert shape is not None
+        return shape
+
+    def rank(self, slot: int = 0) -> int:
+        return len(self.shape(slot))
+
+    def dim(self, name: str = "dim", slot: int = 0) -> int:
+        """A dim argument counted from the front."""
+        rank = max(self.rank(slot), 1)
+        return int(self.arguments[name]) % rank
+
+    def dim_list(self, name: str = "dim", slot: int = 0) -> list[int]:
+        """A list of dims counted from the front; None or an empty list means all of them."""
+        given = self.arguments.get(name)
+        rank = self.rank(slot)
+        given = [given] if isinstance(given, int) else given
+        return sorted(d % max(rank, 1) for d in given) if given else list(range(rank))
+
+
+@lru_cache(maxsize=None)
+def parameters(target: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Name, default and whether it takes tensors, of each argument of an ATen op or Python function."""
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(
+            (a.name, _default(a), "Tensor" in str(a.type)) for a in target._schema.arguments
+        )
+    if target is operator.getitem:
+        return (("input", None, True), ("index", None, False))
+    signature = inspect.signature(target).parameters.values()
+    return tuple((p.name, p.default, "Tensor" in str(p.annotation)) for p in signature)
+
+
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None
+
+
+def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults filled in."""
+    names = [name for name, _, _ in parameters(target)]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given.get(name, default) for name, default, _ in parameters(target)}
+
+
+def slot_nodes(target: Any, arguments: Mapping[str, Any]) -> tuple[fx.Node | None, ...]:
+    """The tensors of a call by slot."""
+    slots: list[Any] = []
+    for name, _, takes_tensors in parameters(target):
+        given = arguments[name]
+        if takes_tensors:
+            slots += given if isinstance(given, list | tuple) else [given]
+    return tuple(s if isinstance(s, fx.Node) else None for s in slots)
+
+
+def whole_call(node: fx.Node) -> Call:
+    """The call with the whole's shapes: operands from ``value``, results from ``held``."""
+    return _call(node, lambda n: value(n).shape, [_shape(r) for r in results_of(node)])
+
+
+def local_call(node: fx.Node, local: Sequence[Shape | None], args: Any, kwargs: Any) -> Call:
+    """The same call on one rank's operands (nodes of a local graph) and result shapes."""
+    arguments = arguments_of(node.target, args, kwargs)
+    return _call(node, lambda n: tuple(held(n).shape), list(local), arguments)
+
+
+def _call(
+    node: fx.Node,
+    shape_of: Callable[[fx.Node], Shape],
+    results: list[Shape | None],
+    arguments: Mapping[str, Any] | None = None,
+) -> Call:
+    if arguments is None:
+        arguments = arguments_of(node.target, node.args, node.kwargs)
+    slots = slot_nodes(node.target, arguments)
+    picks = node.target is operator.getitem
+    fakes = [None if s is None else held(node if picks else s) for s in slots]
+    tensors = [f if isinstance(f, Tensor) else None for f in fakes]
+    shapes: list[Shape | None] = [
+        None if s is None or t is None else results[0] if picks else shape_of(s)
+        for s, t in zip(slots, tensors, strict=True)
+    ]
+    return Call(
+        target=node.target,
+        arguments=arguments,
+        slots=slots,
+        shapes=tuple(shapes),
+        dtypes=tuple(None if t is None else t.dtype for t in tensors),
+        results=tuple(results),
+        result_dtypes=tuple(None if r is None else r.dtype for r in results_of(node)),
+    )
+
+
+def _shape(tensor: Tensor | None) -> Shape | None:
+    return None if tensor is None else tuple(tensor.shape)

@@ -1,0 +1,23 @@
+"""Rules of table look-ups: cut by column, by index, or by row with indices counted from this rank's rows."""
+
+from __future__ import annotations
+
+from partc.ops import masked_embedding
+from partc.rules.call import Call
+from partc.rules.table import Windowed, rule
+
+
+def embedding_backward(call: Call) -> str:
+    """``...d, ... -> vd``; scaling by frequency needs all indices."""
+    lead = "!..." if call["scale_grad_by_freq"] else "..."
+    return f"{lead}d,... @v->vd"
+
+
+rule("aten.embedding", "vd,... @v->...d", linear="0", windowed=Windowed(masked_embedding))
+rule(
+    "aten.embedding_dense_backward",
+    embedding_backward,
+    linear="0",
+    scales={"num_weights": "v"},
+    windowed=Windowed(ignore="padding_idx", outside=-1),
+)

@@ -1,0 +1,219 @@
+"""Cut, run, join, compare: in goes a call and layouts of its operands, out comes how far the pieces' results are off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from partc.rules.draw import DOMAINS, draw
+from partc.rules.signature import Signature
+from partc.sharding import Layout, R, join_pieces
+
+TOLERANCE = {  # relative to the largest value; double wherever the op allows it
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+}
+PARTS = 1000  # added to a seed: parts drawn like the whole would be the whole and nothing
+Results = list[Tensor | None]
+LocalRun = Callable[[int, Sequence[Tensor]], Results]  # rank, its pieces -> its results
+
+
+class Refused(Exception):
+    """The experiment could not be made; says why."""
+
+
+class TooSmall(Refused):
+    """A dim has too few entries for unequal pieces."""
+
+
+def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
+    """How many of ``size`` entries each rank gets: ``12, 3 -> [4, 4, 4]`` or, uneven, ``[5, 4, 3]``."""
+    base, rest = divmod(size, num)
+    if not uneven:
+        if rest or not base:
+            raise Refused(f"{num} does not divide {size}")
+        return [base] * num
+    if base < 2:
+        raise TooSmall(f"{size} is too small for {num} unequal pieces")
+    return [base + 1 + rest, *[base] * (num - 2), base - 1]
+
+
+def cut_shares(
+    tensors: Sequence[Tensor | None], layouts: Sequence[Layout], num: int, uneven: bool
+) -> list[int]:
+    """Each rank's share, in parts of the greatest common divisor of everything that is cut."""
+    sizes = [
+        whole.shape[layout.dim] // layout.outer
+        for whole, layout in zip(tensors, layouts, strict=True)
+        if whole is not None and layout.kind == "cut" and layout.dim < whole.dim()
+    ]
+    return piece_sizes(gcd(*sizes), num, uneven) if sizes else [1] * num
+
+
+def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tensor]:
+    """The pieces of one dim, seen as ``(outer, rest)`` and cut in ``rest`` in proportion to the shares."""
+    if layout.dim >= whole.dim() or whole.shape[layout.dim] % (layout.outer * sum(shares)):
+        raise Refused(f"{layout} does not fit {list(whole.shape)}")
+    parts = whole.unflatten(layout.dim, (layout.outer, -1))
+    scale = parts.shape[layout.dim + 1] // sum(shares)
+    pieces = parts.split([share * scale for share in shares], layout.dim + 1)
+    return [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
+
+
+def take_apart(
+    operands: Sequence[Tensor], layouts: Sequence[Layout], shares: Sequence[int], seed: int
+) -> list[list[Tensor]]:
+    """For each operand what every rank holds: its piece, its copy, a random part of the sum or maximum."""
+    generator = torch.Generator().manual_seed(seed + PARTS)
+    pairs = zip(operands, layouts, strict=True)
+    return [_take_one_apart(whole, layout, shares, generator) for whole, layout in pairs]
+
+
+def _take_one_apart(
+    whole: Tensor, layout: Layout, shares: Sequence[int], generator: torch.Generator
+) -> list[Tensor]:
+    num = len(shares)
+    if layout.kind == "cut":
+        return cut_whole(whole, layout, shares)
+    if layout.kind == "R":
+        return [whole] * num
+    if layout.kind == "U":
+        if whole.dtype == torch.bool:
+            raise Refused("truth values are not summed")
+        parts = [_noise(whole, generator) for _ in range(num - 1)]
+        return [*parts, whole - torch.stack(parts).sum(0)]
+    owner = torch.randint(0, num, whole.shape, generator=generator)
+    below = [_noise(whole, generator).abs() for _ in range(num)]
+    return [torch.where(owner == rank, whole, whole - below[rank]) for rank in range(num)]
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+    return torch.randint(0, 4, like.shape, generator=generator).to(like.dtype)
+
+
+def whole_run(signature: Signature, seed: int) -> tuple[list[Tensor], Results]:
+    """Operands from the first domain in which every floating result is finite, and the results."""
+    refusal = "none of its results is a finite number"
+    for domain in DOMAINS:
+        generator = torch.Generator().manual_seed(seed)
+        operands = draw(signature, domain, generator)
+        try:
+            results = signature.run(operands)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+            refusal = f"the whole call fails: {_first_line(error)}"
+            continue
+        if all(_finite(result) for result in results):
+            return operands, results
+    raise Refused(refusal)
+
+
+def _finite(result: Tensor | None) -> bool:
+    """Whether most values can be compared; masks and maxima of nothing may hold infinities."""
+    if result is None or not result.numel() or not result.dtype.is_floating_point:
+        return True
+    return not result.isnan().any() and bool(result.isfinite().any())
+
+
+def is_random(signature: Signature, operands: Sequence[Tensor], results: Results) -> bool:
+    """Whether the call gives other results when it is made again."""
+    again = signature.run(operands)
+    return any(joined_error([b], R, a) != 0 for a, b in zip(results, again, strict=True))
+
+
+def moments_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
+    """Standard errors, in units of six, between the first two moments of joined and of whole random draws.
+
+    Infinite where shapes differ, where ranks that should draw for themselves draw the same, and where
+    ranks that should hold the same do not.
+    """
+    if whole is None or any(piece is None for piece in pieces):
+        return joined_error(pieces, layout, whole)
+    present = [piece for piece in pieces if piece is not None]
+    alike = all(relative_error(piece, present[0]) == 0 for piece in present[1:])
+    if alike != (layout.kind == "R"):
+        return float("inf")
+    joined = join_pieces(present, layout, layout.outer)
+    if joined.shape != whole.shape or joined.dtype != whole.dtype:
+        return float("inf")
+    return max(_moment_gap(joined.double() ** power, whole.double() ** power) for power in (1, 2))
+
+
+def _moment_gap(a: Tensor, b: Tensor) -> float:
+    spread = ((a.var() + b.var()) / a.numel()).sqrt()
+    gap = (a.mean() - b.mean()).abs()
+    return float(gap / (6 * spread)) if spread else float(gap > 0) * float("inf")
+
+
+def shape_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
+    """0 where joined pieces have the whole's shape and dtype, else infinite; values count for nothing."""
+    if whole is None or any(piece is None for piece in pieces):
+        return joined_error(pieces, layout, whole)
+    zeros = [torch.zeros_like(piece) for piece in pieces if piece is not None]
+    return joined_error(zeros, layout, torch.zeros_like(whole))
+
+
+def local_results(
+    run: LocalRun, operands: Sequence[Sequence[Tensor]], num: int, seed: int | None = None
+) -> list[Results]:
+    """Each rank's results from its pieces; ``operands`` holds one list of ``num`` pieces per operand.
+
+    With a seed every rank draws the same random numbers, as ranks do for a value they all hold.
+    """
+    results = []
+    for rank in range(num):
+        try:
+            if seed is not None:
+                torch.manual_seed(seed)
+            results.append(run(rank, [pieces[rank] for pieces in operands]))
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+            raise Refused(f"the call on pieces fails: {_first_line(error)}") from None
+    return results
+
+
+def joined_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
+    """The largest deviation, relative to the whole's largest value, of pieces joined by a layout."""
+    if whole is None or any(piece is None for piece in pieces):
+        return 0.0 if whole is None and all(piece is None for piece in pieces) else float("inf")
+    present = [piece for piece in pieces if piece is not None]
+    if layout.kind == "R":
+        return max(relative_error(piece, whole) for piece in present)
+    try:
+        return relative_error(join_pieces(present, layout, layout.outer), whole)
+    except (RuntimeError, IndexError):
+        return float("inf")
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """0 where equal, infinite where shape or dtype differ; NaN and infinities must match by place."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    if not (want.dtype.is_floating_point or want.dtype.is_complex):
+        return 0.0 if torch.equal(got, want) else float("inf")
+    finite = want.isfinite()
+    if not torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num()):
+        return float("inf")
+    got, want = got[finite], want[finite]
+    if not want.numel():
+        return 0.0
+    error, scale = float((got - want).abs().max()), float(want.abs().max())
+    return error if error != error or not scale else error / scale
+
+
+def tolerance(results: Results) -> float:
+    """What the coarsest floating dtype among the results is allowed to be off."""
+    floating = [r.dtype for r in results if r is not None and r.dtype in TOLERANCE]
+    return max((TOLERANCE[dtype] for dtype in floating), default=0.0)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

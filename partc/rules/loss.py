@@ -1,0 +1,52 @@
+"""Rules of losses. A sum over cut samples or classes is unfinished; a mean needs the whole's count."""
+
+from __future__ import annotations
+
+from partc.rules.call import Call
+from partc.rules.table import Windowed, rule, whole_only
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
+CLASSES = Windowed(ignore="ignore_index", outside=-100)
+
+
+def nll(call: Call) -> str:
+    """``nvxy, nxy @v, v -> ,``: the loss and the weight of the targets that count."""
+    samples = "n" + "xyz"[: call.rank() - 2]
+    scores = f"nv{samples[1:]}"
+    if call["reduction"] == MEAN:
+        return whole_only(call)
+    loss = samples if call["reduction"] == NONE and call.rank() > 1 else ""
+    return f"{scores},{samples} @v,v->{loss},"
+
+
+def nll_backward(call: Call) -> str:
+    """``, nvxy, nxy @v, v, -> nvxy``: the count comes from the forward, so means are no obstacle."""
+    samples = "n" + "xyz"[: call.rank(1) - 2]
+    scores = f"nv{samples[1:]}"
+    loss = samples if call.rank() else ""
+    return f"{loss},{scores},{samples} @v,v,->{scores}"
+
+
+def elementwise_loss(call: Call) -> str:
+    """A term per element, reduced or not."""
+    if call["reduction"] == MEAN:
+        return whole_only(call)
+    return ",".join(["..."] * len(call.slots)) + ("->..." if call["reduction"] == NONE else "->")
+
+
+def elementwise_loss_backward(call: Call) -> str:
+    """Elementwise; a mean's gradient is divided by the whole's count, which a piece does not know."""
+    if call["reduction"] == MEAN:
+        return whole_only(call)
+    return ",".join(["..."] * len(call.slots)) + "->..."
+
+
+rule("aten.nll_loss_forward aten.nll_loss2d_forward", nll, windowed=CLASSES)
+rule("aten.nll_loss_backward aten.nll_loss2d_backward", nll_backward, linear="0", windowed=CLASSES)
+rule("aten.mse_loss aten.smooth_l1_loss aten.huber_loss", elementwise_loss)
+rule("aten.binary_cross_entropy aten.binary_cross_entropy_with_logits", elementwise_loss)
+rule("aten.soft_margin_loss", elementwise_loss)
+rule("aten.mse_loss_backward aten.smooth_l1_loss_backward", elementwise_loss_backward, linear="0")
+rule("aten.huber_loss_backward", elementwise_loss_backward, linear="0")
+rule("aten.binary_cross_entropy_backward", elementwise_loss_backward, linear="0")
+rule("aten.soft_margin_loss_backward", elementwise_loss_backward, linear="0")

@@ -1,0 +1,220 @@
+"""The language of rules: ``"...k,nk->...n"`` in, the factors of every operand's and result's dims out.
+
+A term stands for one tensor, operands left of ``->`` and results right of it. In a term
+
+- a letter is a factor: the same letter is the same index everywhere, and cutting it cuts all of them;
+- ``(h d)`` is one dim made of several factors, the first one slowest; a number among them, ``(3 d)``, is a
+  factor of this size that is not cut;
+- ``...`` is any number of leading dims, broadcast as torch does;
+- ``_`` is a dim of any size that is never cut;
+- ``!k`` or ``!...`` may not be cut, wherever the letter stands;
+- ``@v`` at the end says that the tensor holds indices into ``v``;
+- ``=c`` at the end of a result says that it is whole on every rank although ``c`` is cut.
+
+A letter that no dim of a result holds is summed there, so cutting it leaves an unfinished sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from partc.errors import RuleError
+
+Dim = tuple[str, ...]  # the factors of one dim, slowest first
+ELLIPSIS = "..."
+_TOKEN = re.compile(r"\s*(\.\.\.|!|[A-Za-z]|_|\d+|\(|\)|@[A-Za-z]|=[A-Za-z])\s*")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One tensor of a rule: the factors of its dims, ``...`` standing among them as a dim."""
+
+    dims: tuple[Dim, ...]
+    index_of: str = ""  # the letter whose indices this tensor holds
+    kept: str = ""  # letters whose cut leaves this result whole
+
+    @property
+    def letters(self) -> list[str]:
+        return [letter for dim in self.dims for letter in dim]
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A parsed rule."""
+
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+    frozen: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A rule applied to shapes: each tensor's dims as factors, and every factor's size."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    sizes: dict[str, int]
+    frozen: frozenset[str]
+
+    def before(self, dim: Dim, letter: str) -> int:
+        """How many blocks the slower factors of a dim make of it."""
+        return prod(self.sizes[f] for f in dim[: dim.index(letter)])
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> Notation:
+    """Read a rule; RuleError where it is malformed."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise _malformed(text, "there is no '->'")
+    frozen: set[str] = set()
+    operands = [_parse_term(term, text, frozen) for term in left.split(",")]
+    results = [_parse_term(term, text, frozen) for term in right.split(",")]
+    return Notation(tuple(operands), tuple(results), frozenset(frozen))
+
+
+def _parse_term(term: str, text: str, frozen: set[str]) -> Term:
+    """Read one tensor's dims and collect the letters that it freezes."""
+    dims: list[Dim] = []
+    group: list[str] | None = None
+    marks = {"@": "", "=": ""}
+    freeze = False
+    for token in _tokens(term, text):
+        if token[0] in marks:
+            marks[token[0]] += token[1]
+        elif token == "!":
+            freeze = True
+        elif token == "(":
+            group = []
+        elif token == ")":
+            dims.append(tuple(group or ()))
+            group = None
+        else:
+            factors = () if token == "_" else (token,)
+            if freeze or token.isdigit():
+                frozen.update(factors)
+            freeze = False
+            if group is None:
+                dims.append(factors)
+            else:
+                group.extend(factors)
+    if group is not None or freeze:
+        raise _malformed(
+            text, "a '(' is not closed" if group is not None else "nothing follows a '!'"
+        )
+    return Term(tuple(dims), marks["@"], marks["="])
+
+
+def _tokens(term: str, text: str) -> list[str]:
+    """The tokens of one term."""
+    found, at = [], 0
+    term = term.strip()
+    while at < len(term):
+        match = _TOKEN.match(term, at)
+        if match is None:
+            raise _malformed(text, f"{term[at:]!r} is not understood")
+        found.append(match.group(1))
+        at = match.end()
+    return found
+
+
+def resolve(
+    notation: Notation,
+    operands: Sequence[tuple[int, ...] | None],
+    results: Sequence[tuple[int, ...] | None],
+) -> Factors:
+    """Give every factor its size from the shapes; None stands for a tensor that is absent.
+
+    >>> resolve(parse("a b -> (a b)"), [(2, 3)], [(6,)]).sizes
+    {'a': 2, 'b': 3}
+    """
+    ins = [_dims_of(t, s, True) for t, s in zip(notation.operands, operands, strict=True)]
+    outs = [_dims_of(t, s, False) for t, s in zip(notation.results, results, strict=True)]
+    pairs = [
+        (dim, size)
+        for dims, shape in zip([*ins, *outs], [*operands, *results], strict=True)
+        if shape is not None
+        for dim, size in zip(dims, shape, strict=True)
+    ]
+    sizes = _solve(pairs)
+    frozen = {f for f in sizes if f in notation.frozen}
+    if ELLIPSIS in notation.frozen:
+        frozen |= {f for f in sizes if f[0] == "."}
+    fit = [
+        _without_broadcast(dims, shape, sizes) for dims, shape in zip(ins, operands, strict=True)
+    ]
+    return Factors(tuple(fit), tuple(outs), sizes, frozenset(frozen))
+
+
+def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tuple[Dim, ...]:
+    """A term's dims for a tensor of this rank: ``...`` is written out, counted from the right."""
+    if shape is None:
+        return ()
+    dims = list(term.dims)
+    if (ELLIPSIS,) in dims:
+        at, num = dims.index((ELLIPSIS,)), len(shape) - len(dims) + 1
+        dims[at : at + 1] = [(f".{i}",) for i in reversed(range(num))]
+    if len(dims) > len(shape) and broadcasts:
+        dims = dims[len(dims) - len(shape) :]
+    if len(dims) != len(shape):
+        raise RuleError(
+            where=f"rule term {''.join(term.letters)!r}",
+            what=f"it has {len(dims)} dims and the tensor {len(shape)}",
+            why=f"the tensor's shape is {list(shape)}",
+            do="Correct the rule's letters, or use '...' for leading dims.",
+        )
+    return tuple(dims)
+
+
+def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
+    """Sizes of all factors from dims of known size, a dim of size 1 being perhaps broadcast."""
+    sizes = {f: int(f) for dim, _ in pairs for f in dim if f.isdigit()}
+    for dim, size in pairs:
+        if len(dim) == 1:
+            sizes[dim[0]] = max(size, sizes.get(dim[0], 1))
+    open_pairs = [(dim, size) for dim, size in pairs if len(dim) > 1]
+    while open_pairs:
+        unknown = [[f for f in dim if f not in sizes] for dim, _ in open_pairs]
+        at = next((i for i, names in enumerate(unknown) if len(names) <= 1), None)
+        if at is None:
+            raise _unsolved(open_pairs)
+        dim, size = open_pairs.pop(at)
+        for name in unknown[at]:
+            sizes[name] = max(1, size // prod(sizes[f] for f in dim if f != name))
+    for dim, size in pairs:
+        if dim and size not in (1, prod(sizes[f] for f in dim)):
+            raise _unsolved([(dim, size)])
+    return sizes
+
+
+def _without_broadcast(
+    dims: tuple[Dim, ...], shape: tuple[int, ...] | None, sizes: dict[str, int]
+) -> tuple[Dim, ...]:
+    """The dims of an operand, those of size 1 without the factors they are broadcast along."""
+    kept = zip(dims, shape or (), strict=True)
+    return tuple(d if n == prod(sizes[f] for f in d) else () for d, n in kept)
+
+
+def dims(num: int, frozen: Collection[int] = ()) -> list[str]:
+    """Letters for the dims of a tensor, for rules that are computed: ``dims(3, {1}) -> a !b c``."""
+    return [("!" if i in frozen else "") + "abcdefghijlmopqrstuvwxyz"[i] for i in range(num)]
+
+
+def _malformed(text: str, why: str) -> RuleError:
+    return RuleError(
+        where=f"rule {text!r}",
+        what="it is not well formed",
+        why=why,
+        do="See partc.rules.notation.",
+    )
+
+
+def _unsolved(pairs: Sequence[tuple[Dim, int]]) -> RuleError:
+    dims_text = ", ".join(f"({' '.join(dim)}) = {size}" for dim, size in pairs)
+    return RuleError(
+        where="rule", what=f"no sizes fit {dims_text}", why="", do="Correct the rule's letters."
+    )

@@ -1,0 +1,184 @@
+"""A call in, every way to cut it along one mesh axis out: ``strategies(node, num)``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import tensor_args
+from partc.rules.call import Call, whole_call
+from partc.rules.notation import Dim, Factors, Notation, parse, resolve
+from partc.rules.table import Rule, find
+from partc.sharding import Layout, M, R, U, cut
+
+Seen = Collection[tuple[int, Layout]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to cut a call along one axis.
+
+    ``variant`` says that the call is written differently on the pieces: ``"window"`` (indices are counted
+    from this rank's first row) or ``"mean"`` (a mean becomes a sum divided by the whole's count).
+    """
+
+    ins: tuple[Layout, ...]  # one per entry of graph.tensor_args(node), same order
+    outs: tuple[Layout, ...]  # one per entry of graph.results_of(node)
+    variant: str = ""
+
+    def __str__(self) -> str:
+        ins, outs = (", ".join(map(str, side)) for side in (self.ins, self.outs))
+        return f"{ins} -> {outs}" + (f" ({self.variant})" if self.variant else "")
+
+
+def has_rule(target: Any) -> bool:
+    """Whether the table knows how the op may be cut (perhaps not at all)."""
+    return find(target) is not None
+
+
+def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
+    """Every way beside all-replicated to cut a call on one axis of ``num`` ranks, in a fixed order.
+
+    ``seen`` holds ``(position, layout)`` pairs, positions counting the operands and after them the
+    results: layouts whose ``outer`` factors are worth having here beside ``outer=1``.
+    """
+    entry = find(node.target)
+    if entry is None:
+        return []
+    call = whole_call(node)
+    view = _View(entry, call, *applied(entry, call), num)
+    order = _operand_order(node, call)
+    wishes = [(_wished(position, order, call), layout) for position, layout in seen]
+    found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
+    picked = (Strategy(tuple(s.ins[i] for i in order), s.outs, s.variant) for s in found)
+    kept = [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
+    return kept
+
+
+def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
+    """The rule's letters for a call and their sizes; slots that the rule does not name are never cut."""
+    notation = parse(entry.written(call))
+    num = len(notation.operands)
+    shapes = (*call.shapes, *[None] * num)[:num]
+    return notation, resolve(notation, shapes, call.results)
+
+
+def _operand_order(node: fx.Node, call: Call) -> list[int]:
+    """The slot of every entry of ``tensor_args(node)``: they differ where keywords stand out of order."""
+    free = list(enumerate(call.slots))
+    order = []
+    for operand in tensor_args(node):
+        pair = next((p for p in free if p[1] is operand), None)
+        assert pair is not None, f"{node} reads {operand} where its rule has no tensor"
+        free.remove(pair)
+        order.append(pair[0])
+    return order
+
+
+def _wished(position: int, order: Sequence[int], call: Call) -> int:
+    """The slot of an operand position, or the number of slots plus the result's number."""
+    if position < len(order):
+        return order[position]
+    return len(call.slots) + position - len(order)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A rule applied to one call on one axis of ``num`` ranks; layouts here are by slot."""
+
+    rule: Rule
+    call: Call
+    notation: Notation
+    factors: Factors
+    num: int
+
+    def cuts(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
+        """One strategy per letter that may be cut and per outer factor worth having."""
+        for letter, size in self.factors.sizes.items():
+            if letter in self.factors.frozen:
+                continue
+            for outer in sorted({1, *self._outers(letter, wishes)}):
+                if size % (outer * self.num) == 0:
+                    yield from self._cut(letter, outer)
+
+    def _cut(self, letter: str, outer: int) -> Iterator[Strategy]:
+        """The strategy that cuts a letter, if what it leaves unfinished can be expressed."""
+        ins = [self._layout(dims, letter, outer) for dims in self.factors.operands]
+        num = len(self.call.slots)
+        ins = [*ins, *[R] * num][:num]
+        variant = ""
+        outs = []
+        for i, term in enumerate(self.notation.results):
+            layout = self._layout(self.factors.results[i], letter, outer)
+            if layout == R and letter not in term.kept and self.call.results[i] is not None:
+                layout = M if self.rule.reduce == "max" else U
+                variant = "mean" if self.rule.reduce == "mean" else ""
+            outs.append(layout)
+        if any(term.index_of == letter for term in self.notation.operands):
+            if outer > 1:
+                return
+            variant = "window"
+        added = self.rule.added
+        if added is not None and U in outs and self.call.slots[added] is not None:
+            if ins[added] != R:
+                return
+            ins[added] = U
+        if all(self._expresses(i, layout) for i, layout in enumerate(outs)):
+            yield Strategy(tuple(ins), tuple(outs), variant)
+
+    def _layout(self, dims: tuple[Dim, ...], letter: str, outer: int) -> Layout:
+        """How a tensor lies when a letter is cut."""
+        for i, dim in enumerate(dims):
+            if letter in dim:
+                return cut(i, outer * self.factors.before(dim, letter))
+        return R
+
+    def _outers(self, letter: str, wishes: Sequence[tuple[int, Layout]]) -> Iterator[int]:
+        """The outer factors that wished layouts mean for a letter."""
+        tensors = [*self.factors.operands, *self.factors.results]
+        skipped = len(self.call.slots) - len(self.factors.operands)
+        for position, layout in wishes:
+            at = position if position < len(self.factors.operands) else position - skipped
+            if layout.kind != "cut" or layout.dim >= len(tensors[at]):
+                continue
+            dim = tensors[at][layout.dim]
+            if letter in dim and layout.outer % self.factors.before(dim, letter) == 0:
+                yield layout.outer // self.factors.before(dim, letter)
+
+    def sums(self) -> Iterator[Strategy]:
+        """Unfinished sums in, unfinished sums out, per linear group; unfinished maxima through moves."""
+        for group in self.rule.groups(self.call):
+            for layout in (U, M) if self.rule.moves else (U,):
+                ins = tuple(layout if i in group else R for i in range(len(self.call.slots)))
+                outs = tuple(R if shape is None else layout for shape in self.call.results)
+                dtypes = [self.call.dtypes[i] for i in group]
+                fits = all(dtype is not None and _adds_up(dtype, layout) for dtype in dtypes)
+                if fits and all(self._expresses(i, out) for i, out in enumerate(outs)):
+                    yield Strategy(ins, outs)
+
+    def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
+        """Any layout of an operand of which only the shape matters, the rest replicated."""
+        slot = self.rule.unread
+        if slot is None:
+            return
+        replicated = [R] * len(self.call.slots)
+        layouts = {U, M, *(layout for position, layout in wishes if position == slot)}
+        for layout in sorted(layouts):
+            ins = tuple(layout if i == slot else R for i in range(len(replicated)))
+            yield Strategy(ins, tuple(R for _ in self.call.results))
+
+    def _expresses(self, result: int, layout: Layout) -> bool:
+        """Whether a result's dtype allows it to be an unfinished sum or max."""
+        dtype = self.call.result_dtypes[result]
+        return dtype is None or _adds_up(dtype, layout)
+
+
+def _adds_up(dtype: torch.dtype, layout: Layout) -> bool:
+    """Bools and narrow integers cannot be added piece by piece, complex numbers have no maximum."""
+    if layout == U:
+        return dtype.is_floating_point or dtype.is_complex or dtype in (torch.int64, torch.int32)
+    return layout != M or dtype not in (torch.bool, torch.complex64, torch.complex128)

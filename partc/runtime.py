@@ -1,0 +1,289 @@
+"""A program inside torchrun: this rank's ``nn.Module`` under the user's names, loaded, stepped and saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from partc.clip import clip_gradients
+from partc.dtensors import DTensors
+from partc.errors import RunError
+from partc.handshake import check_agreement, check_world, world_size
+from partc.mesh import Mesh
+from partc.program import Program
+from partc.role import Role, Shard, dtype_name, dtype_of
+from partc.weights import Source, check_names, check_shapes, kept_aside, match, whole_tensors
+
+
+class Unmatched(NamedTuple):
+    """What ``load_state_dict`` returns, as in torch."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
+    """Join the run and build this rank's Stage; all ranks call this together."""
+    check_world(program.mesh, world_size())
+    here = _device_of(device)
+    if not dist.is_initialized():
+        _join(here)
+    check_agreement(program, here)
+    if mesh is None:
+        sizes = tuple(size for _, size in program.mesh.axes)
+        mesh = init_device_mesh(here.type, sizes, mesh_dim_names=program.mesh.names)
+    if Mesh.of(mesh) != program.mesh:
+        raise RunError(
+            where=f"mesh {Mesh.of(mesh)}",
+            what="is not the mesh of this program",
+            why=f"it was compiled for {program.mesh}",
+            do="Pass a DeviceMesh with these axes in this order, or none.",
+        )
+    return Stage(program, mesh, here)
+
+
+class Stage(nn.Module):
+    """One rank's share of a training step.
+
+    Parameters and buffers are this rank's pieces, under the names that they have in the user's model.
+    ``train`` and ``eval`` change nothing: the mode was compiled in.
+    """
+
+    _rank_step: Any  # the role's own module
+
+    def __init__(self, program: Program, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__()
+        self._model, self._mesh = program.fingerprint, program.mesh
+        self._role: Role = program.role(dist.get_rank())
+        self._device_mesh, self._dtensors = mesh, DTensors(program.mesh, mesh)
+        self._coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
+        # not registered as a child: its keys are not the user's names
+        object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
+        self._aside = {
+            name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=device)
+            for name, spec in kept_aside(program.fingerprint, _all_names(program)).items()
+        }
+        aside = [Shard("", n, tuple(t.shape), t.dtype, ()) for n, t in self._aside.items()]
+        self._shards = {shard.name: shard for shard in (*self._role.shards, *aside)}
+        self._show_tensors()
+        self._set({n: t for n, t in program.constants.items() if n in self._shards})
+
+    # running ---------------------------------------------------------------------------------
+    def step(self, *inputs: Tensor) -> Tensor:
+        """Global batch in, loss out; every parameter's ``.grad`` grows by its gradient."""
+        self._check_inputs(inputs)
+        loss: Tensor = self._rank_step.step(*inputs)
+        return loss
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The loss, ready for ``.backward()``; of an inference program its results by name.
+
+        A training program computes its gradients here already and hands them to autograd; under
+        ``torch.no_grad()`` they are dropped.
+        """
+        if self._role.is_inference:
+            self._check_inputs(inputs)
+            with torch.no_grad():
+                return self._rank_step(*inputs)
+        params = [p for p in self.parameters() if p.requires_grad]
+        apply: Any = _LossOfStep.apply
+        return apply(lambda: self._fresh_grads(params, inputs), *params)
+
+    def seed(self, seed: int) -> None:
+        """Seed dropout: equal on copies, different on pieces; all ranks pass the same number."""
+        if hasattr(self._rank_step, "seed"):
+            self._rank_step.seed(seed)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
+        held = self._held()
+        params = [(held[s.name], s.is_first_copy(self._coords)) for s in self._role.params]
+        groups = [self._device_mesh.get_group(name) for name in self._mesh.names]
+        return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
+
+    # whole tensors ---------------------------------------------------------------------------
+    def load_full(self, source: Source, *, strict: bool = True) -> None:
+        """Take this rank's pieces from whole tensors: a model, a state dict, or safetensors files.
+
+        A tied tensor may come under any of its names. Buffers that a model's state dict leaves out
+        come from a model, otherwise they keep what was known when compiling.
+        """
+        self.load_state_dict(whole_tensors(source), strict)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every tensor of the model's own state dict, whole, on the CPU; all ranks together."""
+        held, whole = self._held(), {}
+        for first in dict.fromkeys(map(self._first, self._saved())):
+            joined = self._shards[first].join(held[first].detach(), self._gather)
+            whole[first] = joined.to("cpu", copy=True)
+        return {name: whole[self._first(name)] for name in self._saved()}
+
+    # checkpoints -----------------------------------------------------------------------------
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """DTensors under the user's names, for ``torch.distributed.checkpoint``; all ranks together.
+
+        They share memory with the parameters, except those that ``partc.dtensors`` has to gather.
+        """
+        state = {} if destination is None else destination
+        held = self._held()
+        for name in self._saved():
+            shard = self._shards[self._first(name)]
+            state[prefix + name] = self._dtensors.make(shard, held[shard.name].detach(), self._gather)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Unmatched:
+        """Take values from whole tensors, or from DTensors of any mesh and placements."""
+        matched = match(state_dict, list(self._shards), self._role.aliases, self._model)
+        if strict:
+            check_names(matched)
+        check_shapes(state_dict, matched, {s.name: s.shape for s in self._shards.values()})
+        self._set({name: state_dict[key] for name, key in matched.found.items()})
+        return Unmatched(matched.missing, matched.unexpected)
+
+    # inside ----------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _set(self, given: Mapping[str, Tensor]) -> None:
+        """Copy this rank's pieces of whole tensors, or of DTensors, into place."""
+        held = self._held()
+        for name, value in given.items():
+            shard = self._shards[name]
+            if isinstance(value, DTensor):
+                piece = self._dtensors.piece(shard, value)
+            else:
+                piece = shard.take(value, self._mesh, self._coords)
+            held[name].copy_(piece)
+
+    def _gather(self, piece: Tensor, axis: str) -> list[Tensor]:
+        """What every rank along an axis holds."""
+        piece = piece.contiguous()
+        pieces = [torch.empty_like(piece) for _ in range(self._mesh.size(axis))]
+        dist.all_gather(pieces, piece, group=self._device_mesh.get_group(axis))
+        return pieces
+
+    def _fresh_grads(
+        self, params: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and the gradients of one step, while every ``.grad`` stays as it was."""
+        before = [p.grad for p in params]
+        try:
+            for p in params:
+                p.grad = None
+            loss = self.step(*inputs)
+            return loss, [p.grad for p in params]
+        finally:
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+
+    def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        expected = [f"{n}: {dtype_name(d)}{list(s)}" for n, (s, d) in self._role.inputs.items()]
+        wanted = list(self._role.inputs.values())
+        if [(tuple(x.shape), x.dtype) for x in inputs] == wanted:
+            return
+        got = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in inputs]
+        raise RunError(
+            where="step",
+            what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
+            why="the program was compiled for one global batch",
+            do="Pass the whole batch on every rank, or compile for this shape.",
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
+        """``.to()`` and its like act on the rank's module; the view by the user's names follows."""
+        self._rank_step._apply(fn, recurse)
+        self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
+        self._show_tensors()
+        return self
+
+    def _show_tensors(self) -> None:
+        """Register the rank's tensors in a tree of the user's module names."""
+        for registered in (self._modules, self._parameters, self._buffers):
+            registered.clear()
+        held, saved = self._held(), set(self._saved())
+        for name, first in {**{n: n for n in self._shards}, **self._role.aliases}.items():
+            _register(self, name, held[first], name in saved)
+
+    def _held(self) -> dict[str, Tensor]:
+        return {**self._role.tensors(self._rank_step), **self._aside}
+
+    def _first(self, name: str) -> str:
+        return self._role.aliases.get(name, name)
+
+    def _saved(self) -> Iterator[str]:
+        """The names of the model's own state dict that this rank holds, in the model's order."""
+        return (n for n in self._model.saved_names() if self._first(n) in self._shards)
+
+
+class _LossOfStep(torch.autograd.Function):
+    """A step whose gradients are computed with its loss and handed out on ``backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], *params: Tensor) -> Tensor:
+        loss, ctx.grads = run()
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RunError(
+                where="loss.backward()",
+                what="was called a second time",
+                why="a step's gradients are handed out once, to save memory",
+                do="Call the stage again.",
+            )
+        return None, *(None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads)
+
+
+def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
+    """Put a tensor at a dotted name; into the tables directly, as a name may equal one of our methods."""
+    *path, leaf = name.split(".")
+    for part in path:
+        child = root._modules.get(part)
+        root._modules[part] = root = child if child is not None else nn.Module()
+    if isinstance(tensor, nn.Parameter):
+        root._parameters[leaf] = tensor
+        return
+    root._buffers[leaf] = tensor
+    if not saved:
+        root._non_persistent_buffers_set.add(leaf)
+
+
+def _all_names(program: Program) -> set[str]:
+    """Every name that some role of the program holds."""
+    files = sorted({name for _, name in program.roles})
+    roles = [Role.load(program.sources[name], name) for name in files]
+    return {n for role in roles for n in (*role.aliases, *(s.name for s in role.shards))}
+
+
+def _device_of(device: str) -> torch.device:
+    """``"cuda"`` means this process's own GPU."""
+    here = torch.device(device)
+    if here.type == "cuda" and here.index is None:
+        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    return here
+
+
+def _join(device: torch.device) -> None:
+    """Start the default process group; a single process needs no launcher."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -1,0 +1,294 @@
+"""A program against the model it was compiled from: loss, gradients, buffers and optimizer steps.
+
+Every rank's pieces are compared with the same pieces of what eager autograd gives on one device, in
+float64 by default. The error of a tensor is its largest difference divided by the whole reference
+tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the largest of
+its kind, such as the gradient of a key bias, which is zero in exact arithmetic) is measured against that largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import CheckError
+from partc.precision import Raised, converted
+from partc.processes import Processes
+from partc.program import Program, SavedCost
+from partc.reference import OPTIMIZERS, Loss, Reference, Tensors, eager, take_step
+from partc.role import RankMesh, Role, Shard
+from partc.threads import ThreadMesh, run_ranks
+
+TOLERANCE = 1e-9  # of float64; a row-split matmul alone has 2e-15
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """The worst error of one tensor over all ranks."""
+
+    error: float
+    kind: str
+    name: str
+    rank: int
+    noise: bool = False  # measured against the largest tensor of its kind
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.error:.1e} on rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row per compared tensor, and how they were obtained."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> Row:
+        return max(self.rows)
+
+    def ok(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether every error is at most the tolerance."""
+        return bool(self.rows) and self.worst.error <= tolerance
+
+    def check(self, tolerance: float = TOLERANCE) -> Report:
+        """This report, or a CheckError that names the worst tensors."""
+        if self.ok(tolerance):
+            return self
+        worst = sorted((row for row in self.rows if row.error > tolerance), reverse=True)[:10]
+        raise CheckError(
+            where=self.title,
+            what=f"{len([r for r in self.rows if r.error > tolerance])} tensors differ from the model's",
+            why=f"the tolerance is {tolerance:.1e}",
+            do="These differ most:\n" + "\n".join(f"  {row}" for row in worst),
+        )
+
+    def kinds(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.kind, []).append(row)
+        return found
+
+    def __str__(self) -> str:
+        lines = [self.title, f"{'':<22}{'tensors':>8}  {'worst error':>11}  of"]
+        for kind, rows in self.kinds().items():
+            worst = max(rows)
+            lines.append(
+                f"{kind:<22}{len(rows):>8}  {worst.error:>11.1e}  {worst.name} (rank {worst.rank})"
+            )
+        noise = sorted({row.name for row in self.rows if row.noise})
+        if noise:
+            lines.append(f"zero but for rounding, measured against the largest: {', '.join(noise)}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "worst": vars(self.worst),
+            "rows": [vars(row) for row in self.rows],
+        }
+
+
+def verify(
+    program: Program,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss | None = None,
+    *,
+    processes: bool = False,
+    lr: float = 1e-3,
+    dtype: torch.dtype | None = torch.float64,
+    reference: Reference | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Run all ranks of a program and compare what each gets with the model on one device.
+
+    In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves model
+    and program in their own precision. ``reference`` replaces the eager run.
+    """
+    train = not program.role(0).is_inference
+    reference = reference or eager(model, inputs, loss, dtype, train)
+    job = _Job(replace(program, cost=SavedCost()), reference, dtype, lr)
+    num = program.mesh.num_ranks
+    if processes:
+        with Processes(num, timeout=timeout) as world:
+            found = world.run(_in_process, job)
+    else:
+        found = run_ranks(num, lambda r, dist: _in_thread(job, r, dist), timeout=timeout)
+    precision = "its own precision" if dtype is None else str(dtype).removeprefix("torch.")
+    how = "processes" if processes else "threads"
+    title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
+    return Report(title, _merge(found))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank needs to check itself."""
+
+    program: Program
+    reference: Reference
+    dtype: torch.dtype | None
+    lr: float
+
+
+def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
+    role = job.program.role(rank)
+    role.module.dist = dist  # type: ignore[attr-defined]
+    return _check(job, role, ThreadMesh(job.program.mesh, rank), rank)
+
+
+def _in_process(job: _Job) -> list[Row]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, rank = job.program.mesh, dist.get_rank()
+    sizes = tuple(size for _, size in mesh.axes)
+    rank_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=mesh.names)
+    return _check(job, job.program.role(rank), rank_mesh, rank)
+
+
+def _check(job: _Job, role: Role, mesh: RankMesh, rank: int) -> list[Row]:
+    """Build one rank's module, run its step and compare everything that it then holds."""
+    step = role.build(mesh)
+    if job.dtype is not None:
+        step.to(job.dtype)
+    with Raised() if job.dtype == torch.float64 else nullcontext():
+        return list(_Rank(job, role, step, rank).rows())
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank at work."""
+
+    job: _Job
+    role: Role
+    step: nn.Module
+    rank: int
+
+    def rows(self) -> Iterator[Row]:
+        """The errors of results, or of loss, gradients, buffers and parameters after a step."""
+        reference, role = self.job.reference, self.role
+        self._fill()
+        if role.is_inference:
+            yield from self._whole("result", self.step(*reference.inputs), reference.results)
+            yield from self._buffers()
+            return
+        loss = self._run()
+        assert reference.loss is not None
+        yield from self._whole("loss", {"loss": loss}, {"loss": reference.loss})
+        yield from self._pieces("gradient", self._grads(), reference.grads, role.params)
+        yield from self._buffers()
+        for optimizer in OPTIMIZERS:
+            yield from self._optimized(optimizer)
+        self._fill()
+        self._run()
+        twice = {name: 2 * grad for name, grad in reference.grads.items()}
+        yield from self._pieces("accumulated gradient", self._grads(), twice, role.params)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Set this rank's pieces: the model's weights, constants, zeros for what has no value."""
+        held, known = self._held(), self.job.program.constants
+        given = {**known, **self.job.reference.weights}
+        for shard in self.role.shards:
+            whole = given.get(shard.name, torch.zeros(shard.shape))
+            held[shard.name].copy_(self._take(shard, converted(whole, held[shard.name].dtype)))
+
+    def _run(self) -> Tensor:
+        run: Any = self.step
+        loss: Tensor = run.step(*self.job.reference.inputs)
+        return loss
+
+    def _optimized(self, optimizer: str) -> Iterator[Row]:
+        """The parameters after one optimizer step from the reference's start."""
+        after = self.job.reference.stepped(optimizer, self.job.lr)
+        self._fill()
+        held = self._held()
+        trained = [s for s in self.role.params if held[s.name].grad is not None]
+        take_step([held[s.name] for s in trained], optimizer, self.job.lr)
+        yield from self._pieces(f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained)
+
+    def _buffers(self) -> Iterator[Row]:
+        expected = self.job.reference.buffers
+        ours = [s for s in self.role.buffers if s.name in expected]
+        yield from self._pieces("buffer", self._held(), expected, ours)
+
+    def _pieces(
+        self, kind: str, found: Tensors, expected: Tensors, shards: Sequence[Shard]
+    ) -> Iterator[Row]:
+        """Compare this rank's pieces; a tensor that only one side has is infinitely wrong."""
+        scales = _scales(expected)
+        for shard in shards:
+            ours, whole = found.get(shard.name), expected.get(shard.name)
+            if ours is None and whole is None:
+                continue
+            error, noise = float("inf"), False
+            if ours is not None and whole is not None:
+                scale, noise = scales[shard.name]
+                error = _difference(ours, self._take(shard, whole)) / scale
+            yield Row(error, kind, shard.name, self.rank, noise)
+
+    def _whole(self, kind: str, found: Tensors, expected: Tensors) -> Iterator[Row]:
+        """Compare tensors that every rank has whole."""
+        scales = _scales(expected)
+        for name in sorted({*found, *expected}):
+            if name not in found or name not in expected:
+                yield Row(float("inf"), kind, name, self.rank)
+                continue
+            scale, noise = scales[name]
+            yield Row(_difference(found[name], expected[name]) / scale, kind, name, self.rank, noise)
+
+    def _held(self) -> dict[str, Tensor]:
+        return self.role.tensors(self.step)
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {name: t.grad for name, t in self._held().items() if t.grad is not None}
+
+    def _take(self, shard: Shard, whole: Tensor) -> Tensor:
+        mesh = self.job.program.mesh
+        return shard.take(whole, mesh, mesh.coords(self.rank))
+
+
+def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
+    """What each tensor's error is divided by, and whether that is the largest tensor's scale."""
+    sizes = {name: _largest(tensor) for name, tensor in expected.items()}
+    most = max(sizes.values(), default=0.0)
+    scales = {}
+    for name, size in sizes.items():
+        dtype = expected[name].dtype
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        noise = size <= eps ** (2 / 3) * most
+        scales[name] = ((most if noise else size) or 1.0, noise and most > 0)
+    return scales
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
+
+
+def _difference(ours: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference; infinite where shapes differ or something is not a number."""
+    if ours.shape != expected.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    wide = torch.promote_types(ours.dtype, expected.dtype)
+    wide = wide if wide.is_floating_point or wide.is_complex else torch.float64
+    difference = (ours.detach().to(wide) - expected.detach().to(wide)).abs()
+    same = ours.detach() == expected.detach()  # equal infinities have no difference
+    worst = float(torch.where(same, torch.zeros_like(difference), difference).amax())
+    return worst if worst == worst else float("inf")
+
+
+def _merge(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """The worst row of each tensor over the ranks, in the order in which they were compared."""
+    worst: dict[tuple[str, str], Row] = {}
+    for row in (row for rows in found for row in rows):
+        key = row.kind, row.name
+        worst[key] = max(worst.get(key, row), row, key=lambda r: r.error)
+    return tuple(worst.values())

@@ -1,0 +1,80 @@
+"""Put work between start and wait: inside each block, what does not need a collective's result runs while it is under way.
+
+Weight gradients are the filler: nothing in the step needs them before its end, so they wait until a transfer
+is in flight and run beside it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import groupby
+
+from torch import fx
+
+from partc import collectives
+from partc.graph import Graph, value
+from partc.passes.insert_collectives import block_of
+
+_START, _WORK, _WAIT = range(3)
+
+
+def fill_waits(graph: Graph) -> Graph:
+    """Reorder the calls of each block and phase of a scheduled graph, in place."""
+    fillers = _fillers(graph)
+    for segment in _segments(graph):
+        anchor = segment[0].prev
+        for node in _ordered(segment, fillers):
+            anchor.append(node)
+            anchor = node
+    graph.fx.lint()
+    return graph
+
+
+def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
+    """Runs of consecutive calls of one block and phase."""
+    calls = list(graph.calls())
+    for _, run in groupby(calls, key=lambda n: (block_of(n), value(n).phase)):
+        yield list(run)
+
+
+def _fillers(graph: Graph) -> set[fx.Node]:
+    """Calls that only the step's results depend on: gradients of weights and their reductions."""
+    fillers: set[fx.Node] = set()
+    for node in reversed(list(graph.calls())):
+        if value(node).phase == "B" and all(u.op == "output" or u in fillers for u in node.users):
+            fillers.add(node)
+    return fillers
+
+
+def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]:
+    """Operands first; starts before work, work before waits, fillers once a wait is all that is left."""
+    place = {node: i for i, node in enumerate(segment)}
+    missing = {n: sum(o in place for o in n.all_input_nodes) for n in segment}
+    ready: list[tuple[int, int]] = []
+    held_back: list[int] = []
+
+    def admit(node: fx.Node) -> None:
+        if node in fillers and node.target not in collectives.COLLECTIVES:
+            heapq.heappush(held_back, place[node])
+        else:
+            heapq.heappush(ready, (_kind(node), place[node]))
+
+    for node in segment:
+        if not missing[node]:
+            admit(node)
+    while ready or held_back:
+        take_filler = held_back and (not ready or ready[0][0] == _WAIT)
+        index = heapq.heappop(held_back) if take_filler else heapq.heappop(ready)[1]
+        yield segment[index]
+        for user in segment[index].users:
+            if user in place:
+                missing[user] -= 1
+                if not missing[user]:
+                    admit(user)
+
+
+def _kind(node: fx.Node) -> int:
+    if node.target in collectives.COLLECTIVES:
+        return _START
+    return _WAIT if node.target is collectives.wait else _WORK

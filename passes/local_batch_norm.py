@@ -1,0 +1,39 @@
+"""``batch_norm="local"``: each rank normalises with the statistics of its own piece of the batch, as DDP does.
+
+The running statistics kept are those of the first rank of the axis (DDP broadcasts them from there).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from partc.graph import results_of, tensor_args
+from partc.rules import Strategy
+from partc.sharding import Layout, R, U, cut
+
+aten = torch.ops.aten
+VARIANT = "local"  # result sums marked U are this rank's own: only the first rank's count
+_FORWARD = aten._native_batch_norm_legit_functional.default
+_BACKWARD = aten.native_batch_norm_backward.default
+
+
+def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
+    """The strategy for a batch normalisation whose operand arrives cut along the batch; None for other calls."""
+    if node.target not in (_FORWARD, _BACKWARD) or arriving != cut(0):
+        return None
+    images = 1 if node.target is _FORWARD else 2  # operands with a batch: x, or d_y and x
+    ins = tuple(cut(0) if i < images else R for i in range(len(tensor_args(node))))
+    # y, mean, rstd, new running mean and variance; or d_x, d_weight, d_bias
+    outs = (cut(0), R, R, U, U) if node.target is _FORWARD else (cut(0), U, U)
+    return Strategy(ins, outs[: len(results_of(node))], VARIANT)
+
+
+def keeps_first(node: fx.Node, strategy: Strategy | None, result: int) -> bool:
+    """Whether this result has to be zeroed on all ranks but the first, so that the sum is the first rank's."""
+    return (
+        strategy is not None
+        and strategy.variant == VARIANT
+        and node.target is _FORWARD
+        and strategy.outs[result] == U
+    )

@@ -1,0 +1,87 @@
+"""Compute cheap values again in the backward instead of keeping them: those whose operands are kept anyway.
+
+Sums, products, casts and views of what is saved cost little time and most of the activation memory. Results of
+``exp``, ``tanh`` and the like are kept. A value is recomputed only inside the block that made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, held, is_tensor, set_held, set_value, tensor_args, value
+from partc.passes.insert_collectives import block_of
+
+aten = torch.ops.aten
+_VIEWS = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.transpose.int, aten.t.default,
+    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
+    aten.select.int, aten.slice.Tensor,
+)  # fmt: skip
+_CHEAP = frozenset({
+    *_VIEWS, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
+    aten.div.Tensor, aten.neg.default, aten._to_copy.default, aten.silu.default, aten.relu.default,
+})  # fmt: skip
+
+
+def recompute(graph: Graph) -> Graph:
+    """Give the backward its own copies of cheap forward values, in place."""
+    again = _recomputable(graph)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.calls()):
+        if value(node).phase == "B":
+            for operand in tensor_args(node):
+                if operand in again and block_of(operand) == block_of(node):
+                    node.replace_input_with(operand, _copy(graph, operand, node, again, copies))
+    return graph
+
+
+def _recomputable(graph: Graph) -> set[fx.Node]:
+    """Forward values that the backward reads and that follow cheaply from what is kept anyway."""
+    saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
+    again: set[fx.Node] = set()
+    for node in graph.calls():
+        if value(node).phase != "F" or node.target not in _CHEAP or not is_tensor(node):
+            continue
+        operands = tensor_args(node)
+        kept = [o for o in operands if o.op == "placeholder" or o in again or o in saved]
+        if len(kept) == len(operands) and all(_same_block(o, node) or o.op == "placeholder" or o in saved for o in operands):
+            again.add(node)
+    return {n for n in again if n in saved and _pays(n)} | _inner(again, saved)
+
+
+def _inner(again: set[fx.Node], saved: set[fx.Node]) -> set[fx.Node]:
+    """Recomputable values that no backward node reads itself: steps on the way to one that is."""
+    return {n for n in again if n not in saved}
+
+
+def _pays(node: fx.Node) -> bool:
+    """Whether keeping it would cost memory, or it is a view that is written as easily again."""
+    return node.target in _VIEWS or held(node).numel() > 1
+
+
+def _same_block(a: fx.Node, b: fx.Node) -> bool:
+    return a.op != "placeholder" and block_of(a) == block_of(b)
+
+
+def _read_backward(node: fx.Node) -> bool:
+    return any(u.op == "call_function" and value(u).phase == "B" for u in node.users)
+
+
+def _copy(
+    graph: Graph, node: fx.Node, reader: fx.Node, again: set[fx.Node], copies: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The backward's copy of a value, written before its first reader, its own cheap operands first."""
+    if node not in copies:
+        swap = {
+            o: _copy(graph, o, reader, again, copies)
+            for o in tensor_args(node)
+            if o in again and block_of(o) == block_of(node)
+        }
+        with graph.fx.inserting_before(reader):
+            copies[node] = graph.fx.node_copy(node, lambda n: swap.get(n, n))
+        set_value(copies[node], replace(value(node), phase="B"))
+        set_held(copies[node], held(node))
+    return copies[node]

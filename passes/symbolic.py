@@ -1,0 +1,213 @@
+"""Costs of a graph as sympy expressions of input sizes (batch, sequence) and mesh axis sizes.
+
+The graph is made anew at a few other sizes. Each dim of each value is then interpolated as a
+polynomial, and accepted only if it also predicts sizes that took no part. Mesh axes enter through
+the shardings: a dim that an axis cuts is the whole's dim divided by that axis's size.
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+import sympy
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from partc import collectives
+from partc.errors import PartcError
+from partc.graph import Graph, held, tensor_args, value
+from partc.passes.bytes import moved_bytes, sent_share
+from partc.passes.flops import node_flops
+from partc.passes.storage import replay
+from partc.sharding import Sharding
+
+Sizes = Mapping[str, int]
+Resized = Callable[[Sizes], Graph]  # makes the same graph, mesh and plan included, at other sizes
+Samples = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class SymbolicCosts:
+    """One rank's costs as expressions; ``why`` says what kept them from being found.
+
+    ``sent_bytes`` is by axis and kind of collective.
+    """
+
+    flops: sympy.Expr | None = None
+    moved_bytes: sympy.Expr | None = None
+    sent_bytes: Mapping[tuple[str, str], sympy.Expr] = field(default_factory=dict)
+    param_bytes: sympy.Expr | None = None
+    why: str = ""
+
+
+class _NotConfirmed(Exception):
+    """Sizes do not follow polynomials of a low degree, or the graph differs with them."""
+
+
+def samples_for(size: int) -> tuple[int, ...]:
+    """Four sizes to make a graph at, the given one first, then parts of it, or else multiples."""
+    if size >= 8 and size % 4 == 0:
+        return size, size // 2, size // 4 * 3, size // 4
+    return size, 2 * size, 3 * size, 4 * size
+
+
+def symbolic_costs(graph: Graph, resized: Resized, sizes: Sizes) -> SymbolicCosts:
+    """Costs of ``graph``, which was made at ``sizes`` (symbol -> number), as expressions."""
+    samples = {symbol: samples_for(size) for symbol, size in sizes.items()}
+    try:
+        shapes = _Shapes(graph, _fit(graph, resized, samples))
+    except (PartcError, _NotConfirmed) as error:
+        return SymbolicCosts(why=str(error))
+    return shapes.costs()
+
+
+def symbolic_flops(graph: Graph, resized: Resized, sizes: Sizes) -> sympy.Expr | None:
+    """FLOPs of one rank as an expression, None if it could not be confirmed."""
+    return symbolic_costs(graph, resized, sizes).flops
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+# following sizes ---------------------------------------------------------------------------------
+Dims = dict[str, list[tuple[Any, ...]]]  # node name -> shape of each of its results
+
+
+def _dims(graph: Graph) -> Dims:
+    """Every node's held shapes."""
+    nodes = (n for n in graph.fx.nodes if n.op in ("placeholder", "call_function"))
+    return {n.name: [tuple(t.shape) for t in _tensors(n)] for n in nodes}
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(held(node)) if isinstance(x, Tensor)]
+
+
+def _fit(graph: Graph, resized: Resized, samples: Samples) -> Dims:
+    """Shapes as polynomials: linear in each symbol, or quadratic if that is not enough."""
+    known = {tuple(sizes[0] for sizes in samples.values()): _dims(graph)}
+
+    def at(point: tuple[int, ...]) -> Dims:
+        if point not in known:
+            known[point] = _dims(resized(dict(zip(samples, point, strict=True))))
+        return known[point]
+
+    for degree in (1, 2):
+        held_out = tuple(sizes[degree + 1] for sizes in samples.values())
+        fitted = _interpolate([s[: degree + 1] for s in samples.values()], list(samples), at)
+        if _predicts(fitted, dict(zip(samples, held_out, strict=True)), at(held_out)):
+            return fitted
+    raise _NotConfirmed(f"sizes at {dict(zip(samples, held_out, strict=True))} are no polynomial")
+
+
+def _interpolate(
+    grid: Sequence[Sequence[int]], symbols: Sequence[str], at: Callable[[tuple[int, ...]], Dims]
+) -> Dims:
+    """The polynomials through the shapes at every point of a grid, by Lagrange's formula."""
+    points = list(product(*grid))
+    basis = [
+        sympy.expand(
+            prod(_bump(_symbol(s), xs, x) for s, xs, x in zip(symbols, grid, p, strict=True))
+        )
+        for p in points
+    ]
+    seen = [at(point) for point in points]
+    if any(_ranks(other) != _ranks(seen[0]) for other in seen):
+        raise _NotConfirmed("the graph has other calls at other sizes")
+    cache: dict[tuple[int, ...], sympy.Expr] = {}
+
+    def through(values: tuple[int, ...]) -> sympy.Expr:
+        if values not in cache:
+            terms = (v * b for v, b in zip(values, basis, strict=True))
+            constant = len(set(values)) == 1
+            cache[values] = sympy.Integer(values[0]) if constant else sympy.expand(sum(terms))
+        return cache[values]
+
+    def shape(name: str, result: int) -> tuple[sympy.Expr, ...]:
+        return tuple(map(through, zip(*(dims[name][result] for dims in seen), strict=True)))
+
+    return {name: [shape(name, i) for i in range(len(s))] for name, s in seen[0].items()}
+
+
+def _bump(symbol: sympy.Symbol, xs: Sequence[int], x: int) -> sympy.Expr:
+    """The polynomial that is 1 at ``x`` and 0 at the others of ``xs``."""
+    others = [o for o in xs if o != x]
+    return sympy.prod([(symbol - o) / sympy.Integer(x - o) for o in others])
+
+
+def _ranks(dims: Dims) -> dict[str, list[int]]:
+    return {name: [len(shape) for shape in shapes] for name, shapes in dims.items()}
+
+
+def _predicts(fitted: Dims, sizes: Sizes, seen: Dims) -> bool:
+    """Whether polynomials give the shapes seen at sizes that they were not made from."""
+    if _ranks(fitted) != _ranks(seen):
+        return False
+    where = {_symbol(s): n for s, n in sizes.items()}
+    pairs = {
+        (expr, size)
+        for name, shapes in fitted.items()
+        for exprs, shape in zip(shapes, seen[name], strict=True)
+        for expr, size in zip(exprs, shape, strict=True)
+    }
+    return all(expr.subs(where) == size for expr, size in pairs)
+
+
+# costs -------------------------------------------------------------------------------------------
+class _Shapes:
+    """A graph with the polynomials of its shapes; mesh axis sizes are made symbols too."""
+
+    def __init__(self, graph: Graph, fitted: Dims) -> None:
+        self.graph = graph
+        self.of = {n: self._divided(n, fitted[n.name]) for n in graph.fx.nodes if n.name in fitted}
+
+    def costs(self) -> SymbolicCosts:
+        ran, graph = replay(self.graph), self.graph
+        moving = (n for n in graph.calls() if moved_bytes(n, ran))
+        sent: dict[tuple[str, str], Any] = defaultdict(int)
+        for node in graph.calls():
+            if node.target in collectives.COLLECTIVES:
+                kind = getattr(node.target, "__name__", "")
+                axis = str(node.kwargs["axis"])
+                top, bottom = sent_share(kind, _symbol(axis))
+                sent[axis, kind] += self._bytes(tensor_args(node)[0]) * top / bottom
+        return SymbolicCosts(
+            flops=_sum(node_flops(node, self._shapes) for node in graph.calls()),
+            moved_bytes=_sum(
+                self._bytes(n)
+                for call in moving
+                for n in {**dict.fromkeys(tensor_args(call)), call: None}
+            ),
+            sent_bytes={key: sympy.expand(sent[key]) for key in sorted(sent)},
+            param_bytes=_sum(map(self._bytes, graph.params.values())),
+        )
+
+    def _shapes(self, node: fx.Node) -> Any:
+        single = isinstance(held(node), Tensor)
+        return self.of[node][0] if single else self.of[node]
+
+    def _bytes(self, node: fx.Node) -> Any:
+        tensors = zip(_tensors(node), self.of[node], strict=True)
+        return sum(prod(shape) * tensor.element_size() for tensor, shape in tensors)
+
+    def _divided(self, node: fx.Node, shapes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Local shapes in the sizes of the axes that cut them; unread results keep numbers."""
+        if isinstance(held(node), Tensor):
+            return [self._cut(shapes[0], value(node).sharding)]
+        picks = {u.args[1]: value(u).sharding for u in node.users if u.target is operator.getitem}
+        return [self._cut(shape, picks.get(i, Sharding())) for i, shape in enumerate(shapes)]
+
+    def _cut(self, shape: tuple[Any, ...], sharding: Sharding) -> tuple[Any, ...]:
+        local = list(shape)
+        for axis, layout in sharding.cuts():
+            local[layout.dim] = local[layout.dim] * self.graph.mesh.size(axis) / _symbol(axis)
+        return tuple(local)
+
+
+def _sum(terms: Any) -> sympy.Expr:
+    return sympy.expand(sympy.Add(*terms))

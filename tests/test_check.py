@@ -1,0 +1,212 @@
+"""Static checks accept sound graphs and find what was spoiled in them; numbers find the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from partc import collectives
+from partc.check import check, check_roles, messages
+from partc.errors import CheckError
+from partc.graph import Graph, held, set_held, update
+from partc.sharding import U, cut
+from partc.simulate import simulate
+from tests.build import Build, aten, mlp
+from tests.mutate import NUMERIC, STATIC, mutants
+
+
+def gathers() -> Graph:
+    """A weight stored in pieces over dp, gathered for use, its gradient scattered: ZeRO-3."""
+    b = Build("dp=2,tp=2")
+    w = b.tensor("param", "w", [16, 12], dp=cut(0))
+    x = b.tensor("input", "x", [8, 12])
+    mine = b.collective(collectives.keep_piece, x, "dp", dim=0, after=cut(0))
+    whole = b(collectives.wait, b.collective(collectives.all_gather, w, "dp", dim=0))
+    y = b(aten.mm.default, mine, b(aten.t.default, whole), dp=cut(0))
+    total = b(aten.sum.dim_IntList, b(aten.mul.Tensor, y, y, dp=cut(0)), [0, 1], dp=U)
+    loss = b.reduced(total, "dp")
+    b.phase = "B"
+    d_y = b(aten.mul.Tensor, y, 2, dp=cut(0))
+    d_w = b(aten.mm.default, b(aten.t.default, d_y, dp=cut(1)), mine, dp=U)
+    piece = b.collective(collectives.reduce_scatter, d_w, "dp", dim=0, after=cut(0))
+    return b.done(loss=loss, grads={"w": b(collectives.wait, piece, dp=cut(0))})
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {"mlp": mlp, "zero3": gathers}
+
+
+def whole_tensors(graph: Graph) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    named = graph.params | graph.inputs
+    return {name: torch.randn(shape_of(node), dtype=torch.float64) for name, node in named.items()}
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    shape: tuple[int, ...] = node.meta["value"].shape
+    return shape
+
+
+def expected(name: str, given: dict[str, Tensor]) -> list[Tensor]:
+    """Loss and gradients by eager autograd."""
+    x, *weights = (given[n].clone() for n in ("x", *(k for k in given if k != "x")))
+    for weight in weights:
+        weight.requires_grad_()
+    y = x @ weights[0].T if name == "zero3" else torch.relu(x @ weights[0].T) @ weights[1].T
+    loss = (y * y).sum() / (1 if name == "zero3" else 80)
+    return [loss.detach(), *torch.autograd.grad(loss, weights)]
+
+
+def is_right(name: str, graph: Graph) -> bool:
+    given = whole_tensors(graph)
+    out = simulate(graph, given)
+    got = [out["loss"], *(out["grads"][n] for n in graph.params)]
+    return all(
+        torch.allclose(a, b, rtol=1e-10) for a, b in zip(got, expected(name, given), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sound_graphs_pass(name: str) -> None:
+    graph = GRAPHS[name]()
+    check(graph)
+    check_roles([(range(graph.mesh.num_ranks), graph)], graph.mesh)
+    assert is_right(name, graph)
+
+
+def found(graph: Graph) -> str:
+    """The message of the static checks, or nothing."""
+    try:
+        check(graph)
+    except CheckError as error:
+        return str(error)
+    return ""
+
+
+def test_kill_rate(golden: Callable[..., None]) -> None:
+    """What types show is found wherever the mistake can be made; numbers find all the rest."""
+    lines = ["mistake                                   places  static  numbers"]
+    for mistake, mutator in (STATIC | NUMERIC).items():
+        spoiled = [(name, g) for name, make in GRAPHS.items() for _, g in mutants(make, mutator)]
+        left = [(name, graph) for name, graph in spoiled if not found(graph)]
+        wrong = sum(not is_right(name, graph) for name, graph in left)
+        assert spoiled, f"{mistake} was made nowhere"
+        assert wrong == (0 if mistake in STATIC else len(left)), mistake
+        assert mistake in NUMERIC or not left, mistake
+        lines.append(f"{mistake:<40}  {len(spoiled):6}  {len(spoiled) - len(left):6}  {wrong:7}")
+    golden("\n".join(lines))
+
+
+def test_messages(golden: Callable[..., None]) -> None:
+    """One message per mistake, as a user sees it."""
+    texts = []
+    for mistake, mutator in STATIC.items():
+        _, graph = next((n, g) for make in GRAPHS.values() for n, g in mutants(make, mutator))
+        texts.append(f"{mistake}\n    {found(graph)}")
+    golden("\n".join(texts))
+
+
+def test_reduced_before_the_last_contribution() -> None:
+    b = Build("dp=2")
+    x = b.tensor("input", "x", [8, 12])
+    w = b.tensor("param", "w", [12])
+    mine = b.collective(collectives.keep_piece, x, "dp", dim=0, after=cut(0))
+    first = b.reduced(b(aten.sum.dim_IntList, mine, [0], dp=U), "dp")
+    second = b(aten.sum.dim_IntList, mine, [0], dp=U)
+    graph = b.done(grads={"w": b(aten.add.Tensor, first, second)})
+    assert w.name in graph.fx.find_nodes(op="placeholder")[1].name
+    with pytest.raises(CheckError, match=r"no rule of aten.add.Tensor takes \(R, U\)"):
+        check(graph)
+
+
+def test_not_linear_in_a_sum() -> None:
+    b = Build("tp=2")
+    x = b.tensor("input", "x", [8, 12])
+    mine = b.collective(collectives.keep_piece, x, "tp", dim=1, after=cut(1))
+    total = b(aten.sum.dim_IntList, mine, [1], tp=U)
+    graph = b.done(results={"y": b(aten.relu.default, total, tp=U)})
+    with pytest.raises(CheckError, match="Finish sums before ops that are not linear in them"):
+        check(graph)
+
+
+def test_gather_of_an_outer_cut() -> None:
+    b = Build("dp=2,tp=2")
+    w = b.tensor("param", "w", [8, 3], dp=cut(0), tp=cut(0))
+    whole = b(aten.add.Tensor, w, 1, dp=cut(0), tp=cut(0))
+    gathered = b.collective(collectives.all_gather, whole, "tp", dim=0)
+    graph = b.done(results={"y": b(collectives.wait, gathered, dp=cut(0))})
+    with pytest.raises(CheckError, match="another axis cuts inside tp's pieces"):
+        check(graph)
+
+
+def test_loss_is_whole() -> None:
+    b = Build("dp=2")
+    x = b.tensor("input", "x", [8])
+    mine = b.collective(collectives.keep_piece, x, "dp", dim=0, after=cut(0))
+    graph = b.done(loss=b(aten.sum.dim_IntList, mine, [0], dp=U))
+    with pytest.raises(CheckError, match=r"the loss is f32\[\]\{U:dp\}"):
+        check(graph)
+
+
+def test_dtype_is_derived() -> None:
+    graph = mlp()
+    node = next(n for n in graph.calls() if n.target is aten.relu.default)
+    update(node, dtype=torch.bfloat16)
+    with pytest.raises(CheckError, match=r"it gives torch.float32, but is noted as torch.bfloat16"):
+        check(graph)
+
+
+def test_unscheduled_graphs_have_no_waits() -> None:
+    graph = mlp()
+    for node in [n for n in graph.calls() if n.target is collectives.wait]:
+        node.replace_all_uses_with(node.args[0])
+        graph.fx.erase_node(node)
+    check(graph, scheduled=False)
+    with pytest.raises(CheckError, match="is waited for 0 times"):
+        check(graph)
+
+
+def test_roles_must_agree() -> None:
+    sound, other = mlp(), mlp()
+    loss = next(
+        n for n in other.calls() if n.target is collectives.all_reduce and held(n).dim() == 0
+    )
+    waited = next(iter(loss.users))
+    other.fx.output_node().prepend(loss)
+    other.fx.output_node().prepend(waited)
+    assert sorted(map(str, messages(sound))) == sorted(map(str, messages(other)))
+    check_roles([([0, 1], sound), ([2, 3], sound)], sound.mesh)
+    with pytest.raises(CheckError, match=r"rank 0, collective 1: all_reduce over dp .* rank 2"):
+        check_roles([([0, 1], sound), ([2, 3], other)], sound.mesh)
+
+
+def test_roles_must_agree_on_dtype() -> None:
+    sound, other = mlp(), mlp()
+    first = next(n for n in other.calls() if n.target is collectives.all_reduce)
+    operand = first.all_input_nodes[0]
+    set_held(operand, held(operand).to(torch.int32))
+    with pytest.raises(CheckError, match=r"never meets rank 1 \(that rank stands at .*int32\)"):
+        check_roles([([0, 2], sound), ([1, 3], other)], sound.mesh)
+
+
+def test_orders_across_groups_can_block() -> None:
+    """Each group alone sees one order, together they wait for each other."""
+
+    def two(first: str, second: str) -> Graph:
+        b = Build("dp=2,tp=2")
+        x = b.tensor("input", "x", [8])
+        for axis in (first, second):
+            b.reduced(b.collective(collectives.keep_first, x, axis, after=U), axis)
+        return b.done()
+
+    dp_first, tp_first = two("dp", "tp"), two("tp", "dp")
+    with pytest.raises(CheckError, match="never meets"):
+        check_roles([([0, 3], dp_first), ([1, 2], tp_first)], dp_first.mesh)
+
+
+def test_every_rank_has_a_role() -> None:
+    graph = mlp()
+    with pytest.raises(CheckError, match="rank 3: it has no program"):
+        check_roles([([0, 1, 2], graph)], graph.mesh)

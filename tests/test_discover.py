@@ -1,0 +1,197 @@
+"""Discovery: cuts of ops without a rule are found by experiment, and nothing false is."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from partc.errors import RuleError
+from partc.rules import Strategy, strategies
+from partc.rules.cases import b, f, i
+from partc.rules.discover import discover, strategies_for
+from partc.rules.isolate import answers_of
+from partc.rules.signature import Signature, Spec
+from partc.sharding import M, R, U, cut
+
+aten = torch.ops.aten
+call = Signature.call
+
+
+@torch.library.custom_op("partc_test::gated_rows", mutates_args=())
+def gated_rows(x: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """A fused row-wise op, as a user may bring one."""
+    return torch.softmax(x * gate + eps, -1)
+
+
+@torch.library.custom_op("partc_test::touchy_product", mutates_args=())
+def touchy_product(x: Tensor, y: Tensor) -> Tensor:
+    """A matrix product that takes the process with it where shapes do not fit."""
+    if x.shape[1] != y.shape[0]:
+        os.abort()
+    return x @ y
+
+
+@torch.library.custom_op("partc_test::deadly", mutates_args=())
+def deadly(x: Tensor) -> Tensor:
+    """An op that always crashes on the CPU."""
+    os.abort()
+
+
+@torch.library.custom_op("partc_test::whole_only", mutates_args=())
+def whole_only(x: Tensor) -> Tensor:
+    """An op whose every result entry needs every operand entry."""
+    return x * x.square().sum() + x.flip(0, 1)
+
+
+@gated_rows.register_fake
+def _(x: Tensor, gate: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@touchy_product.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], y.shape[1])
+
+
+@deadly.register_fake
+@whole_only.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+ours = torch.ops.partc_test
+WHOLE = call(ours.whole_only.default, f(64, 128))
+
+
+def found(signature: Signature, num: int = 2) -> set[Strategy]:
+    return set(discover(signature.node(), num))
+
+
+def test_rows_of_a_fused_op_are_found() -> None:
+    rows = call(ours.gated_rows.default, f(4096, 16, 512), f(512), 1e-6)
+    assert found(rows) == {
+        Strategy((cut(0), R), (cut(0),)),
+        Strategy((cut(1), R), (cut(1),)),
+    }
+
+
+def test_sizes_that_do_not_divide_are_left_out() -> None:
+    rows = call(ours.gated_rows.default, f(4096, 9, 512), f(512), 1e-6)
+    assert found(rows, 4) == {Strategy((cut(0), R), (cut(0),))}
+
+
+def test_crashing_attempts_are_survived() -> None:
+    assert found(call(ours.touchy_product.default, f(64, 128), f(128, 256))) == {
+        Strategy((cut(0), R), (cut(0),)),
+        Strategy((R, cut(1)), (cut(1),)),
+        Strategy((cut(1), cut(0)), (U,)),
+        Strategy((U, R), (U,)),
+        Strategy((R, U), (U,)),
+    }
+
+
+def test_op_that_only_crashes_is_replicated() -> None:
+    assert found(call(ours.deadly.default, f(64, 128))) == set()
+
+
+def test_hanging_attempt_is_given_up() -> None:
+    def attempt(number: int) -> str:
+        if number == 1:
+            time.sleep(60)
+        return f"done {number}"
+
+    assert answers_of(attempt, 3, seconds=0.5) == ["done 0", None, "done 2"]
+
+
+def test_damage_of_an_earlier_attempt_is_not_blamed_on_the_next() -> None:
+    damaged = []
+
+    def attempt(number: int) -> str:
+        if number == 2 and damaged:
+            os.abort()
+        damaged.append(number)
+        return str(number)
+
+    assert answers_of(attempt, 4, seconds=5) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        call(aten.eq.Scalar, f(64, 128), 0.0),
+        call(aten.le.Scalar, f(64, 128), 1.0),
+        call(aten.floor.default, f(64, 128)),
+        call(aten.masked_fill.Scalar, f(64, 128), b(64, 128), 1.5),
+        call(aten.amax.default, f(64, 128), [1]),
+        call(aten.add.Tensor, f(64, 128), 1e-6),
+        call(aten.sign.default, f(64, 128)),
+        call(aten.relu.default, f(64, 128)),
+    ],
+    ids=str,
+)
+def test_nothing_false_is_linear(signature: Signature) -> None:
+    assert not [s for s in found(signature) if U in s.ins or U in s.outs]
+
+
+def test_index_is_no_average() -> None:
+    picked = found(call(aten.index.Tensor, f(64, 128), [i(16)]))
+    assert Strategy((cut(0), R), (R,)) not in picked
+    assert not [s for s in picked if s.ins[0] == cut(0)]
+
+
+def test_amax_finishes_as_maximum() -> None:
+    assert Strategy((cut(1),), (M,)) in found(call(aten.amax.default, f(64, 128), [1]))
+
+
+def test_random_ops_are_not_guessed() -> None:
+    assert found(call(aten.bernoulli.p, f(64, 128), 0.4)) == set()
+
+
+def test_sums_are_for_floats_only() -> None:
+    whole = call(aten.neg.default, Spec((64, 128), torch.int64))
+    assert found(whole) == {Strategy((cut(0),), (cut(0),)), Strategy((cut(1),), (cut(1),))}
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        call(aten.mm.default, f(64, 128), f(128, 256)),
+        call(aten.linear.default, f(8, 64, 128), f(256, 128), f(256)),
+        call(aten.bmm.default, f(8, 64, 128), f(8, 128, 256)),
+        call(aten._softmax.default, f(64, 128), -1, False),
+        call(aten.native_layer_norm.default, f(8, 64, 128), [128], f(128), f(128), 1e-5),
+        call(aten.gelu_backward.default, f(64, 128), f(64, 128)),
+        call(aten.sum.dim_IntList, f(8, 64, 128), [0, 1]),
+        call(aten.cat.default, [f(64, 128), f(64, 256)], 1),
+        call(aten.permute.default, f(8, 64, 128), [2, 0, 1]),
+    ],
+    ids=str,
+)
+def test_discovery_finds_what_the_table_says(signature: Signature) -> None:
+    assert set(strategies(signature.node(), 2)) <= found(signature)
+
+
+def test_warning_names_op_and_cost_once() -> None:
+    warnings: list[str] = []
+    for _ in range(2):
+        assert strategies_for(WHOLE.node(), 2, warnings=warnings) == []
+    assert warnings == [
+        "whole_only_default: partc_test.whole_only.default has no sharding rule and runs whole on "
+        "every rank (no cut was found by experiment; each rank reads 32768 and writes 32768 "
+        'bytes). Add a line to partc/rules, such as rule("partc_test.whole_only.default", '
+        '"...->..."), to let it be cut.'
+    ]
+
+
+def test_strict_refuses_to_replicate() -> None:
+    with pytest.raises(RuleError, match=r"partc_test\.whole_only.* has no sharding rule"):
+        strategies_for(WHOLE.node(), 2, strict=True)
+
+
+def test_table_comes_before_discovery() -> None:
+    node = call(aten.mm.default, f(12, 24), f(24, 36)).node()
+    assert strategies_for(node, 2) == strategies(node, 2)

@@ -1,0 +1,253 @@
+"""Stage in real gloo processes: against the single-device model, and through torch's checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from example_program import (
+    BATCH,
+    GatedMLP,
+    example_batch,
+    example_loss,
+    example_model,
+    example_program,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from partc.errors import LoadError, RunError
+from partc.processes import Processes
+from partc.runtime import Stage
+from partc.tensorfile import write_tensors
+
+pytestmark = pytest.mark.gloo
+CLOSE = {"rtol": 2e-5, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Processes]:
+    with Processes(4, timeout=40) as processes:
+        yield processes
+
+
+def stage_on(dp: int, tp: int, seed: int = 0) -> Stage:
+    stage = example_program(dp, tp).module()
+    stage.load_full(example_model(seed))
+    return stage
+
+
+def eager_step(model: GatedMLP) -> Tensor:
+    loss = example_loss(model, *example_batch())
+    loss.backward()
+    return loss
+
+
+def whole_grads(stage: Stage) -> dict[str, Tensor]:
+    """Gradients joined over the ranks, by name."""
+    return {
+        shard.name: shard.join(grad, stage._gather)
+        for shard in stage._role.params
+        if (grad := dict(stage.named_parameters())[shard.name].grad) is not None
+    }
+
+
+def compare_grads(stage: Stage, model: GatedMLP, times: float = 1.0) -> None:
+    expected = {n: p.grad * times for n, p in model.named_parameters() if p.grad is not None}
+    assert whole_grads(stage).keys() == expected.keys()
+    for name, grad in whole_grads(stage).items():
+        torch.testing.assert_close(grad, expected[name], **CLOSE, msg=name)
+
+
+# a training run ------------------------------------------------------------------------------
+def train_both() -> None:
+    stage, model = stage_on(2, 2), example_model()
+    assert sorted(dict(stage.named_parameters())) == sorted(dict(model.named_parameters()))
+    ours = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        torch.testing.assert_close(stage.step(*example_batch()), eager_step(model), **CLOSE)
+        compare_grads(stage, model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(stage.clip_grad_norm_(0.1), norm, **CLOSE)
+        compare_grads(stage, model)
+        ours.step()
+        theirs.step()
+    whole, expected = stage.full_state_dict(), model.state_dict()
+    assert list(whole) == list(expected)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, expected[name], **CLOSE, msg=name)
+    copy.deepcopy(model).load_state_dict(whole)
+
+
+def test_training_follows_the_single_device_model(world: Processes) -> None:
+    world.run(train_both)
+
+
+def backward_twice_over() -> None:
+    stage, model = stage_on(2, 2), example_model()
+    loss = eager_step(model)
+    for times in (3.0, 6.0):
+        ours = stage(*example_batch())
+        (3 * ours).backward()
+        torch.testing.assert_close(ours, loss, **CLOSE)
+        compare_grads(stage, model, times)
+    with torch.no_grad():
+        assert not stage(*example_batch()).requires_grad
+    compare_grads(stage, model, 6.0)
+    assert stage.get_buffer("rows").item() == 3 * BATCH
+    loss = stage(*example_batch())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RunError, match="second time"):
+        loss.backward()
+
+
+def test_loss_backward_works_as_with_ddp(world: Processes) -> None:
+    world.run(backward_twice_over)
+
+
+def norms_of_every_kind() -> None:
+    for kind in (1.0, 2.0, 3.5, float("inf")):
+        stage, model = stage_on(2, 2), example_model()
+        stage.step(*example_batch())
+        eager_step(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2, kind)
+        torch.testing.assert_close(stage.clip_grad_norm_(1e-2, kind), norm, **CLOSE)
+        compare_grads(stage, model)
+    next(p for p in stage.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(RunError, match="not finite"):
+        stage.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_clipping_counts_every_element_once(world: Processes) -> None:
+    world.run(norms_of_every_kind)
+
+
+def moved_to_float64() -> None:
+    stage = stage_on(2, 2).double()
+    assert {p.dtype for p in stage.parameters()} == {torch.float64}
+    assert stage.get_buffer("scale").dtype == torch.float64
+    assert {id(p) for p in stage.parameters()} == {id(p) for p in stage._rank_step.parameters()}
+    assert {id(b) for b in stage.buffers()} == {id(b) for b in stage._rank_step.buffers()}
+
+
+def test_dtype_conversion_reaches_both_views(world: Processes) -> None:
+    world.run(moved_to_float64)
+
+
+# loading -------------------------------------------------------------------------------------
+def load_every_way(folder: Path) -> None:
+    model = example_model(3)
+    state = model.state_dict()
+    untied = {name: tensor for name, tensor in state.items() if not name.startswith("up.")}
+    for source in (model, state, untied, folder / "one.safetensors", folder / "index.safetensors.index.json"):
+        stage = stage_on(2, 2)
+        stage.load_full(source)
+        for name, tensor in stage.full_state_dict().items():
+            torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
+    torch.testing.assert_close(stage.get_buffer("scale"), model.scale, rtol=0, atol=0)
+
+
+def test_full_weights_come_from_anywhere(world: Processes, tmp_path: Path) -> None:
+    state = example_model(3).state_dict()
+    write_tensors(tmp_path / "one.safetensors", state)
+    names = sorted(state)
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, held in parts.items():
+        write_tensors(tmp_path / file, {name: state[name] for name in held})
+    weight_map = ", ".join(f'"{n}": "{file}"' for file, held in parts.items() for n in held)
+    (tmp_path / "index.safetensors.index.json").write_text(f'{{"weight_map": {{{weight_map}}}}}')
+    world.run(load_every_way, tmp_path)
+
+
+def refused_weights() -> None:
+    stage, state = stage_on(2, 2), example_model(3).state_dict()
+    with pytest.raises(LoadError, match=r"1 names are missing and 1 unexpected.*\n.*down.bias.*\n.*extra"):
+        stage.load_full({**{n: t for n, t in state.items() if n != "down.bias"}, "extra": torch.ones(1)})
+    with pytest.raises(LoadError, match=r"down.weight: \[8, 12\] compiled, \[8, 3\] given"):
+        stage.load_full({**state, "down.weight": torch.ones(8, 3)})
+    with pytest.raises(LoadError, match="meta device"):
+        stage.load_full(example_model().to("meta"))
+    before = stage.full_state_dict()["down.bias"]
+    stage.load_full({n: t for n, t in state.items() if n != "down.bias"}, strict=False)
+    after = stage.full_state_dict()
+    torch.testing.assert_close(after["down.bias"], before, rtol=0, atol=0)
+    torch.testing.assert_close(after["down.weight"], state["down.weight"], rtol=0, atol=0)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(world: Processes) -> None:
+    world.run(refused_weights)
+
+
+def refused_inputs() -> None:
+    stage = stage_on(2, 2)
+    x, y = example_batch()
+    wrong: list[tuple[Any, ...]] = [(x,), (x[:6], y), (x.double(), y), (x, y, y)]
+    for inputs in wrong:
+        with pytest.raises(RunError, match=r"expected \(x: float32\[12, 8\], y: .*\), got \("):
+            stage.step(*inputs)
+
+
+def test_a_batch_of_another_shape_is_refused(world: Processes) -> None:
+    world.run(refused_inputs)
+
+
+# checkpoints ---------------------------------------------------------------------------------
+def save_checkpoint(dp: int, tp: int, folder: Path) -> None:
+    stage = stage_on(dp, tp, seed=5)
+    state = stage.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    for name, value in state.items():
+        torch.testing.assert_close(value.full_tensor(), example_model(5).state_dict()[name], rtol=0, atol=0)
+    if dist.get_world_size() > 1:
+        assert state["down.weight"].to_local().data_ptr() == stage.get_parameter("down.weight").data_ptr()
+    dcp.save({"model": state}, checkpoint_id=folder)
+
+
+def load_checkpoint(dp: int, tp: int, folder: Path) -> None:
+    stage = stage_on(dp, tp, seed=0)
+    state = {"model": stage.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    stage.load_state_dict(state["model"])
+    expected = example_model(5).state_dict()
+    for name, tensor in stage.full_state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((1, 2), [(2, 2), (1, 3)]), ((2, 2), [(4, 1), (1, 2), (1, 1)])],
+    ids=["2 to 4 to 3", "2x2 to 4x1, 2, 1"],
+)
+def test_checkpoints_load_under_another_mesh(
+    world: Processes, tmp_path: Path, saved: tuple[int, int], loaded: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path / "0"
+    world.run(save_checkpoint, *saved, folder, num=saved[0] * saved[1])
+    for i, (dp, tp) in enumerate(loaded):
+        world.run(load_checkpoint, dp, tp, folder, num=dp * tp)
+        folder = tmp_path / str(i + 1)
+        world.run(save_checkpoint, dp, tp, folder, num=dp * tp)
+
+
+def torchs_own_state_dict() -> None:
+    stage = stage_on(2, 2, seed=5)
+    state = get_model_state_dict(stage)
+    other = stage_on(2, 2)
+    set_model_state_dict(other, state)
+    expected = example_model(5).state_dict()
+    for name, tensor in other.full_state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_torchs_state_dict_functions_accept_a_stage(world: Processes) -> None:
+    world.run(torchs_own_state_dict)

@@ -1,0 +1,97 @@
+"""verify finds a right program right, and names what a wrong one gets wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from example_program import example_batch, example_loss, example_model, example_program
+from torch import nn
+
+from partc.errors import CheckError, UsageError
+from partc.program import Program
+from partc.verify import Report, verify
+
+
+def check(program: Program, **options: bool) -> Report:
+    return verify(program, example_model(), example_batch(), example_loss, **options)
+
+
+def edited(old: str, new: str) -> Program:
+    """The example with one edit in its source."""
+    program = example_program()
+    source = program.source()
+    assert source.count(old) == 1, old
+    return replace(program, sources={"role0.py": source.replace(old, new)})
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2), (4, 1), (1, 3), (3, 4)])
+def test_the_example_is_right_on_every_mesh(dp: int, tp: int) -> None:
+    report = check(example_program(dp, tp)).check()
+    assert {row.kind for row in report.rows} == {
+        "loss", "gradient", "buffer", "after SGD", "after AdamW", "accumulated gradient"
+    }  # fmt: skip
+    assert report.worst.error < 1e-14
+
+
+@pytest.mark.gloo
+def test_processes_agree_with_threads() -> None:
+    assert check(example_program(), processes=True).worst.error < 1e-14
+
+
+MISTAKES = {  # edit -> what the worst rows must name
+    "a gradient is not summed over dp": (
+        "dist.all_reduce(d_up_bias, group=self.dp", "dist.all_reduce(d_up_bias.clone(), group=self.dp",
+        "up.bias"),
+    "a missing scale": ("(2 / 96)", "(1 / 96)", "gradient"),
+    "the halves are swapped": ("a, b = up.chunk", "b, a = up.chunk", "up.weight"),
+    "a buffer counts one rank": ("x.shape[0] * 2", "x.shape[0]", "rows"),
+    "a gradient replaces": ("else param.grad.add_(grad)", "else grad", "accumulated"),
+    "a frozen parameter gets a gradient": (
+        "        return loss\n", "        add_grad(self.shift, d_down_bias)\n        return loss\n", "shift"),
+    "a gradient is lost": ("add_grad(self.down_bias, d_down_bias)", "pass", "down.bias"),
+    "a wait comes too late": (
+        "gathered_done.wait()\n        down_weight = gathered.T ", "down_weight = gathered.T.clone()\n        gathered_done.wait() ", "loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_program_is_caught_by_name(mistake: str) -> None:
+    old, new, name = MISTAKES[mistake]
+    report = check(edited(old, new))
+    assert not report.ok()
+    with pytest.raises(CheckError, match=name):
+        report.check()
+
+
+def test_the_report_is_a_table_that_names_the_worst() -> None:
+    report = check(edited("(2 / 96)", "(1 / 96)"))
+    assert report.worst.error == pytest.approx(0.5)
+    assert "GatedMLP on dp=2 tp=2: 4 ranks in threads, float64" in str(report)
+    assert report.as_json()["worst"]["name"] == report.worst.name
+
+
+def test_precision_of_its_own_is_an_option() -> None:
+    report = verify(
+        example_program(), example_model(), example_batch(), example_loss, dtype=None
+    )
+    assert 1e-9 < report.worst.error < 1e-5
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_no_false_alarm() -> None:
+    from partc.verify import _scales
+
+    scales = _scales({"big": torch.tensor([4.0]).double(), "zero": torch.tensor([1e-17]).double()})
+    assert scales == {"big": (4.0, False), "zero": (4.0, True)}
+
+
+def test_a_random_model_is_refused() -> None:
+    model = nn.Sequential(example_model(), nn.Dropout(0.1))
+    with pytest.raises(UsageError, match="draws random numbers"):
+        verify(example_program(), model, example_batch(), example_loss)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(UsageError, match="meta device"):
+        verify(example_program(), example_model().to("meta"), example_batch(), example_loss)
