@@ -58,6 +58,11 @@ class Graph:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        from partc.graph_text import graph_text  # it needs this module
+
+        return graph_text(self)
+
     # nodes -----------------------------------------------------------------------------------
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """The parameter, buffer or input nodes by the user's name, in order."""
