@@ -17,6 +17,7 @@ from partc.capture import Objective, Recording, record
 from partc.errors import PartcError, TraceError
 from partc.graph import Graph, Outputs, Value, fake_like, set_draw, set_held, set_value, update, value
 from partc.passes.canonicalize import canonicalize
+from partc.passes.decompose_custom_ops import decompose_custom_ops
 from partc.passes.functionalize import functionalize
 from partc.source_lines import module_of, source_of
 
@@ -39,6 +40,7 @@ def trace(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = N
     except Exception as error:
         raise _explain(error, model) from error
     graph = _build(recording, model, _input_names(model, inputs, loss), train)
+    decompose_custom_ops(graph)
     functionalize(graph)
     _keep_known_buffers(graph, recording)
     canonicalize(graph)

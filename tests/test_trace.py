@@ -313,3 +313,39 @@ def test_other_refusals() -> None:
         trace(nn.Linear(4, 4), (x,), lambda m, x: outside(m(x)).sum())
     with pytest.raises(TraceError, match="it is a int"):
         trace(nn.Linear(4, 4), (x, 3))  # type: ignore[arg-type]
+
+
+# custom ops ----------------------------------------------------------------------------------
+@torch.library.custom_op("partc_test::scaled", mutates_args=())
+def scaled(x: Tensor, by: float) -> tuple[Tensor, Tensor]:
+    y = x.clone()
+    y.mul_(by)
+    return y, x.sum(0)
+
+
+@scaled.register_fake
+def _(x: Tensor, by: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[1:])
+
+
+@torch.library.custom_op("partc_test::asks", mutates_args=())
+def asks(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+@asks.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_custom_ops_become_torch_ops() -> None:
+    model = nn.Linear(4, 4).double()
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        y, total = scaled(x, 3.0)
+        return (m(y) * total).sum()
+
+    graph = check(model, (torch.randn(2, 4, dtype=torch.float64),), loss)
+    assert not [t for t in targets(graph) if "partc_test" in str(t)]
+    with pytest.raises(TraceError, match=r"partc_test.asks.* is no op of torch"):
+        trace(model, (torch.randn(2, 4, dtype=torch.float64),), lambda m, x: m(asks(x)).sum())
