@@ -173,8 +173,8 @@ class _Localizer:
         index = self.write.out.call_function(
             axis_index, (like,), {"axis": axis, "num": self.mesh.size(axis)}
         )
-        known = replace(value(self.node), kind="op", shape=(), dtype=torch.int64)
-        set_value(index, replace(known, sharding=REPLICATED))
+        known = replace(value(self.node), shape=(), dtype=torch.int64, sharding=REPLICATED)
+        set_value(index, known)
         set_held(index, 0)
         return index
 
