@@ -25,7 +25,7 @@ from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, 
 from partc.rules.notation import resolve
 from partc.rules.strategy import Strategy, applied
 from partc.rules.table import Rule, Windowed, find
-from partc.sharding import Sharding
+from partc.sharding import REPLICATED, Sharding
 
 aten = torch.ops.aten
 
@@ -173,7 +173,8 @@ class _Localizer:
         index = self.write.out.call_function(
             axis_index, (like,), {"axis": axis, "num": self.mesh.size(axis)}
         )
-        set_value(index, replace(value(self.node), kind="op", shape=(), dtype=torch.int64))
+        known = replace(value(self.node), shape=(), dtype=torch.int64, sharding=REPLICATED)
+        set_value(index, known)
         set_held(index, 0)
         return index
 
