@@ -123,6 +123,11 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
     return owners
 
 
+def gathers_param(node: fx.Node) -> bool:
+    """Whether a collective gathers a parameter as it is stored, so that it may start at any time."""
+    return node.target is collectives.all_gather and node.all_input_nodes[0].op == "placeholder"
+
+
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
     """A collective starts and is waited for in one function: where it starts, or else where it is waited for."""
     for node in graph.calls():

@@ -14,10 +14,12 @@ from partc.codegen.body import free_early, with_sections
 from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
+from partc.codegen.random import seed_lines
 from partc.codegen.safety import check_source
 from partc.codegen.slots import Interface, Unfit, interfaces
 from partc.codegen.step import StepBody
 from partc.codegen.tables import declaration, row, table
+from partc.codegen.tidy import copied, share_gathers
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, is_tensor, typed, value
 from partc.quoting import comment, docstring, identifier, literal
@@ -40,6 +42,7 @@ TABLES = {
 
 def emit(graph: Graph, *, header: str) -> str:
     """The text of one role's file: data, helper functions, block classes and ``class <Model>Step``."""
+    graph = copied(graph)
     items, sides = arranged(graph)
     text = _Program(graph, header, items, sides).text()
     check_source(text)
@@ -52,6 +55,7 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
     while True:
         items = arrange(graph, {run.layers for run in given_up})
         try:
+            items = share_gathers(items)
             return items, interfaces(graph, [item for item in items if isinstance(item, Loop)])
         except Unfit as unfit:
             given_up.add(unfit.run)
@@ -72,7 +76,7 @@ class _Program:
         self._name_attributes()
         arguments = self._arguments()
         blocks = [
-            {"name": c.name, "layers": _span(c.run), "declarations": block(c.declarations(), 2), "functions": c.functions()}
+            {"name": c.name, "layers": _span(c.run), "declarations": block(c.declarations(), 2), "functions": c.functions(), "gathers": c.gather_methods()}
             for c in self.classes.values()
         ]
         body = self._step(arguments)
@@ -83,6 +87,8 @@ class _Program:
             tables=self._tables(),
             helpers=self.helpers.text(),
             blocks=blocks,
+            seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
+            reduces="finish" in self.helpers.used,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
             declarations=block(self._declarations(), 2),
@@ -177,7 +183,7 @@ class _Program:
         lasting = {n for n in kept if is_tensor(n) and n in order}
         statements = free_early(body.statements(), body.text, lasting | set(self.attributes) | set(arguments))
         lines = with_sections(statements)
-        if any("reduced.append" in line.code for line in lines):
+        if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
             lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
         lines += self._buffer_updates(body)
         lines.append(Line(self._result(body)))

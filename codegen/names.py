@@ -10,11 +10,12 @@ from types import MappingProxyType
 from torch import fx
 
 from partc import collectives
+from partc.codegen import helpers
 from partc.graph import Graph, held, is_tensor, value
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
-RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "mesh", "seed", "reduced"}
+RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "following", "reduced", "before", "done", *helpers.names()}
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
 COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
 _TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
@@ -51,11 +52,19 @@ def wishes(
     named |= dict(_variable_names(forward))
     named |= dict(_module_names(forward, prefix))
     if graph.loss is not None:
-        named[graph.loss] = "loss"
+        named |= dict.fromkeys(moved_from(graph.loss), "loss")
     named |= given
     _follow_operands(forward, named)
     named |= dict(_gradient_names(graph, named, prefix))
     return {**named, **given}
+
+
+def moved_from(node: fx.Node) -> list[fx.Node]:
+    """A value and what it was before collectives moved it."""
+    chain = [node]
+    while chain[-1].target in MOVES:
+        chain.append(chain[-1].all_input_nodes[0])
+    return [n for n in chain if n.op == "call_function"]
 
 
 def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
@@ -180,16 +189,31 @@ def _gradient_names(
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
     by_name = {value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)}
-    final = {node: name for name, node in graph.grads.items()}
+    final = {n: name for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
+    known = {_origin(n): n for n in reversed(list(graph.calls())) if value(n).phase == "F"}
     for node in graph.calls():
-        if not value_or_none(node) or value(node).phase == "F":
+        if value(node).phase == "F":
             continue
-        if node in final:
+        if _is_again(node, found) and not (node.target in MOVES and node.all_input_nodes[0] in found):
+            again = node.all_input_nodes[0] if node.target in MOVES else known.get(_origin(node))
+            named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
+        elif node in final:
             found[node] = "d_" + identifier(inside(final[node], prefix))
         else:
             found[node] = _gradient_name(node, by_name, named, found)
     yield from found.items()
+
+
+def _origin(node: fx.Node) -> tuple[object, ...]:
+    """What a value and its recomputation have in common."""
+    shape = tuple(held(node).shape) if is_tensor(node) else ()
+    return (node.target, value(node).module, value(node).source, shape)
+
+
+def _is_again(node: fx.Node, gradients: Mapping[fx.Node, str]) -> bool:
+    """Whether a backward node is no gradient but a forward value computed or gathered once more."""
+    return bool(node.all_input_nodes) and not value(node).forward and gradients.keys().isdisjoint(node.all_input_nodes)
 
 
 def _gradient_name(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.codegen.blocks import Item, Loop, Run
+from partc.codegen.blocks import Item, Loop, Run, gathers_param
 from partc.codegen.body import Body, Statement
 from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
@@ -26,14 +26,37 @@ class StepBody(Body):
 
     def statements(self) -> list[Statement]:
         """One Statement per call or loop, in order."""
-        found = []
+        found: list[Statement] = []
         self._carry_names()
+        sections = self._sections()
+        for loop, nodes in sections:
+            early = [node for node in nodes if gathers_param(node)]
+            if loop is not None:
+                found.append(self._loop(loop, early))
+            found += [s for node in early for s in self.one(node)]
+            following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
+            if following is not None and self._gather(following):
+                first = self._first(following)
+                found.append(Statement([Line(f"{first}.{self._gather(following)}()", "the first block's weights")]))
+            found += [s for node in nodes if node not in early for s in self.one(node)]
+        return found
+
+    def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
+        """Each loop with the calls that follow it up to the next one; those before the first loop come first."""
+        sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
         for item in self.items:
             if isinstance(item, Loop):
-                found.append(self._loop(item))
+                sections.append((item, []))
             else:
-                found += self.one(item)
-        return found
+                sections[-1][1].append(item)
+        return sections
+
+    def _gather(self, loop: Loop) -> str:
+        """The method that starts to gather a block's weights, if the loop's blocks need it."""
+        return self.classes[loop.run].gather_name(self._side(loop))
+
+    def _first(self, loop: Loop) -> str:
+        return f"self.{self.classes[loop.run].attribute}[{-1 if self._descends(loop) else 0}]"
 
     def _side(self, loop: Loop) -> Interface:
         cls = self.classes[loop.run]
@@ -63,7 +86,8 @@ class StepBody(Body):
         return set(loop.run.backward[0].nodes) if loop.phase == "F" and loop.run.backward else set()
 
     # loops -----------------------------------------------------------------------------------
-    def _loop(self, loop: Loop) -> Statement:
+    def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
+        """The ``for`` statement of a loop; ``early`` are gathers of what follows it, started in its last turn."""
         side, cls = self._side(loop), self.classes[loop.run]
         lines: list[Line] = []
         variables = {slot.position: self._variable(side, slot, lines) for slot in side.of("carried")}
@@ -86,10 +110,19 @@ class StepBody(Body):
             call = f"layer({', '.join(arguments)})"
         else:
             arguments += [self._pop(cls, loop)] if side.of("saved") else []
+            arguments += ["reduced"] if cls.reduces(side) else []
             call = f"layer.backward({', '.join(arguments)})"
+        ahead, after = [], []
+        if cls.reduces(side):
+            ahead.append(Line("before, reduced = reduced, []", indent=1))
+            after.append(Line("finish(before)", "reduced behind this block's backward", indent=1))
+        if self._gather(loop):
+            ahead += self._gather_ahead(loop, early)
         body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
         left = f"{', '.join(targets)} = " if targets else ""
-        lines += [Line(self._head(cls, loop, items, listed)), Line(left + call, self._remark(side), indent=1), *body]
+        lines += [Line(self._head(cls, loop, items, listed)), *ahead]
+        lines += [Line(left + call, self._remark(side), indent=1), *body, *after]
+        lines += [Line("del saved")] if "saved" in targets else []
         self._bind_results(loop, side, variables, kept)
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
@@ -136,11 +169,26 @@ class StepBody(Body):
         return loop.groups[0].layer != loop.run.layers[0]
 
     def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
-        over = f"self.{cls.attribute}"
+        over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
+        if self._gather(loop):
+            over = f"{self.helpers.use('with_next')}([*{over}])"
+            layer = "(layer, following)" if items else "layer, following"
         if not items:
-            return f"for layer in {over}:"
-        return f"for layer, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
+            return f"for {layer} in {over}:"
+        return f"for {layer}, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
+
+    def _gather_ahead(self, loop: Loop, early: Sequence[fx.Node]) -> list[Line]:
+        """Start the next block's gathers, in the last turn those of what follows the loop."""
+        remark = comment(f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}")
+        lines = [
+            Line("if following is not None:", indent=1),
+            Line(f"following.{self._gather(loop)}()", remark, indent=2),
+        ]
+        starts = [line for node in early for statement in self.one(node) for line in statement.lines]
+        if starts:
+            lines += [Line("else:", indent=1), *(replace(line, indent=2) for line in starts)]
+        return lines
 
     def _remark(self, side: Interface) -> str:
         return comment(", ".join(typed(side.group.nodes[p]) for p in side.carried))

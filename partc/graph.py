@@ -58,6 +58,11 @@ class Graph:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        from partc.graph_text import graph_text  # it needs this module
+
+        return graph_text(self)
+
     # nodes -----------------------------------------------------------------------------------
     def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
         """The parameter, buffer or input nodes by the user's name, in order."""
@@ -258,6 +263,12 @@ def rename_calls(graph: Graph) -> None:
 def _op_word(target: Any) -> str:
     word: str = getattr(target, "_opname", None) or target.__name__
     return word.lstrip("_")
+
+
+def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
+    """A fake tensor of this graph with the shape and dtype of a real one."""
+    with _fake_mode(graph):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _fake_mode(graph: fx.Graph) -> Any:

@@ -1,4 +1,4 @@
-"""A program inside torchrun: this rank's ``nn.Module`` under the user's names, loaded, stepped and saved."""
+"""A program inside torchrun: this rank's ``nn.Module``, under the user's names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
 class Stage(nn.Module):
     """One rank's share of a training step.
 
-    Parameters and buffers are this rank's pieces, under the names that they have in the user's model.
+    Parameters and buffers are this rank's pieces, under their names in the user's model.
     ``train`` and ``eval`` change nothing: the mode was compiled in.
     """
 
@@ -130,9 +130,13 @@ class Stage(nn.Module):
 
     # checkpoints -----------------------------------------------------------------------------
     def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """DTensors under the user's names, for ``torch.distributed.checkpoint``; all ranks together.
+        """DTensors under the user's names, for torch.distributed.checkpoint; all ranks together.
 
         They share memory with the parameters, except those that ``partc.dtensors`` has to gather.
         """
@@ -140,7 +144,9 @@ class Stage(nn.Module):
         held = self._held()
         for name in self._saved():
             shard = self._shards[self._first(name)]
-            state[prefix + name] = self._dtensors.make(shard, held[shard.name].detach(), self._gather)
+            state[prefix + name] = self._dtensors.make(
+                shard, held[shard.name].detach(), self._gather
+            )
         return state
 
     def load_state_dict(
@@ -250,7 +256,7 @@ class _LossOfStep(torch.autograd.Function):
 
 
 def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Put a tensor at a dotted name; into the tables directly, as a name may equal one of our methods."""
+    """Put a tensor at a dotted name; straight into the tables, as our methods own some names."""
     *path, leaf = name.split(".")
     for part in path:
         child = root._modules.get(part)

@@ -12,10 +12,12 @@ from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
 from partc.passes.open_means import open_means
+from partc.passes.open_strides import open_strides
 from partc.passes.pad_slices import pad_slices
 from partc.passes.squeeze_sums import squeeze_sums
 
 PASSES = (
+    open_strides,
     merge_draws,
     drop_noops,
     fold_dropout,

@@ -73,9 +73,9 @@ def _keeps_order(node: fx.Node) -> bool:
 
 
 def _plain_kwargs(node: fx.Node) -> None:
-    """Leave out arguments that say the default, and the device: a program has one of its own."""
+    """Leave out defaults, memory formats and the device: a program has one of its own."""
     node.kwargs = {
         name: given
         for name, given in node.kwargs.items()
-        if name != "device" and given not in DEFAULTS.get(name, ())
+        if name not in ("device", "memory_format") and given not in DEFAULTS.get(name, ())
     }

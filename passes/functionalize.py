@@ -149,7 +149,7 @@ def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:
     if name == "fill":
         return call_before(node, getattr(aten.fill, node.target._overloadname), self, *rest)  # type: ignore[union-attr]
     if name == "bernoulli":
-        return call_before(node, aten.bernoulli.p, self, *rest, **kwargs)
+        return call_before(node, aten.bernoulli.p, self, *(rest or [0.5]), **kwargs)
     if name == "normal":
         return call_before(node, aten.normal_functional.default, self, *rest, **kwargs)
     overload = node.target._overloadname  # type: ignore[union-attr]
