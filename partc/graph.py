@@ -217,12 +217,17 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     """A new call right before ``node``, with that node's origin and its own fake result."""
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", target, args, kwargs, name=_op_word(target))
-    with _fake_mode(node.graph):
-        fake = run_fake(target, args, kwargs)
+    fake = run_on_fakes(new)
     new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
     new.meta["draw"] = draw_of(node)
     set_held(new, fake)
     return new
+
+
+def run_on_fakes(node: fx.Node) -> Any:
+    """The fake result of a call; factories give fakes as well."""
+    with _fake_mode(node.graph):
+        return run_fake(node.target, node.args, node.kwargs)
 
 
 def replace_by(old: fx.Node, new: fx.Node) -> None:
