@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from example_program import example_batch, example_model, example_program
+from tests.example_program import example_batch, example_model, example_program
 
 from partc import checkpoint
 from partc.checkpoint import latest, load_checkpoint, save_checkpoint
