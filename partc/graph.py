@@ -165,6 +165,13 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def is_weight(node: fx.Node) -> bool:
+    """Whether a value is a parameter or made of one alone, as its transpose or a cast."""
+    while node.op == "call_function" and len(tensor_args(node)) == 1:
+        node = tensor_args(node)[0]
+    return node.op == "placeholder" and value(node).kind == "param"
+
+
 def results_of(node: fx.Node) -> list[Tensor | None]:
     """The fake results of a call as a list: one for a tensor, one each (None where absent) for a tuple."""
     fake = held(node)
@@ -210,12 +217,17 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     """A new call right before ``node``, with that node's origin and its own fake result."""
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", target, args, kwargs, name=_op_word(target))
-    with _fake_mode(node.graph):
-        fake = run_fake(target, args, kwargs)
+    fake = run_on_fakes(new)
     new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
     new.meta["draw"] = draw_of(node)
     set_held(new, fake)
     return new
+
+
+def run_on_fakes(node: fx.Node) -> Any:
+    """The fake result of a call; factories give fakes as well."""
+    with _fake_mode(node.graph):
+        return run_fake(node.target, node.args, node.kwargs)
 
 
 def replace_by(old: fx.Node, new: fx.Node) -> None:

@@ -15,7 +15,17 @@ from torch import Tensor, fx, nn
 
 from partc.capture import Objective, Recording, record
 from partc.errors import PartcError, TraceError
-from partc.graph import Graph, Outputs, Value, fake_like, set_draw, set_held, set_value, update, value
+from partc.graph import (
+    Graph,
+    Outputs,
+    Value,
+    fake_like,
+    set_draw,
+    set_held,
+    set_value,
+    update,
+    value,
+)
 from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
 from partc.passes.functionalize import functionalize

@@ -44,7 +44,9 @@ def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
 
 def _splice(node: fx.Node, body: fx.Graph) -> None:
     """Put the nodes of ``body`` in place of one call."""
-    inputs = dict(zip([n for n in body.nodes if n.op == "placeholder"], node.all_input_nodes, strict=True))
+    inputs = dict(
+        zip([n for n in body.nodes if n.op == "placeholder"], node.all_input_nodes, strict=True)
+    )
     with node.graph.inserting_before(node):
         results: Any = node.graph.graph_copy(body, inputs)
     for inner, copy in inputs.items():

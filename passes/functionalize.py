@@ -76,7 +76,8 @@ class _Rewrite:
             self.views[node] = View(Memory(node), (), node, 0)
             return
         seen = self.views[at]
-        self.views[node] = View(seen.memory, (*seen.steps, step_of(node)), node, seen.version)
+        before = seen.steps[:-1] if node.target is operator.getitem else seen.steps
+        self.views[node] = View(seen.memory, (*before, step_of(node)), node, seen.version)
 
 
 def functionalize(graph: Graph) -> None:

@@ -52,7 +52,9 @@ def _open_mean(node: fx.Node) -> None:
     """Half precision is summed in float32, as the mean kernel does, so that nothing overflows."""
     source: Any = node.args[0]
     shape = shape_of(source)
-    dims, keep = [*node.args[1:], None, False][:2] if node.target == aten.mean.dim else (None, False)
+    dims, keep = (
+        [*node.args[1:], None, False][:2] if node.target == aten.mean.dim else (None, False)
+    )
     reduced: Any = list(range(len(shape))) if dims is None or dims == [] else dims
     wide = {"dtype": torch.float32} if value(source).dtype in HALF else {}
     options = wide or node.kwargs

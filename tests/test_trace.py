@@ -94,7 +94,9 @@ class Tied(nn.Module):
         self.double()
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.embed(ids) * self.scale).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(
+            self.head(self.embed(ids) * self.scale).flatten(0, 1), labels.flatten()
+        )
 
 
 def ids(*shape: int) -> Tensor:
