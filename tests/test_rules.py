@@ -383,6 +383,23 @@ def test_window_on_two_axes_counts_the_larger_blocks_first(calls: Calls) -> None
     assert sorted(held_rows) == list(range(12))
 
 
+def test_forward_and_backward_share_a_window(calls: Calls) -> None:
+    d_loss, scores, target = calls.tensor(), calls.tensor(4, 12), calls.tensor(4, dtype=torch.int64)
+    forward = calls.call(aten.nll_loss_forward.default, scores, target, None, 2, -100)
+    backward = calls.call(
+        aten.nll_loss_backward.default, d_loss, scores, target, None, 2, -100, d_loss
+    )
+    by_class = [next(s for s in strategies(n, 2) if s.variant) for n in (forward, backward)]
+    first = on_pieces(forward, by_class[0])
+    local_scores, local_target = first.graph.find_nodes(op="placeholder")
+    operands = [local_scores.graph.placeholder("d"), local_scores, local_target]
+    set_value(operands[0], value(d_loss))
+    set_held(operands[0], held(d_loss))
+    with MODE:
+        second = localize(first.graph, backward, [*operands, operands[0]], {"tp": by_class[1]}, TP2)
+    assert second.args[2] is first.args[1]
+
+
 def test_ignored_targets_are_outside_of_every_window(calls: Calls) -> None:
     scores, target = calls.tensor(4, 12), calls.tensor(4, dtype=torch.int64)
     node = calls.call(aten.nll_loss_forward.default, scores, target, None, 2, 7)
