@@ -279,6 +279,30 @@ def test_causal_attention_keeps_its_queries(calls: Calls) -> None:
     assert len(texts(calls.call(op, q, q, q, 0.0, True))) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "num_cuts"),
+    [
+        ("flash", (0.0, False, False), 3),
+        ("flash", (0.0, True, False), 2),
+        ("efficient", (None, True), 2),
+        ("cudnn", (None, True), 3),
+    ],
+)
+def test_attention_of_other_devices(name: str, options: tuple[Any, ...], num_cuts: int) -> None:
+    graph = fx.Graph()
+    query, key = graph.placeholder("q"), graph.placeholder("k")
+    for node, heads in ((query, 4), (key, 2)):
+        set_value(node, Value("input", (2, heads, 64, 8), torch.bfloat16))
+        set_held(node, torch.empty(2, heads, 64, 8, dtype=torch.bfloat16, device="meta"))
+    target = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+    node = graph.call_function(target, (query, key, key, *options))
+    set_value(node, Value())
+    set_held(node, run_fake(target, node.args, {}))
+    found = strategies(node, 2)
+    assert len(found) == num_cuts
+    assert Strategy((cut(1),) * 3, (cut(1), cut(1)) + (R,) * (len(held(node)) - 2)) in found
+
+
 def test_an_unknown_op_has_no_rule(calls: Calls) -> None:
     assert not has_rule(aten.linalg_svd.default)
     assert strategies(calls.call(aten.linalg_svd.default, calls.tensor(4, 4)), 2) == []
