@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import tempfile
@@ -18,9 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import build_optimizer
 
-# With these glibc gives every tensor back to the system when it is freed, so that a process's
-# resident memory is what its tensors hold. They slow a step down: never set them to take times.
-EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_SMALL_BYTES = 65536
 
 
 @dataclass
@@ -97,7 +97,7 @@ def peak_bytes(build: Callable[[], Side], num_steps: int) -> int | None:
     """The most that a side holds during its last step: weights, optimizer state, buckets, all.
 
     Counted by the system as resident memory over what the process held before building the side,
-    in a process started with ``EXACT_MEMORY``; None where the system does not count it.
+    in a process that has called ``free_at_once``; None where the system does not count it.
     """
     gc.collect()
     before = _resident("VmRSS")
@@ -108,6 +108,17 @@ def peak_bytes(build: Callable[[], Side], num_steps: int) -> int | None:
         side.step()
     peak = _resident("VmHWM")
     return None if before is None or peak is None else peak - before
+
+
+def free_at_once() -> None:
+    """From here on free a tensor's memory to the system, so that resident memory is what is held.
+
+    Steps get slower: for the first lines of a process that takes no times. Only glibc knows how.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _SMALL_BYTES)
+        mallopt(_TRIM_THRESHOLD, _SMALL_BYTES)
 
 
 def _mean_loss(loss: Tensor) -> float:

@@ -15,10 +15,11 @@ from partc.codegen.blocks import ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.inline import inlined
 from partc.codegen.names import Scope, inside, op_name
+from partc.codegen.random import generator
 from partc.codegen.spell import spell
-from partc.codegen.storage import overwritable, owner
+from partc.codegen.storage import accumulations, overwritable, owner
 from partc.codegen.text import ATOM, NONE, Line, Text
-from partc.graph import Graph, is_tensor, results_of, typed, value
+from partc.graph import Graph, held, is_tensor, results_of, typed, value
 from partc.quoting import comment, literal
 
 
@@ -51,10 +52,15 @@ class Body:
     stored: dict[fx.Node, list[str]] = field(default_factory=dict)
     device: str = "self.device"
     prefix: str = ""
+    taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
 
     def __post_init__(self) -> None:
-        named = {n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)}
-        self.inlined = inlined(self.order, self.kept | set(self.stored), named)
+        named = {
+            n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)
+        }
+        self.accumulated = accumulations(self.order, self.kept | set(self.stored))
+        fixed = self.kept | set(self.stored) | set(self.accumulated.values())
+        self.inlined = inlined(self.order, fixed, named)
         self.in_place = overwritable(self.graph, self.order)
         self.place = {node: i for i, node in enumerate(self.order)}
         paths = {inside(value(n).module, self.prefix) for n in self.order}
@@ -65,7 +71,9 @@ class Body:
     def text(self, node: fx.Node) -> Text:
         """How a value is read here: its name, or its expression where it has no line of its own."""
         if node not in self.seen:
-            assert node in self.inlined or not is_tensor(node), f"{node} is read before it is written"
+            assert node in self.inlined or not is_tensor(node), (
+                f"{node} is read before it is written"
+            )
             return self.expression(node)
         return self.seen[node]
 
@@ -84,7 +92,8 @@ class Body:
         if node.target is ops.dropout_mask:
             texts.append(f"self.{generator(self.graph, node)}")
         texts += [
-            f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}" for k, a in node.kwargs.items()
+            f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}"
+            for k, a in node.kwargs.items()
         ]
         return Text(f"{name}({', '.join(texts)})")
 
@@ -114,7 +123,8 @@ class Body:
         return path.rpartition(".")[0] or path if path in self.leaves else path
 
     def _has_line(self, node: fx.Node) -> bool:
-        return is_tensor(node) or len(results_of(node)) > 1
+        """Whether a node is a statement; the step's last waits stand in `finish`."""
+        return not ends_step(self.graph, node) and (is_tensor(node) or len(results_of(node)) > 1)
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
         """The named values that a node's statement reads, those of inlined operands among them."""
@@ -132,6 +142,12 @@ class Body:
             return self._several(node)
         if node in self.stored and not node.users.keys() - {self.graph.fx.output_node()}:
             return self._last_store(node)
+        into = self.accumulated.get(node)
+        if into is not None and into in self.seen:
+            rest = next(n for n in node.all_input_nodes if n is not into)
+            self.seen[node] = self.seen[into]
+            line = Line(f"{self.seen[node]} += {self.text(rest)}", comment(typed(node)))
+            return Statement([line, *self._stores(node)], binds=[node])
         code = self.expression(node).at(NONE)
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line, *self._stores(node)], binds=[node])
@@ -140,7 +156,9 @@ class Body:
         """``a, b, _ = call`` for a call with several results."""
         by_index = {u.args[1]: u for u in node.users if u.target is operator.getitem}
         call = self.expression(node)
-        names = [self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))]
+        names = [
+            self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))
+        ]
         while len(names) > 1 and names[-1] == "_" and len(by_index) == 1 and 0 in by_index:
             names.pop()
         bound = [by_index[i] for i in sorted(by_index)]
@@ -158,18 +176,39 @@ class Body:
         operand = node.all_input_nodes[0]
         lines = []
         x = self.text(operand)
-        if node.target is collectives.all_reduce and node in self.in_place and operand in self.seen:
+        if (
+            node in self.in_place
+            if node.target is collectives.all_reduce
+            else self._gives_up(operand, node)
+        ):
             self.seen[node] = x
-        else:
-            name = self.bind(node)
-            if node.target is collectives.all_reduce:
-                lines.append(Line(f"{name} = {x.at(ATOM)}.clone(memory_format=torch.contiguous_format)"))
-        name = str(self.seen[node])
+        elif node.target is collectives.all_reduce:
+            copy = (
+                "clone()"
+                if held(operand).is_contiguous()
+                else "clone(memory_format=torch.contiguous_format)"
+            )
+            lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.{copy}"))
+        params = self.stored.get(self._waited(node), [])
+        if params:
+            name = str(self.seen[node]) if node in self.seen else self.bind(node)
+            start = c10d.start(node, x, name, self.helpers).replace(f"{name}_done =", "done =")
+            lines.append(Line(start, comment(typed(node))))
+            lines.append(Line(f"reduced.append(({params[0]}, {name}, done))"))
+            return Statement(lines, binds=[node])
+        name = str(self.seen[node]) if node in self.seen else self.bind(node)
         self.scope.taken.add(f"{name}_done")
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
-        for param in self.stored.get(self._waited(node), []):
-            lines.append(Line(f"reduced.append(({param}, {name}, {name}_done))"))
         return Statement(lines, binds=[node])
+
+    def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Whether a value is read by nothing but the collective that moves it: the result takes its name."""
+        return (
+            operand in self.place
+            and operand in self.seen
+            and set(operand.users) == {node}
+            and operand not in self.kept
+        )
 
     def _waited(self, node: fx.Node) -> fx.Node | None:
         """The wait of a collective that the step does at its end."""
@@ -178,11 +217,11 @@ class Body:
 
     def _wait(self, node: fx.Node) -> Statement:
         start = node.all_input_nodes[0]
-        if self._waited(start) is node:  # in `reduced`
-            return Statement([])
         name = str(self.seen[start])
         self.seen[node] = Text(name)
-        lines = [Line(f"{name}_done.wait()", comment(self._hidden_by(start, node)))]
+        lines = []
+        if start not in self.taken:
+            lines.append(Line(f"{name}_done.wait()", comment(self._hidden_by(start, node))))
         after = c10d.after_wait(start, name, self.helpers)
         lines += [Line(after, comment(typed(node)))] if after else []
         return Statement([*lines, *self._stores(node)], reads=[start], binds=[node])
@@ -214,12 +253,16 @@ class Body:
 
     def _is_shared(self, node: fx.Node) -> bool:
         home = owner(node)
+        if is_tensor(home) and held(home).numel() > held(node).numel():
+            return True  # a view would keep all of it
         if home not in self.place or len(self.stored[node]) > 1:
             return True
         family = [n for n in self.order if owner(n) is home]
         readers = {u for n in family for u in n.users} - {self.graph.fx.output_node()} - set(family)
         late = any(self.place.get(u, len(self.order)) > self.place[node] for u in readers)
-        return late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1
+        return (
+            late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1
+        )
 
     def _last_store(self, node: fx.Node) -> Statement:
         """A gradient that needs no name: ``add_weight_grad(self.w, d_y, x)``."""
@@ -230,17 +273,16 @@ class Body:
             return Statement([Line(call, comment(typed(node)))])
         code = self.expression(node).at(NONE)
         self.seen[node] = Text(code, NONE)
-        if len(params) == 1 and not self._is_shared(node):
+        if len(params) == 1:
+            code = (
+                f"{Text(code, self.expression(node).level).at(ATOM)}.clone()"
+                if self._is_shared(node)
+                else code
+            )
             call = f"{self.helpers.use('add_grad')}({params[0]}, {code})"
             return Statement([Line(call, comment(typed(node)))])
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line, *self._stores(node)], binds=[node])
-
-
-def generator(graph: Graph, mask: fx.Node) -> str:
-    """The attribute of the random generator for the axes that cut a mask: ``rng_dp``."""
-    axes = [axis for axis, _ in sorted(value(mask).sharding.cuts()) if axis in graph.mesh.names]
-    return "_".join(["rng", *sorted(axes, key=graph.mesh.names.index)])
 
 
 def _is_heavy(node: fx.Node) -> bool:
@@ -279,6 +321,7 @@ def free_early(
         dead += sorted(name for name in bound if last.get(name) == i and name.isidentifier())
         ends = i + 1 == len(statements) or statements[i + 1].section != statement.section
         if dead and ends and i + 1 < len(statements):
-            statement.lines.append(Line(f"del {', '.join(dead)}"))
+            names = ", ".join(dead)
+            statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
             dead = []
     return statements

@@ -38,6 +38,8 @@ class Call:
                 value = node.kwargs[arg.name]
             else:
                 continue
+            if arg.name == "memory_format" and value == torch.preserve_format:
+                continue
             if not (arg.has_default_value() and _same(value, arg.default_value)):
                 given[arg.name] = value
         return cls(node, given, operand, device)

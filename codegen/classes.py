@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from partc.codegen.blocks import Group, Run, ends_step
+from partc.codegen.backends import c10d
+from partc.codegen.blocks import Group, Run, ends_step, gathers_param
 from partc.codegen.body import Body, with_sections
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
@@ -17,6 +18,8 @@ from partc.codegen.tables import declaration
 from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, held, is_tensor, typed, value
 from partc.quoting import comment
+
+ARGUMENT_TYPES = {"saved": "tuple[Tensor, ...]", "reduced": "Reduced"}
 
 
 @dataclass(eq=False)
@@ -30,10 +33,12 @@ class BlockClass:
     name: str
     attribute: str
     helpers: Helpers
-    suffixes: dict[str, str] = field(default_factory=dict)  # name below the block -> attribute in the class
+    suffixes: dict[str, str] = field(
+        default_factory=dict
+    )  # name below the block -> attribute in the class
 
     def __post_init__(self) -> None:
-        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward"])
+        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward", "gather", "whole"])
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
             suffix = name.removeprefix(f"{self.run.layers[0]}.")
@@ -52,8 +57,50 @@ class BlockClass:
             for suffix, attribute in self.suffixes.items()
         }
 
+    def gathered(self, side: Interface) -> list[fx.Node]:
+        """The gathers of the block's own parameters that a phase begins with, by parameter."""
+        own = {value(side.own(slot)).name for slot in side.of("own")}
+        starts = [
+            n
+            for n in side.group.nodes
+            if gathers_param(n) and value(n.all_input_nodes[0]).name in own
+        ]
+        order = list(self.graph.params)
+        return sorted(starts, key=lambda n: order.index(value(n.all_input_nodes[0]).name))
+
+    def gather_name(self, side: Interface) -> str:
+        """The method that starts the gathers of a phase: one for both phases where they gather the same."""
+
+        def params(side: Interface) -> list[str]:
+            return [value(n.all_input_nodes[0]).name for n in self.gathered(side)]
+
+        if not params(side):
+            return ""
+        return "gather" if params(self.forward) in (params(side), []) else "regather"
+
+    def gather_methods(self) -> list[dict[str, str]]:
+        """The methods that start a phase's gathers."""
+        methods = []
+        for side in self.sides:
+            name = self.gather_name(side)
+            if name:
+                lines = [Line("self.whole = [")]
+                for node in self.gathered(side):
+                    suffix = value(node.all_input_nodes[0]).name.removeprefix(
+                        f"{self.run.layers[0]}."
+                    )
+                    x = Text(f"self.{self.suffixes[suffix]}")
+                    call = c10d.start(node, x, "w", self.helpers).partition(" = ")[2]
+                    lines.append(Line(f"{call},", comment(typed(node)), indent=1))
+                methods.append({"name": name, "body": block([*lines, Line("]")], 2)})
+        return (
+            methods if len(methods) < 2 or methods[0]["body"] != methods[1]["body"] else methods[:1]
+        )
+
     def declarations(self) -> list[Line]:
-        lines = []
+        lines = (
+            [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
+        )
         for suffix, attribute in self.suffixes.items():
             name = f"{self.run.layers[0]}.{suffix}"
             kind = "param" if name in self.graph.params else "buffer"
@@ -61,6 +108,18 @@ class BlockClass:
             code = declaration(node, attribute, kind, name in self.graph.grads)
             lines.append(Line(code, comment(typed(node))))
         return lines
+
+    def _gathers(self) -> bool:
+        return any(self.gathered(side) for side in self.sides)
+
+    def reduces(self, side: Interface) -> bool:
+        """Whether a phase starts reductions of gradients that the step waits for later."""
+        return any(
+            ends_step(self.graph, user)
+            for node in side.group.nodes
+            for user in node.users
+            if user.op == "call_function"
+        )
 
     def functions(self) -> list[dict[str, str]]:
         """Name, arguments, result and body of ``forward`` and ``backward``."""
@@ -84,13 +143,22 @@ class BlockClass:
             names = f"({names},)" if len(unpacked) == 1 or len(names) > 80 else names
             lines.append(Line(f"{names} = saved"))
             arguments.append("saved")
+        whole = self.gathered(side)
+        if whole:
+            seen |= {n: Text(scope.fresh(wish[n])) for n in whole}
+            names = ", ".join(str(seen[n]) for n in whole)
+            names = f"({names},)" if len(whole) == 1 or len(names) > 60 else names
+            lines.append(Line(f"{names} = {self.helpers.use('take')}(self.whole)"))
+        if self.reduces(side):
+            self.helpers.use("finish")
+            arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
         statements = body.statements()
         lines += with_sections(statements)
         lines += self._updates(side, body)
         lines.append(Line(f"return {self._returned(side, body)}"))
         name = "forward" if side is self.forward else "backward"
-        typed_arguments = [f"{a}: {'tuple[Tensor, ...]' if a == 'saved' else 'Tensor'}" for a in arguments]
+        typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
         return {
             "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
             "body": block(lines, 2),
@@ -112,10 +180,15 @@ class BlockClass:
         group = side.group
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]} | set(side.saved)
         kept |= set(self._written(group))
-        device = f"{arguments[0]}.device" if arguments else f"self.{next(iter(self.suffixes.values()))}.device"
+        tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
+        device = (
+            f"{tensors[0]}.device"
+            if tensors
+            else f"self.{next(iter(self.suffixes.values()))}.device"
+        )
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group), device,
-            prefix=group.layer,
+            prefix=group.layer, taken=set(self.gathered(side)),
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
@@ -194,6 +267,8 @@ def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
         wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
         attribute = scope.fresh("_".join(wanted))
         singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
-        name = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word)
+        name = "".join(
+            word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
+        )
         found.append((classes.fresh(name or "Block"), attribute))
     return found

@@ -25,13 +25,18 @@ class Helpers:
 
     def text(self) -> str:
         """The sources, in a fixed order, two lines apart."""
-        names, todo = set[str](), sorted(self.used)
+        needed, todo = set[str](), sorted(self.used)
         while todo:
             name = todo.pop()
-            if name not in names:
-                names.add(name)
+            if name not in needed:
+                needed.add(name)
                 todo += [called for called in _called(name) if _find(called) is not None]
-        return "\n\n\n".join(_source(name) for name in sorted(names, key=_position))
+        return "\n\n\n".join(_source(name) for name in sorted(needed, key=_position))
+
+
+def names() -> set[str]:
+    """Every name that a printed function may have: no value is called so."""
+    return {name for module in (printed, ops) for name in vars(module) if _find(name) is not None}
 
 
 def _find(name: str) -> Callable[..., Any] | None:
@@ -59,4 +64,7 @@ def _position(name: str) -> tuple[str, int]:
     """Printed functions first, each module's in its own order."""
     function = _find(name)
     assert function is not None
-    return ("" if function.__module__ == printed.__name__ else "ops", function.__code__.co_firstlineno)
+    return (
+        "" if function.__module__ == printed.__name__ else "ops",
+        function.__code__.co_firstlineno,
+    )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import linecache
+import threading
 from types import ModuleType
 
 from partc.codegen.safety import check_source
+
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of syntax trees for all threads together
 
 
 class _TextLoader(importlib.machinery.SourceFileLoader):
@@ -29,7 +32,8 @@ class _TextLoader(importlib.machinery.SourceFileLoader):
 
 def load_source(text: str, name: str) -> ModuleType:
     """The module that a generated program defines, new on each call."""
-    check_source(text)
+    with _PARSING:
+        check_source(text)
     loader = _TextLoader(name, text)
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None

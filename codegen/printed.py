@@ -25,11 +25,25 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
 
 
 def finish(reduced: list[tuple[nn.Parameter, Tensor, dist.Work]]) -> None:
-    """Wait for reduced gradients and add them to their parameters."""
+    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     for param, grad, done in reduced:
         done.wait()
         add_grad(param, grad)
     reduced.clear()
+
+
+def take(gathered: list[tuple[Tensor, dist.Work]]) -> list[Tensor]:
+    """Wait for gathered weights and hand them over; the list is left empty."""
+    for _, done in gathered:
+        done.wait()
+    whole = [weight for weight, _ in gathered]
+    gathered.clear()
+    return whole
+
+
+def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
+    """Each block with the one that follows it, the last with None."""
+    return list(zip(blocks, [*blocks[1:], None], strict=True))
 
 
 def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:

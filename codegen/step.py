@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.codegen.blocks import Item, Loop, Run
+from partc.codegen.blocks import Item, Loop, Run, gathers_param
 from partc.codegen.body import Body, Statement
 from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.text import Line, Text
-from partc.graph import typed, value
+from partc.graph import typed
 from partc.quoting import comment
 
 
@@ -26,14 +26,41 @@ class StepBody(Body):
 
     def statements(self) -> list[Statement]:
         """One Statement per call or loop, in order."""
-        found = []
+        found: list[Statement] = []
         self._carry_names()
+        sections = self._sections()
+        for loop, nodes in sections:
+            early = [node for node in nodes if gathers_param(node)]
+            if loop is not None:
+                found.append(self._loop(loop, early))
+            found += [s for node in early for s in self.one(node)]
+            following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
+            if following is not None and self._gather(following):
+                first = self._first(following)
+                found.append(
+                    Statement(
+                        [Line(f"{first}.{self._gather(following)}()", "the first block's weights")]
+                    )
+                )
+            found += [s for node in nodes if node not in early for s in self.one(node)]
+        return found
+
+    def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
+        """Each loop with the calls that follow it up to the next one; those before the first loop come first."""
+        sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
         for item in self.items:
             if isinstance(item, Loop):
-                found.append(self._loop(item))
+                sections.append((item, []))
             else:
-                found += self.one(item)
-        return found
+                sections[-1][1].append(item)
+        return sections
+
+    def _gather(self, loop: Loop) -> str:
+        """The method that starts to gather a block's weights, if the loop's blocks need it."""
+        return self.classes[loop.run].gather_name(self._side(loop))
+
+    def _first(self, loop: Loop) -> str:
+        return f"self.{self.classes[loop.run].attribute}[{-1 if self._descends(loop) else 0}]"
 
     def _side(self, loop: Loop) -> Interface:
         cls = self.classes[loop.run]
@@ -49,7 +76,9 @@ class StepBody(Body):
             side = self._side(item)
             for slot in side.of("carried"):
                 first = slot.nodes[0]
-                if first in self.place and set(first.users) <= set(item.groups[0].nodes) | self._backward_of(item):
+                if first in self.place and set(first.users) <= set(
+                    item.groups[0].nodes
+                ) | self._backward_of(item):
                     self.wishes[first] = self._variable_name(side, slot)
 
     def _variable_name(self, side: Interface, slot: Slot) -> str:
@@ -63,17 +92,28 @@ class StepBody(Body):
         return set(loop.run.backward[0].nodes) if loop.phase == "F" and loop.run.backward else set()
 
     # loops -----------------------------------------------------------------------------------
-    def _loop(self, loop: Loop) -> Statement:
+    def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
+        """The ``for`` statement of a loop; ``early`` are gathers of what follows it, started in its last turn."""
         side, cls = self._side(loop), self.classes[loop.run]
         lines: list[Line] = []
-        variables = {slot.position: self._variable(side, slot, lines) for slot in side.of("carried")}
+        variables = {
+            slot.position: self._variable(side, slot, lines) for slot in side.of("carried")
+        }
         listed = [self._list(slot) for slot in side.of("listed")]
-        items = [self.scope.fresh(f"{argument_name(side, s, self.wishes)}_here") for s in side.of("listed")]
+        items = [
+            self.scope.fresh(f"{argument_name(side, s, self.wishes)}_here")
+            for s in side.of("listed")
+        ]
         arguments = [variables[s.position] for s in side.of("carried")]
         arguments += [str(self.text(s.nodes[0])) for s in side.of("shared")] + items
         for position in side.carried:
-            variables.setdefault(position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value")))
-        kept = {p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all") for p in side.listed}
+            variables.setdefault(
+                position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value"))
+            )
+        kept = {
+            p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all")
+            for p in side.listed
+        }
         lines += [Line(f"{name} = []") for name in kept.values()]
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
@@ -86,15 +126,26 @@ class StepBody(Body):
             call = f"layer({', '.join(arguments)})"
         else:
             arguments += [self._pop(cls, loop)] if side.of("saved") else []
+            arguments += ["reduced"] if cls.reduces(side) else []
             call = f"layer.backward({', '.join(arguments)})"
+        ahead, after = [], []
+        if cls.reduces(side):
+            ahead.append(Line("before, reduced = reduced, []", indent=1))
+            after.append(Line("finish(before)", "reduced behind this block's backward", indent=1))
+        if self._gather(loop):
+            ahead += self._gather_ahead(loop, early)
         body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
         left = f"{', '.join(targets)} = " if targets else ""
-        lines += [Line(self._head(cls, loop, items, listed)), Line(left + call, self._remark(side), indent=1), *body]
+        lines += [Line(self._head(cls, loop, items, listed)), *ahead]
+        lines += [Line(left + call, self._remark(side), indent=1), *body, *after]
+        lines += [Line("del saved")] if "saved" in targets else []
         self._bind_results(loop, side, variables, kept)
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]
-        return Statement(lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", ""))
+        return Statement(
+            lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", "")
+        )
 
     def _inside(self, loop: Loop) -> set[fx.Node]:
         return {n for group in loop.groups for n in group.nodes}
@@ -103,7 +154,11 @@ class StepBody(Body):
         """The loop variable of a carried value, set to its first value."""
         first = str(self.text(slot.nodes[0]))
         wish = self._variable_name(side, slot)
-        if self.wishes.get(slot.nodes[0]) == wish and first.isidentifier() and slot.nodes[0] in self.place:
+        if (
+            self.wishes.get(slot.nodes[0]) == wish
+            and first.isidentifier()
+            and slot.nodes[0] in self.place
+        ):
             return first
         name = self.scope.fresh(wish)
         lines.append(Line(f"{name} = {first}"))
@@ -136,11 +191,30 @@ class StepBody(Body):
         return loop.groups[0].layer != loop.run.layers[0]
 
     def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
-        over = f"self.{cls.attribute}"
+        over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
+        if self._gather(loop):
+            over = f"{self.helpers.use('with_next')}([*{over}])"
+            layer = "(layer, following)" if items else "layer, following"
         if not items:
-            return f"for layer in {over}:"
-        return f"for layer, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
+            return f"for {layer} in {over}:"
+        return f"for {layer}, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
+
+    def _gather_ahead(self, loop: Loop, early: Sequence[fx.Node]) -> list[Line]:
+        """Start the next block's gathers, in the last turn those of what follows the loop."""
+        remark = comment(
+            f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}"
+        )
+        lines = [
+            Line("if following is not None:", indent=1),
+            Line(f"following.{self._gather(loop)}()", remark, indent=2),
+        ]
+        starts = [
+            line for node in early for statement in self.one(node) for line in statement.lines
+        ]
+        if starts:
+            lines += [Line("else:", indent=1), *(replace(line, indent=2) for line in starts)]
+        return lines
 
     def _remark(self, side: Interface) -> str:
         return comment(", ".join(typed(side.group.nodes[p]) for p in side.carried))
@@ -154,4 +228,3 @@ class StepBody(Body):
                 self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
         for position in side.carried:
             self.seen[loop.groups[-1].nodes[position]] = Text(variables[position])
-

@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, held, is_tensor
+from partc.graph import Graph, held, is_tensor, value
 
 VIEWS = {
     "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
@@ -56,6 +57,36 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
         if home in at and home.op == "call_function" and early and _is_plain(operand):
             found.add(node)
     return found
+
+
+def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Sums of gradients that may be written ``a += b``: per sum the operand that nobody else ever reads."""
+    inside = set(order)
+    found: dict[fx.Node, fx.Node] = {}
+    for node in order:
+        if node.target is not torch.ops.aten.add.Tensor or value(node).phase != "B" or node.kwargs:
+            continue
+        operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
+        if len(set(operands)) == 2 and _alike(node, *operands):
+            free = [
+                n
+                for n in operands
+                if n in inside - kept and _is_fresh(n) and set(n.users) == {node}
+            ]
+            if free:
+                found[node] = free[0]
+    return found
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a value lies in memory of its own that its call has written."""
+    moved = node.target in (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
+    return not moved and owner(node) is node and node.target is not operator.getitem
+
+
+def _alike(*nodes: fx.Node) -> bool:
+    """Whether tensors have one shape, one dtype and overlap nowhere with themselves."""
+    return len({(held(n).shape, held(n).dtype) for n in nodes}) == 1
 
 
 def _is_plain(node: fx.Node) -> bool:

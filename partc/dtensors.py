@@ -1,9 +1,9 @@
 """Local pieces as DTensors and back, so that torch's checkpoints can be loaded under another mesh.
 
-DTensor cuts a dim by mesh axes in mesh order. Where our order differs (dp cuts what tp left, but stands
-before it), the DTensor lives on a mesh whose axes are reordered; it is made from the same process groups. A
-cut with ``outer > 1`` (each third of a fused q, k, v weight by itself) has no public DTensor placement:
-such a tensor is gathered and stands in the state dict whole, replicated over the mesh.
+DTensor cuts a dim by mesh axes in mesh order. Where our order differs (dp cuts what tp left, but
+stands before it), the DTensor lives on a mesh whose axes are reordered, made from the same process
+groups. A cut with ``outer > 1`` (each third of a fused q, k, v weight by itself) has no public
+DTensor placement: such a tensor is gathered and stands in the state dict whole, replicated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DTensors:
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {mesh.names: device_mesh}
 
     def make(self, shard: Shard, piece: Tensor, gather: Gather) -> DTensor:
-        """The whole tensor as a DTensor; one that shares the piece's memory where it can be said."""
+        """The whole tensor as a DTensor; it shares the piece's memory where it can be said."""
         if not expressible(shard):
             shard, piece = whole_of(shard), shard.join(piece, gather)
         names = axis_order(shard, self.mesh)
@@ -76,7 +76,7 @@ def whole_of(shard: Shard) -> Shard:
 
 
 def axis_order(shard: Shard, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh's own order if every dim is cut in it, else the cutting axes in the order they cut."""
+    """The mesh's own order if every dim is cut in it, else the cutting axes as they cut."""
     cutting = [axis for axis, _, _ in shard.cuts]
     places = [(dim, mesh.names.index(axis)) for axis, dim, _ in shard.cuts]
     in_order = all(

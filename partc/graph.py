@@ -165,6 +165,13 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def is_weight(node: fx.Node) -> bool:
+    """Whether a value is a parameter or made of one alone, as its transpose or a cast."""
+    while node.op == "call_function" and len(tensor_args(node)) == 1:
+        node = tensor_args(node)[0]
+    return node.op == "placeholder" and value(node).kind == "param"
+
+
 def results_of(node: fx.Node) -> list[Tensor | None]:
     """The fake results of a call as a list: one for a tensor, one each (None where absent) for a tuple."""
     fake = held(node)

@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, *, edited: bool = False) -> Manifest:
-        """Read and check the manifest; every listed file must be there and, unless edited, unchanged."""
+        """Read and check it; every listed file must be there and, unless edited, unchanged."""
         path = folder / NAME
         refuse_link(path)
         try:
@@ -173,5 +173,3 @@ def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
 def _cost(entry: Any) -> Mapping[str, Any]:
     assert set(entry) == {"text", "data"}, "its cost is not a text and its numbers"
     return {"text": _text(entry["text"]), "data": entry["data"]}
-
-

@@ -47,7 +47,7 @@ class Shard:
         return whole
 
     def join(self, piece: Tensor, gather: Callable[[Tensor, str], list[Tensor]]) -> Tensor:
-        """The whole from this rank's piece; ``gather(x, axis)`` gives the x of all along an axis."""
+        """The whole from this rank's piece; ``gather(x, axis)`` gives the x of an axis's ranks."""
         for axis, dim, outer in reversed(self.cuts):
             piece = join_pieces(gather(piece, axis), cut(dim, outer), outer)
         return piece

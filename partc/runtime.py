@@ -1,4 +1,4 @@
-"""A program inside torchrun: this rank's ``nn.Module`` under the user's names, loaded, stepped and saved."""
+"""A program inside torchrun: this rank's ``nn.Module``, under the user's names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
 class Stage(nn.Module):
     """One rank's share of a training step.
 
-    Parameters and buffers are this rank's pieces, under the names that they have in the user's model.
+    Parameters and buffers are this rank's pieces, under their names in the user's model.
     ``train`` and ``eval`` change nothing: the mode was compiled in.
     """
 
@@ -61,10 +61,10 @@ class Stage(nn.Module):
 
     def __init__(self, program: Program, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__()
-        self._model, self._mesh = program.fingerprint, program.mesh
+        self._model, self.mesh = program.fingerprint, program.mesh
         self._role: Role = program.role(dist.get_rank())
         self._device_mesh, self._dtensors = mesh, DTensors(program.mesh, mesh)
-        self._coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
+        self.coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         self._aside = {
@@ -107,8 +107,8 @@ class Stage(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         held = self._held()
-        params = [(held[s.name], s.is_first_copy(self._coords)) for s in self._role.params]
-        groups = [self._device_mesh.get_group(name) for name in self._mesh.names]
+        params = [(held[s.name], s.is_first_copy(self.coords)) for s in self._role.params]
+        groups = [self._device_mesh.get_group(name) for name in self.mesh.names]
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
 
     # whole tensors ---------------------------------------------------------------------------
@@ -128,11 +128,25 @@ class Stage(nn.Module):
             whole[first] = joined.to("cpu", copy=True)
         return {name: whole[self._first(name)] for name in self._saved()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return next(iter(self._held().values())).device
+
+    def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
+        """Every tensor that this rank holds by name, with how it is cut from the whole."""
+        held = self._held()
+        return {name: (shard, held[name]) for name, shard in self._shards.items()}
+
     # checkpoints -----------------------------------------------------------------------------
     def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """DTensors under the user's names, for ``torch.distributed.checkpoint``; all ranks together.
+        """DTensors under the user's names, for torch.distributed.checkpoint; all ranks together.
 
         They share memory with the parameters, except those that ``partc.dtensors`` has to gather.
         """
@@ -140,7 +154,9 @@ class Stage(nn.Module):
         held = self._held()
         for name in self._saved():
             shard = self._shards[self._first(name)]
-            state[prefix + name] = self._dtensors.make(shard, held[shard.name].detach(), self._gather)
+            state[prefix + name] = self._dtensors.make(
+                shard, held[shard.name].detach(), self._gather
+            )
         return state
 
     def load_state_dict(
@@ -164,13 +180,13 @@ class Stage(nn.Module):
             if isinstance(value, DTensor):
                 piece = self._dtensors.piece(shard, value)
             else:
-                piece = shard.take(value, self._mesh, self._coords)
+                piece = shard.take(value, self.mesh, self.coords)
             held[name].copy_(piece)
 
     def _gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """What every rank along an axis holds."""
         piece = piece.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(self._mesh.size(axis))]
+        pieces = [torch.empty_like(piece) for _ in range(self.mesh.size(axis))]
         dist.all_gather(pieces, piece, group=self._device_mesh.get_group(axis))
         return pieces
 
@@ -250,7 +266,7 @@ class _LossOfStep(torch.autograd.Function):
 
 
 def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Put a tensor at a dotted name; into the tables directly, as a name may equal one of our methods."""
+    """Put a tensor at a dotted name; straight into the tables, as our methods own some names."""
     *path, leaf = name.split(".")
     for part in path:
         child = root._modules.get(part)

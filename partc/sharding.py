@@ -162,7 +162,7 @@ def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
     if layout.kind == "R":
         return pieces[0]
     if layout.kind == "U":
-        return torch.stack(list(pieces)).sum(0)
+        return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype)
     if layout.kind == "M":
         return torch.stack(list(pieces)).amax(0)
     if outer == 1:

@@ -2,13 +2,14 @@
 
 Every rank's pieces are compared with the same pieces of what eager autograd gives on one device, in
 float64 by default. The error of a tensor is its largest difference divided by the whole reference
-tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the largest of
-its kind, such as the gradient of a key bias, which is zero in exact arithmetic) is measured against that largest.
+tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the
+largest of its kind, such as the gradient of a key bias, zero in exact arithmetic) is measured
+against that largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,12 +61,12 @@ class Report:
         """This report, or a CheckError that names the worst tensors."""
         if self.ok(tolerance):
             return self
-        worst = sorted((row for row in self.rows if row.error > tolerance), reverse=True)[:10]
+        wrong = sorted((row for row in self.rows if row.error > tolerance), reverse=True)
         raise CheckError(
             where=self.title,
-            what=f"{len([r for r in self.rows if r.error > tolerance])} tensors differ from the model's",
+            what=f"{len(wrong)} tensors differ from the model's",
             why=f"the tolerance is {tolerance:.1e}",
-            do="These differ most:\n" + "\n".join(f"  {row}" for row in worst),
+            do="These differ most:\n" + "\n".join(f"  {row}" for row in wrong[:10]),
         )
 
     def kinds(self) -> dict[str, list[Row]]:
@@ -108,8 +109,8 @@ def verify(
 ) -> Report:
     """Run all ranks of a program and compare what each gets with the model on one device.
 
-    In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves model
-    and program in their own precision. ``reference`` replaces the eager run.
+    In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
+    model and program in their own precision. ``reference`` replaces the eager run.
     """
     train = not program.role(0).is_inference
     reference = reference or eager(model, inputs, loss, dtype, train)
@@ -211,7 +212,9 @@ class _Rank:
         held = self._held()
         trained = [s for s in self.role.params if held[s.name].grad is not None]
         take_step([held[s.name] for s in trained], optimizer, self.job.lr)
-        yield from self._pieces(f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained)
+        yield from self._pieces(
+            f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained
+        )
 
     def _buffers(self) -> Iterator[Row]:
         expected = self.job.reference.buffers
@@ -241,7 +244,9 @@ class _Rank:
                 yield Row(float("inf"), kind, name, self.rank)
                 continue
             scale, noise = scales[name]
-            yield Row(_difference(found[name], expected[name]) / scale, kind, name, self.rank, noise)
+            yield Row(
+                _difference(found[name], expected[name]) / scale, kind, name, self.rank, noise
+            )
 
     def _held(self) -> dict[str, Tensor]:
         return self.role.tensors(self.step)
@@ -272,7 +277,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _difference(ours: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference; infinite where shapes differ or something is not a number."""
+    """The largest absolute difference; infinite where shapes differ or one is not a number."""
     if ours.shape != expected.shape:
         return float("inf")
     if not ours.numel():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from partc.graph import Graph, results_of, tensor_args, value
+from partc.graph import Graph, is_weight, results_of, tensor_args, value
 from partc.mesh import Mesh
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
@@ -157,7 +157,7 @@ class _Walk:
     def _ends(self, operands: list[fx.Node], node: fx.Node, strategy: Strategy) -> bool:
         """A contraction with a weight: the row cut that takes the column cut up."""
         return strategy.outs[0].kind == "U" and any(
-            self._weight(o) and want.kind == "cut"
+            is_weight(o) and want.kind == "cut"
             for o, want in zip(operands, strategy.ins, strict=True)
             if o is not node
         )
@@ -175,11 +175,6 @@ class _Walk:
         """A value of one undecided parameter alone: it is decided when it meets an activation."""
         operands = tensor_args(node)
         return len(operands) == 1 and operands[0] not in self.at and len(results_of(node)) == 1
-
-    def _weight(self, node: fx.Node) -> bool:
-        while node.op == "call_function" and len(tensor_args(node)) == 1:
-            node = tensor_args(node)[0]
-        return node.op == "placeholder" and value(node).kind == "param"
 
     def _fix(self, node: fx.Node, layout: Layout) -> None:
         """Decide a parameter, or the parameter behind a derived value, by the layout it is used in."""

@@ -14,7 +14,7 @@ from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, Outputs, results_of, tensor_args, update, value
+from partc.graph import Graph, Outputs, is_weight, results_of, tensor_args, update, value
 from partc.mesh import Mesh
 from partc.passes.local_batch_norm import local_batch_norm
 from partc.passes.open_ops import open_op, opens
@@ -126,14 +126,12 @@ class _AxisWalk:
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
     ) -> float | None:
         """Bytes to bring one operand into the layout that the strategy wants; None if it may not."""
-        made = self.made[operand]
         if want.kind in "UM" and self._shared(operand):
             return None  # several readers: finished once for all of them
-        if want in made:
+        if want in self.made[operand]:
             return 0.0
-        if want.kind in "UM" or (want.kind == "cut" and not self._driven(operand, want, operands, strategy)):
-            return None
-        costs = [c for have in made if (c := self._leave(operand, have, want)) is not None]
+        sources = self._sources(operand, want, operands, strategy)
+        costs = [c for have in sources if (c := self._leave(operand, have, want)) is not None]
         return min(costs, default=None)
 
     def _shared(self, node: fx.Node) -> bool:
@@ -145,29 +143,38 @@ class _AxisWalk:
             return ratio
         cost = ratio * self._bytes(operand) + _LATENCY_BYTES
         if have.kind == "cut":
-            if value(operand).kind == "param":
+            if is_weight(operand):
                 cost *= _UNDO_PARAM
             elif self.input_axis:
                 cost *= _UNDO_INPUT_CUT
         return cost
 
-    def _driven(
+    def _sources(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
-    ) -> bool:
-        """Whether something that is cut already asks for this cut, or the plan scatters sums so."""
-        if self.made[operand][0].kind == "cut":
-            return True
-        if self.made[operand][0].kind == "U" and not self.input_axis:
-            return self._scatters(operand, want)
-        if any(
-            layout.kind == "cut" and layout in self.made[other]
+    ) -> list[Layout]:
+        """The layouts at hand from which the wanted one may be made.
+
+        What is whole is cut only where something that is cut already asks for it. Sums go straight into
+        a cut only where the plan scatters them, or the inputs are cut so.
+        """
+        made = self.made[operand]
+        if want.kind in "UM":
+            return []
+        if want.kind != "cut":
+            return made
+        if made[0].kind in "UM" and not self.input_axis:
+            return made if self._scatters(operand, want) else []
+        if self._driven(operand, operands, strategy):
+            return made
+        return [layout for layout in made if layout.kind == "cut"]
+
+    def _driven(self, operand: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
+        """Whether another operand is cut as the strategy wants it, or a sum is scattered so."""
+        return any(
+            (layout.kind == "cut" and layout in self.made[other])
+            or (self.made[other][0].kind == "U" and self._scatters(other, layout))
             for other, layout in zip(operands, strategy.ins, strict=True)
             if other is not operand
-        ):
-            return True
-        return any(
-            self.made[other][0].kind == "U" and self._scatters(other, layout)
-            for other, layout in zip(operands, strategy.ins, strict=True)
         )
 
     def _scatters(self, node: fx.Node, layout: Layout) -> bool:

@@ -14,7 +14,8 @@ from partc.rules import (  # noqa: F401  (each family adds its rules to the tabl
     slicing,
     view,
 )
+from partc.rules.discover import strategies_for
 from partc.rules.local import localize
 from partc.rules.strategy import Strategy, has_rule, strategies
 
-__all__ = ["Strategy", "has_rule", "localize", "strategies"]
+__all__ = ["Strategy", "has_rule", "localize", "strategies", "strategies_for"]

@@ -1,4 +1,4 @@
-"""Rules of fused attention: cut by sample, by head and, where no causal mask ties them, by query."""
+"""Rules of fused attention: cut by sample, by head and, without causal mask, by query."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _terms(call: Call) -> dict[str, str]:
     shapes = dict(zip(_names(call), call.shapes, strict=True))
     query, key = shapes["query"] or (), shapes["key"] or ()
     heads = "h" if query[1] == key[1] else f"(h {query[1] // max(key[1], 1)})"
-    statistics = shapes["logsumexp"] if "logsumexp" in shapes else (call.results + (None,))[1]
+    statistics = shapes["logsumexp"] if "logsumexp" in shapes else (*call.results, None)[1]
     tied = call["is_causal"] or (statistics is not None and statistics[2:3] != query[2:3])
     place = f"b{heads}" + ("_" if tied else "q")
     return {"query": f"{place}_", "key": "bh__", "rank3": place, "rank4": f"{place}_"}
@@ -51,7 +51,7 @@ def attention(call: Call) -> str:
 
 
 def attention_backward(call: Call) -> str:
-    """Gradients of query, key, value and perhaps of the mask; keys gather a sum over the queries."""
+    """Gradients of query, key, value, perhaps mask; those of keys are sums over the queries."""
     terms = _terms(call)
     results = [terms["query"], terms["key"], terms["key"]]
     for bias in call.results[3:]:
@@ -67,4 +67,4 @@ PAIRS = (
 )
 for op in PAIRS:
     rule(op, attention)
-    rule(f"{op}_backward", attention_backward, linear="0")
+    rule(f"{op}_backward", attention_backward, linear="0", contiguous=("logsumexp",))

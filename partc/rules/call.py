@@ -1,4 +1,4 @@
-"""What a rule sees of one call: its arguments by name, its tensors by slot, whole or local shapes."""
+"""What a rule sees of a call: arguments by name, tensors by slot, whole or local shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op. A *slot* is a place for a tensor: one per tensor argument of the schema, in
-    schema order, with lists written out; a slot without tensor (an absent bias) stays empty.
+    """One call of an op. A *slot* is a place for a tensor: one per tensor argument of the schema,
+    in schema order, with lists written out; without tensor (an absent bias) it stays empty.
     """
 
     target: Any
@@ -56,9 +56,9 @@ class Call:
         return sorted(d % max(rank, 1) for d in given) if given else list(range(rank))
 
 
-@lru_cache(maxsize=None)
+@cache
 def parameters(target: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, default and whether it takes tensors, of each argument of an ATen op or Python function."""
+    """Name, default and whether it takes tensors, of each argument of an op or function."""
     if isinstance(target, torch._ops.OpOverload):
         return tuple(
             (a.name, _default(a), "Tensor" in str(a.type)) for a in target._schema.arguments

@@ -29,31 +29,40 @@ rule(
     scales={"groups": "g", "bias_sizes": "go"},
 )
 
-for dims, space in (("1d", "_"), ("2d", "__"), ("3d", "___")):
+for num_dims, space in enumerate(("_", "__", "___"), start=1):
     one, two, three = (",".join([f"...{space}"] * num) for num in (1, 2, 3))
-    rule(f"aten.avg_pool{dims} aten.adaptive_avg_pool{dims}", f"{one}->{one}", linear="0")
-    rule(f"aten._adaptive_avg_pool{dims}", f"{one}->{one}", linear="0")
-    rule(f"aten.avg_pool{dims}_backward", f"{two}->{one}", linear="0")
-    rule(f"aten._adaptive_avg_pool{dims}_backward", f"{two}->{one}", linear="0")
-    rule(f"aten.max_pool{dims}_with_indices aten.adaptive_max_pool{dims}", f"{one}->{two}")
-    rule(f"aten.max_pool{dims}_with_indices_backward", f"{three}->{one}", linear="0")
-    rule(f"aten.adaptive_max_pool{dims}_backward", f"{three}->{one}", linear="0")
-    rule(f"aten.upsample_nearest{dims}", f"{one}->{one}", linear="0")
-    rule(f"aten.upsample_nearest{dims}_backward", f"{one}->{one}", linear="0", sizes="input_size")
-
-for kind, space in (
-    ("linear1d", "_"),
-    ("bilinear2d", "__"),
-    ("bicubic2d", "__"),
-    ("trilinear3d", "___"),
-):
-    rule(f"aten.upsample_{kind} aten._upsample_{kind}_aa", f"...{space}->...{space}", linear="0")
+    of_two, of_three = f"{two}->{one}", f"{three}->{one}"
+    rule(f"aten.avg_pool{num_dims}d aten.adaptive_avg_pool{num_dims}d", f"{one}->{one}", linear="0")
+    rule(f"aten.upsample_nearest{num_dims}d", f"{one}->{one}", linear="0")
     rule(
-        f"aten.upsample_{kind}_backward aten._upsample_{kind}_aa_backward",
-        f"...{space}->...{space}",
+        f"aten.upsample_nearest{num_dims}d_backward",
+        f"{one}->{one}",
         linear="0",
         sizes="input_size",
     )
+    if num_dims == 1:  # torch computes these as if of two dims
+        continue
+    rule(f"aten._adaptive_avg_pool{num_dims}d", f"{one}->{one}", linear="0")
+    rule(f"aten.avg_pool{num_dims}d_backward", of_two, linear="0")
+    rule(f"aten._adaptive_avg_pool{num_dims}d_backward", of_two, linear="0")
+    rule(
+        f"aten.max_pool{num_dims}d_with_indices aten.adaptive_max_pool{num_dims}d", f"{one}->{two}"
+    )
+    rule(f"aten.max_pool{num_dims}d_with_indices_backward", of_three, linear="0")
+    rule(f"aten.adaptive_max_pool{num_dims}d_backward", of_three, linear="0")
+
+RESAMPLED = {
+    "upsample_linear1d": "_",
+    "upsample_bilinear2d": "__",
+    "upsample_bicubic2d": "__",
+    "upsample_trilinear3d": "___",
+    "_upsample_bilinear2d_aa": "__",
+    "_upsample_bicubic2d_aa": "__",
+}
+for op, space in RESAMPLED.items():
+    letters = f"...{space}->...{space}"
+    rule(f"aten.{op}", letters, linear="0")
+    rule(f"aten.{op}_backward", letters, linear="0", sizes="input_size")
 
 rule("aten.grid_sampler_2d", "bc__,b___->bc__", linear="0")
 rule("aten.pixel_shuffle aten.pixel_unshuffle", "...___->...___", linear="0", moves=True)

@@ -1,4 +1,4 @@
-"""Rules of table look-ups: cut by column, by index, or by row with indices counted from this rank's rows."""
+"""Rules of table look-ups: cut by column, by index, or by row with a window of indices."""
 
 from __future__ import annotations
 
@@ -21,3 +21,5 @@ rule(
     scales={"num_weights": "v"},
     windowed=Windowed(ignore="padding_idx", outside=-1),
 )
+rule("partc.ops.masked_embedding", "vd,... @v->...d", linear="0", windowed=Windowed())
+rule("partc.ops.window", "...->...")

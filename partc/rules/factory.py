@@ -1,4 +1,4 @@
-"""Rules of ops that make tensors. A rank may make its piece only, unless values depend on the place."""
+"""Rules of ops that make tensors: a rank makes its piece, unless values depend on the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of ops that pick or place elements by index tensors. Dims that indices point into stay whole."""
+"""Rules of ops that pick or place elements by index. Dims that indices point into stay whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BROADCAST = "ABCDEFGH"  # letters of the dims that index tensors share
 
 
 def _index_terms(call: Call, num: int) -> tuple[list[str], list[str], list[str]]:
-    """Of ``x[i, :, j]`` with ``num`` index slots: terms of x's dims, of each index, of the result."""
+    """Of ``x[i, :, j]`` with ``num`` index slots: letters of x, of each index, of the result."""
     letters = dims(call.rank())
     shapes = call.shapes[1 : 1 + num]
     used = [i for i, shape in enumerate(shapes) if shape is not None]
@@ -44,7 +44,7 @@ def pick(call: Call) -> str:
 
 
 def place(call: Call) -> str:
-    """``x[i, :, j] = values`` or ``+= values``: places add up, so their dims may be cut only then."""
+    """``x[i, :, j] = values`` or, if indices may be cut, ``+= values``."""
     if _is_masked(call):
         return whole_only(call)
     operand, indices, values = _index_terms(call, len(call.slots) - 2)
@@ -107,7 +107,7 @@ def scatter(call: Call, letter: str = "_") -> str:
 
 
 def scatter_add(call: Call) -> str:
-    """``a _, a I, a I -> a _``: places add up, so ``I`` may be cut if source and index agree on it."""
+    """``a _, a I, a I -> a _``, if source and index have the same ``I``."""
     dim = call.dim() if call.rank() else 0
     agrees = bool(call.rank(1)) and call.shape(1)[dim] == call.shape(2)[dim]
     return scatter(call, "I" if agrees else "_")
@@ -130,6 +130,7 @@ rule("aten.index_select", index_select, linear="0", moves=True)
 rule("aten.index_add", index_add, linear="0+2", added=0)
 rule("aten.index_copy", index_copy, linear="0+2")
 rule("aten.gather", gather, linear="0", moves=True, windowed=Windowed(masked_gather))
+rule("partc.ops.masked_gather", gather, linear="0", windowed=Windowed())
 rule("aten.take", "!...,...->...", linear="0", moves=True)
 rule("aten.scatter.src", scatter, linear="0+2", moves=True)
 rule("aten.scatter.value", scatter, linear=scatter_is_linear)

@@ -1,7 +1,8 @@
-"""Write a call on one rank's pieces: the same op with local size literals, or a few ops in its stead.
+"""Write a call on one rank's pieces: the same op with local sizes, or a few ops in its stead.
 
-``localize`` appends to a graph and returns the node that computes what ``node`` computes; the nodes before
-it (a rank's window of indices, a sum that a mean becomes) come with value and held shape set.
+``localize`` appends to a graph and returns the node that computes what ``node`` computes. That node
+and those before it (a rank's window of indices, the sum that a mean becomes) have value and held
+shape set; the number of a rank on an axis stands as a call of ``partc.collectives.axis_index``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import fx
 
 from partc import ops
 from partc.collectives import axis_index
-from partc.graph import results_of, run_fake, set_held, set_value, value
+from partc.graph import held, results_of, run_fake, set_held, set_value, value
 from partc.mesh import Mesh
 from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, whole_call
 from partc.rules.notation import resolve
 from partc.rules.strategy import Strategy, applied
 from partc.rules.table import Rule, Windowed, find
-from partc.sharding import Sharding
+from partc.sharding import REPLICATED, Sharding
 
 aten = torch.ops.aten
 
@@ -38,16 +39,29 @@ def localize(
 ) -> fx.Node:
     """Append ``node`` as one rank computes it and return the new node, its held shape set.
 
-    ``operands`` are nodes of ``out``, one per entry of ``tensor_args(node)``, in the layouts that the
-    strategies of all axes ask for; ``chosen`` has the strategy by axis, replicated axes left out.
+    ``operands`` are nodes of ``out``, one per entry of ``tensor_args(node)``, in the layouts that
+    the strategies of all axes ask for; ``chosen`` has them by axis, replicated axes left out.
     """
     given = iter(operands)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(given))
     write = _Writer(out, node)
     entry = find(node.target)
+    if entry is not None and entry.contiguous:
+        args = _contiguous(write, entry, node.target, args)
     if entry is None or not chosen:
         return write(node.target, *args, **kwargs)
     return _Localizer(write, node, entry, dict(chosen), mesh, args, dict(kwargs)).written()
+
+
+def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Operands whose strides the kernel does not look at, copied where not contiguous."""
+    names = [name for name, _, _ in parameters(target)]
+    return tuple(
+        write.like(arg, aten.clone.default, arg, memory_format=torch.contiguous_format)
+        if name in entry.contiguous and isinstance(arg, fx.Node) and not held(arg).is_contiguous()
+        else arg
+        for name, arg in zip(names, args, strict=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -128,12 +142,13 @@ class _Localizer:
         """Put changed arguments where they stand, or add them as keywords."""
         names = [name for name, _, _ in parameters(self.node.target)][: len(self.args)]
         self.args = tuple(changes.get(n, a) for n, a in zip(names, self.args, strict=True))
-        self.kwargs |= {name: new for name, new in changes.items() if name not in names}
+        added = {name: new for name, new in changes.items() if name not in names}
+        self.kwargs = {**self.kwargs, **added}
 
     def _windowed(self, windowed: Windowed, axes: list[str]) -> fx.Node:
         """Count indices from this rank's first row and call what passes over the rows of others.
 
-        Of two axes that cut the rows the later mesh axis took the larger blocks, so it counts first.
+        Of two axes that cut the rows the later mesh axis has the larger blocks: it counts first.
         """
         arguments = arguments_of(self.node.target, self.args, self.kwargs)
         name, rows = self._indices()
@@ -158,7 +173,8 @@ class _Localizer:
         index = self.write.out.call_function(
             axis_index, (like,), {"axis": axis, "num": self.mesh.size(axis)}
         )
-        set_value(index, replace(value(self.node), kind="op", shape=(), dtype=torch.int64))
+        known = replace(value(self.node), shape=(), dtype=torch.int64, sharding=REPLICATED)
+        set_value(index, known)
         set_held(index, 0)
         return index
 
@@ -170,7 +186,7 @@ class _Localizer:
         return names[at], factors.sizes[notation.operands[at].index_of]
 
     def _mean(self) -> fx.Node:
-        """The sum of the pieces' terms over the count of the whole's: an unfinished sum of the mean."""
+        """The sum of this piece over the count of the whole: the mean is the sum of these."""
         call = whole_call(self.node)
         reduced = call.dim_list() if "dim" in call.arguments else list(range(call.rank()))
         dtype = call.arguments.get("dtype")

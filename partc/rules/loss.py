@@ -1,4 +1,4 @@
-"""Rules of losses. A sum over cut samples or classes is unfinished; a mean needs the whole's count."""
+"""Rules of losses. A sum over cut samples or classes is unfinished; a mean may not be cut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nll(call: Call) -> str:
 
 
 def nll_backward(call: Call) -> str:
-    """``, nvxy, nxy @v, v, -> nvxy``: the count comes from the forward, so means are no obstacle."""
+    """``, nvxy, nxy @v, v, -> nvxy``: a mean's count comes from the forward."""
     samples = "n" + "xyz"[: call.rank(1) - 2]
     scores = f"nv{samples[1:]}"
     loss = samples if call.rank() else ""
@@ -35,7 +35,7 @@ def elementwise_loss(call: Call) -> str:
 
 
 def elementwise_loss_backward(call: Call) -> str:
-    """Elementwise; a mean's gradient is divided by the whole's count, which a piece does not know."""
+    """Elementwise; only a mean's gradient is divided by the number of elements."""
     if call["reduction"] == MEAN:
         return whole_only(call)
     return ",".join(["..."] * len(call.slots)) + "->..."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from partc.rules.call import Call
 from partc.rules.table import rule
 
@@ -23,9 +25,9 @@ def layer_norm_backward(call: Call) -> str:
     return f"{','.join(ins)}->{','.join([data] + [inner] * num_weights)}"
 
 
-def batch_norm(call: Call) -> str:
-    """By channel; by sample only where no statistics are taken. Absent statistics are empty tensors."""
-    training = call.arguments.get("training", call.arguments.get("train", False))
+def batch_norm(call: Call, training: bool = True) -> str:
+    """By channel; by sample where no statistics are taken. Absent ones are empty tensors."""
+    training = call.arguments.get("training", call.arguments.get("train", training))
     shape = call.shape(0)
     batch = "!b" if training else "b"
 
@@ -38,12 +40,14 @@ def batch_norm(call: Call) -> str:
     return "->".join(sides)
 
 
+STATISTICS = ("mean", "rstd")
+
 rule("aten.native_layer_norm aten._fused_rms_norm", layer_norm)
-rule("aten.native_layer_norm_backward", layer_norm_backward, linear="0")
-rule("aten._fused_rms_norm_backward", layer_norm_backward, linear="0")
+rule("aten.native_layer_norm_backward", layer_norm_backward, linear="0", contiguous=STATISTICS)
+rule("aten._fused_rms_norm_backward", layer_norm_backward, linear="0", contiguous=STATISTICS)
 rule("aten.native_batch_norm aten._native_batch_norm_legit", batch_norm)
 rule("aten._native_batch_norm_legit_functional", batch_norm)
-rule("aten._native_batch_norm_legit_no_training", batch_norm)
+rule("aten._native_batch_norm_legit_no_training", partial(batch_norm, training=False))
 rule("aten._batch_norm_with_update_functional aten.cudnn_batch_norm", batch_norm)
 rule("aten.native_batch_norm_backward", batch_norm, linear="0")
 
@@ -54,4 +58,5 @@ rule(
     "b(g !c)!...,b(g c)...,bg,bg,(g c)->b(g c)...,(g c),(g c)",
     linear="0",
     scales=GROUPS,
+    contiguous=STATISTICS,
 )

@@ -1,10 +1,10 @@
-"""The language of rules: ``"...k,nk->...n"`` in, the factors of every operand's and result's dims out.
+"""The language of rules: ``"...k,nk->...n"`` in, the factors of every tensor's dims out.
 
 A term stands for one tensor, operands left of ``->`` and results right of it. In a term
 
-- a letter is a factor: the same letter is the same index everywhere, and cutting it cuts all of them;
-- ``(h d)`` is one dim made of several factors, the first one slowest; a number among them, ``(3 d)``, is a
-  factor of this size that is not cut;
+- a letter is a factor: it is the same index everywhere, and cutting it cuts all its dims;
+- ``(h d)`` is one dim made of several factors, the first one slowest; a number among them, as in
+  ``(3 d)``, is a factor of this size that is not cut;
 - ``...`` is any number of leading dims, broadcast as torch does;
 - ``_`` is a dim of any size that is never cut;
 - ``!k`` or ``!...`` may not be cut, wherever the letter stands;
@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from partc.errors import RuleError
@@ -65,7 +65,7 @@ class Factors:
         return prod(self.sizes[f] for f in dim[: dim.index(letter)])
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Notation:
     """Read a rule; RuleError where it is malformed."""
     left, arrow, right = text.partition("->")

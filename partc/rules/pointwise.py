@@ -1,5 +1,5 @@
-"""Rules of elementwise ops. Any op with torch's ``pointwise`` tag has one; here stand those that are
-linear in some operands, so that unfinished sums may pass.
+"""Rules of elementwise ops. Any op with torch's ``pointwise`` tag has one; here stand those that
+are linear in some operands, so that unfinished sums may pass, and those without the tag.
 """
 
 from __future__ import annotations
@@ -8,13 +8,6 @@ from torch import fx
 
 from partc.rules.call import Call
 from partc.rules.table import pointwise, rule
-
-
-def copies(call: Call) -> str:
-    """A cast passes sums unless it leaves the numbers that add up."""
-    whole = call.dtypes[0], call.result_dtypes[0]
-    floats = [d is not None and (d.is_floating_point or d.is_complex) for d in whole]
-    return "" if floats[0] and not floats[1] else "0"
 
 
 def masked(call: Call) -> str:
@@ -52,7 +45,7 @@ rule(
     linear="0",
 )
 rule("aten.lift_fresh_copy aten.contiguous aten.conj_physical", pointwise, linear="0")
-rule("aten._to_copy aten.to aten._conj", pointwise, linear=copies)
+rule("aten._to_copy aten.to aten._conj", pointwise, linear="0")
 rule("aten.copy", "...,...->...", linear="1")
 rule("aten.add.Tensor aten.sub.Tensor aten.rsub.Tensor", pointwise, linear="0+1")
 rule("aten.mul aten.multiply", pointwise, linear="0|1")
@@ -76,7 +69,7 @@ rule("aten.elu_backward aten.softplus_backward aten.softshrink_backward", pointw
 rule("aten.hardswish_backward aten.hardsigmoid_backward", pointwise, linear="0")
 rule("aten.hardshrink_backward aten.log_sigmoid_backward", pointwise, linear="0")
 rule("aten.rrelu_with_noise_backward aten._prelu_kernel_backward", pointwise, linear="0")
-rule("aten.native_dropout_backward aten._fused_dropout_backward", pointwise, linear="0")
+rule("aten.native_dropout_backward", pointwise, linear="0")
 
 # elementwise without torch's tag
 rule("aten.hardswish aten.log_sigmoid_forward aten._prelu_kernel", pointwise)

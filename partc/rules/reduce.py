@@ -1,4 +1,4 @@
-"""Rules of ops along named dims: reductions, softmax, scans, sorting. What a sum drops it leaves unfinished."""
+"""Rules of ops along named dims: reductions, softmax, scans, sorting."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ Seen = Collection[tuple[int, Layout]]
 class Strategy:
     """One way to cut a call along one axis.
 
-    ``variant`` says that the call is written differently on the pieces: ``"window"`` (indices are counted
-    from this rank's first row) or ``"mean"`` (a mean becomes a sum divided by the whole's count).
+    ``variant`` says that the call is written differently on pieces: ``"window"`` (indices are
+    counted from this rank's first row) or ``"mean"`` (the sum divided by the whole's count).
     """
 
     ins: tuple[Layout, ...]  # one per entry of graph.tensor_args(node), same order
@@ -54,35 +54,38 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     order = _operand_order(node, call)
     wishes = [(_wished(position, order, call), layout) for position, layout in seen]
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
-    picked = (Strategy(tuple(s.ins[i] for i in order), s.outs, s.variant) for s in found)
-    kept = [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
-    return kept
+    picked = (
+        Strategy(tuple(R if i is None else s.ins[i] for i in order), s.outs, s.variant)
+        for s in found
+    )
+    return [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
 
 
 def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
-    """The rule's letters for a call and their sizes; slots that the rule does not name are never cut."""
+    """The rule's letters for a call, and their sizes; slots that it does not name stay whole."""
     notation = parse(entry.written(call))
     num = len(notation.operands)
     shapes = (*call.shapes, *[None] * num)[:num]
     return notation, resolve(notation, shapes, call.results)
 
 
-def _operand_order(node: fx.Node, call: Call) -> list[int]:
-    """The slot of every entry of ``tensor_args(node)``: they differ where keywords stand out of order."""
+def _operand_order(node: fx.Node, call: Call) -> list[int | None]:
+    """The slot of every entry of ``tensor_args(node)``, None for a number among them."""
     free = list(enumerate(call.slots))
-    order = []
+    order: list[int | None] = []
     for operand in tensor_args(node):
         pair = next((p for p in free if p[1] is operand), None)
-        assert pair is not None, f"{node} reads {operand} where its rule has no tensor"
-        free.remove(pair)
-        order.append(pair[0])
+        if pair is not None:
+            free.remove(pair)
+        order.append(None if pair is None else pair[0])
     return order
 
 
-def _wished(position: int, order: Sequence[int], call: Call) -> int:
+def _wished(position: int, order: Sequence[int | None], call: Call) -> int:
     """The slot of an operand position, or the number of slots plus the result's number."""
     if position < len(order):
-        return order[position]
+        slot = order[position]
+        return -1 if slot is None else slot
     return len(call.slots) + position - len(order)
 
 
@@ -139,26 +142,31 @@ class _View:
 
     def _outers(self, letter: str, wishes: Sequence[tuple[int, Layout]]) -> Iterator[int]:
         """The outer factors that wished layouts mean for a letter."""
-        tensors = [*self.factors.operands, *self.factors.results]
-        skipped = len(self.call.slots) - len(self.factors.operands)
+        num = len(self.call.slots)
+        operands = [*self.factors.operands, *[()] * num][:num]  # slots that the rule does not name
+        tensors = [*operands, *self.factors.results]
         for position, layout in wishes:
-            at = position if position < len(self.factors.operands) else position - skipped
-            if layout.kind != "cut" or layout.dim >= len(tensors[at]):
+            if layout.kind != "cut" or position < 0 or layout.dim >= len(tensors[position]):
                 continue
-            dim = tensors[at][layout.dim]
+            dim = tensors[position][layout.dim]
             if letter in dim and layout.outer % self.factors.before(dim, letter) == 0:
                 yield layout.outer // self.factors.before(dim, letter)
 
     def sums(self) -> Iterator[Strategy]:
-        """Unfinished sums in, unfinished sums out, per linear group; unfinished maxima through moves."""
+        """Unfinished sums in and out, per linear group; unfinished maxima through moves."""
         for group in self.rule.groups(self.call):
             for layout in (U, M) if self.rule.moves else (U,):
                 ins = tuple(layout if i in group else R for i in range(len(self.call.slots)))
                 outs = tuple(R if shape is None else layout for shape in self.call.results)
-                dtypes = [self.call.dtypes[i] for i in group]
-                fits = all(dtype is not None and _adds_up(dtype, layout) for dtype in dtypes)
-                if fits and all(self._expresses(i, out) for i, out in enumerate(outs)):
+                if self._passes(group, layout):
                     yield Strategy(ins, outs)
+
+    def _passes(self, group: Sequence[int], layout: Layout) -> bool:
+        """Whether operands and results add up, and fractions are not cut off piece by piece."""
+        ins = [self.call.dtypes[i] for i in group]
+        outs = [dtype for dtype in self.call.result_dtypes if dtype is not None]
+        truncates = any(map(_has_fractions, ins)) and not all(map(_has_fractions, outs))
+        return not truncates and all(_adds_up(dtype, layout) for dtype in (*ins, *outs))
 
     def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
         """Any layout of an operand of which only the shape matters, the rest replicated."""
@@ -173,12 +181,17 @@ class _View:
 
     def _expresses(self, result: int, layout: Layout) -> bool:
         """Whether a result's dtype allows it to be an unfinished sum or max."""
-        dtype = self.call.result_dtypes[result]
-        return dtype is None or _adds_up(dtype, layout)
+        return _adds_up(self.call.result_dtypes[result], layout)
 
 
-def _adds_up(dtype: torch.dtype, layout: Layout) -> bool:
+def _has_fractions(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _adds_up(dtype: torch.dtype | None, layout: Layout) -> bool:
     """Bools and narrow integers cannot be added piece by piece, complex numbers have no maximum."""
-    if layout == U:
-        return dtype.is_floating_point or dtype.is_complex or dtype in (torch.int64, torch.int32)
-    return layout != M or dtype not in (torch.bool, torch.complex64, torch.complex128)
+    if dtype is None or layout not in (U, M):
+        return True
+    if layout == M:
+        return dtype != torch.bool and not dtype.is_complex
+    return _has_fractions(dtype) or dtype in (torch.int64, torch.int32)

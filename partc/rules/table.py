@@ -1,4 +1,4 @@
-"""The table of rules: ``rule("aten.linear", "...k,nk,n->...n", linear="0|1", added=2)`` adds a line."""
+"""The table of rules: ``rule("aten.mm", "mk,kn->mn", linear="0|1")`` adds a line to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reduce = Literal["sum", "max", "mean"]
 class Windowed:
     """How a call is written where indices are counted from this rank's first row.
 
-    ``target`` is the op to call instead ("" for the same), ``ignore`` the argument naming an index that
+    ``target`` is the function to call instead, ``ignore`` the argument that names an index which
     counts for nothing, ``outside`` the index that stands for "not on this rank".
     """
 
@@ -30,14 +30,21 @@ class Windowed:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one op may be cut; ``notation`` and ``linear`` are texts or functions of the call.
+    """How one op may be cut. ``notation`` and ``linear`` are texts, or functions of the call.
 
-    ``linear``: groups of slots that may be unfinished sums together, ``"0|1"`` each alone, ``"0+1"``
-    jointly, ``"all"`` all together. ``added``: the slot that is added to the result, so no sum may be
-    left open without it. ``moves``: the op only moves elements, so an unfinished max stays one.
-    ``reduce``: what a letter that is missing on the right was reduced by. ``unread``: the slot of which
-    only the shape matters. ``reshapes``: on pieces the call is a reshape to result 0's shape. ``sizes``: the argument that is result 0's shape. ``scales``: arguments that
-    are proportional to a letter's size.
+    Of the fields with a default,
+
+    - ``linear`` names groups of slots that may be unfinished sums together, the other slots being
+      replicated: ``"0|1"`` each alone, ``"0+1"`` jointly, ``"all"`` all of them;
+    - ``added`` is the slot that is added to the result: it is unfinished wherever the result is;
+    - ``moves`` says that elements are only moved, so that an unfinished maximum stays one;
+    - ``reduce`` is what reduced a letter that is missing on the right;
+    - ``unread`` is a slot of which only shape and dtype matter;
+    - ``reshapes`` says that on pieces the call is a reshape to the result's local shape;
+    - ``sizes`` is the argument that is the result's shape;
+    - ``scales`` has arguments that are proportional to the sizes of letters;
+    - ``windowed`` says how it is called where indices point into a dim that is cut;
+    - ``contiguous`` names arguments whose strides the kernels do not look at.
     """
 
     notation: Written
@@ -50,6 +57,7 @@ class Rule:
     sizes: str = ""
     scales: Mapping[str, str] = field(default_factory=dict)
     windowed: Windowed | None = None
+    contiguous: tuple[str, ...] = ()
 
     def written(self, call: Call) -> str:
         """The rule's letters for this call."""
@@ -71,9 +79,7 @@ RULES: Registry[Rule] = Registry("rule")
 
 
 def rule(ops: str, notation: Written, **fields: Any) -> None:
-    """Add a rule for one or more ops: ``"aten.mm aten.bmm"``, with an overload (``"aten.add.Tensor"``) or
-    for all of them, or ``"partc.ops.weight_grad"``.
-    """
+    """Add a rule for ops, named ``aten.add.Tensor`` or, with all overloads, ``aten.add``."""
     entry = Rule(notation, **fields)
     for name in ops.split():
         RULES.add(name, entry)

@@ -20,8 +20,8 @@ def reshape(call: Call) -> str:
 def regroup(old: Shape, new: Shape) -> str:
     """The letters of a reshape.
 
-    A border is a number of blocks before a dim. Between borders that divide each other lies a factor;
-    where they do not (``[4,6] -> [6,4]``) no cut of the one shape is a cut of the other.
+    A border is a number of blocks before a dim. Between borders that divide each other lies a
+    factor; where they do not (``[4,6] -> [6,4]``) no cut of the one shape is one of the other.
     """
     borders = sorted({*_borders(old), *_borders(new)} - {0})
     clean = {b for b in borders if all(max(a, b) % min(a, b) == 0 for a in borders)}
@@ -39,7 +39,7 @@ def _borders(shape: Shape) -> list[int]:
 
 
 def _grouped(shape: Shape, factors: dict[int, str]) -> str:
-    """A term: every dim as the factors inside it, or ``_`` where one of its borders is shared with none."""
+    """A term: every dim as the factors inside it, ``_`` where one of its borders is not shared."""
     terms = []
     for start, end in pairwise(_borders(shape)):
         inside = [letter for border, letter in factors.items() if start <= border < end]
