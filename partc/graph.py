@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch.fx import Node  # inside Graph, fx is its field
 from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
@@ -64,41 +65,42 @@ class Graph:
         return graph_text(self)
 
     # nodes -----------------------------------------------------------------------------------
-    def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
+    def placeholders(self, kind: Kind) -> dict[str, Node]:
         """The parameter, buffer or input nodes by the user's name, in order."""
         nodes = (n for n in self.fx.nodes if n.op == "placeholder" and value(n).kind == kind)
         return {value(n).name: n for n in nodes}
 
     @property
-    def params(self) -> dict[str, fx.Node]:
+    def params(self) -> dict[str, Node]:
         return self.placeholders("param")
 
     @property
-    def buffers(self) -> dict[str, fx.Node]:
+    def buffers(self) -> dict[str, Node]:
         return self.placeholders("buffer")
 
     @property
-    def inputs(self) -> dict[str, fx.Node]:
+    def inputs(self) -> dict[str, Node]:
         return self.placeholders("input")
 
-    def calls(self) -> Iterator[fx.Node]:
+    def calls(self) -> Iterator[Node]:
         """Every call node in order of execution, getitem nodes among them."""
         return (n for n in self.fx.nodes if n.op == "call_function")
 
     # results ---------------------------------------------------------------------------------
     @property
     def outputs(self) -> Outputs:
-        return Outputs(**self.fx.output_node().args[0])
+        entries: Any = self.fx.output_node().args[0]
+        return Outputs(**entries)
 
     def set_outputs(self, outputs: Outputs) -> None:
         self.fx.output_node().args = (outputs.as_dict(),)
 
     @property
-    def loss(self) -> fx.Node | None:
+    def loss(self) -> Node | None:
         return self.outputs.loss
 
     @property
-    def grads(self) -> dict[str, fx.Node]:
+    def grads(self) -> dict[str, Node]:
         return self.outputs.grads
 
 

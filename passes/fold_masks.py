@@ -11,9 +11,7 @@ from torch import Tensor, fx
 from partc.graph import Graph, drop_dead
 
 aten = torch.ops.aten
-IS_CAUSAL: dict[
-    Any, int
-] = {  # attention op -> position of its is_causal argument; attn_mask is a keyword
+IS_CAUSAL: dict[Any, int] = {  # attention op -> position of its is_causal argument
     aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
