@@ -187,9 +187,10 @@ class _AxisWalk:
             return []
         if want.kind != "cut":
             return made
-        if made[0].kind in "UM" and not self.input_axis:
-            return made if self._scatters(operand, want) else []
-        if self._driven(operand, operands, strategy):
+        driven = self._driven(operand, operands, strategy)
+        if made[0].kind in "UM" and self.scatter is None and not self.input_axis:
+            return []
+        if driven or self._scatters(operand, want):
             return made
         return [layout for layout in made if layout.kind == "cut"]
 
