@@ -19,7 +19,11 @@ def test_calls_of_a_training_step(name: str) -> None:
     case = FAMILIES[name].case(name)
     graph = trace(case.model, case.inputs, case.loss)
     calls = [node for node in graph.calls() if all(map(is_tensor, tensor_args(node)))]
-    new = dict.fromkeys(map(Signature.of, calls)).keys() - PROVED
+    new = [call for call in dict.fromkeys(map(Signature.of, calls)) if call not in PROVED]
     PROVED.update(new)
-    proofs = [prove(call, strategy, 2) for call in new for strategy in strategies(call.node(), 2)]
+    proofs = [
+        prove(call, strategy, 2, seeds=(1,))  # the table's own cases have a second draw
+        for call in new
+        for strategy in strategies(call.node(), 2)
+    ]
     assert [str(proof) for proof in proofs if not proof.holds] == []

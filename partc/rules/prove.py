@@ -92,7 +92,11 @@ class Whole:
 
 
 def prove(
-    call: fx.Node | Signature, strategy: Strategy, num: int, claims: Claims = strategies
+    call: fx.Node | Signature,
+    strategy: Strategy,
+    num: int,
+    claims: Claims = strategies,
+    seeds: Sequence[int] = SEEDS,
 ) -> Proof:
     """Run the call on whole operands and on pieces, with given and with random literals.
 
@@ -102,7 +106,7 @@ def prove(
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
     trials: list[Trial] = []
-    for seed in SEEDS:
+    for seed in seeds:
         trials += _trials(signature, strategy, num, seed, "given")
         redrawn = signature.with_random_literals(seed)
         if redrawn != signature and strategy in _claimed(redrawn, num, claims):
