@@ -71,7 +71,7 @@ def test_accepted_edits_load_again(tmp_path: Path) -> None:
 def test_an_error_inside_a_role_shows_its_line() -> None:
     source = example_program().source().replace("self.dp, self.tp =", "missing; self.dp, self.tp =")
     with pytest.raises(NameError) as caught:
-        Role.load(source, "role0.py").build(mesh=None)  # type: ignore[arg-type]
+        Role.load(source, "role0.py").build(mesh=None)
     import traceback
 
     assert "missing; self.dp" in "".join(traceback.format_exception(caught.value))
