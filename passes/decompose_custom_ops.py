@@ -1,4 +1,4 @@
-"""Write custom ops as the torch ops they are implemented with: programs import nothing but torch."""
+"""Write custom ops as the torch ops they are made of: programs import nothing but torch."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def _refusal(node: fx.Node, why: str) -> TraceError:
         where=value(node).source or value(node).module,
         what=f"{node.target} is no op of torch",
         why=why.splitlines()[0],
-        do="Write it with torch ops, or define it by torch.library.custom_op with a traceable body.",
+        do="Write it with torch ops, or by torch.library.custom_op with a body that traces.",
     )

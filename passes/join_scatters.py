@@ -14,7 +14,7 @@ slice_scatter = aten.slice_scatter.default
 
 
 def join_scatters(graph: Graph) -> None:
-    """``slice_scatter(slice_scatter(empty, a, 1, 0, 3), b, 1, 3, 8)`` becomes ``cat([a, b], 1)``."""
+    """``slice_scatter(slice_scatter(x, a, 1, 0, 3), b, 1, 3, 8)`` becomes ``cat([a, b], 1)``."""
     for node in list(graph.calls()):
         if is_call(node, slice_scatter):
             pieces, dim = _pieces(node)
@@ -24,7 +24,7 @@ def join_scatters(graph: Graph) -> None:
 
 
 def _pieces(node: fx.Node) -> tuple[list[fx.Node], int]:
-    """The pieces that fill the tensor in order of their place, none if they leave or cross anything."""
+    """The pieces that fill the tensor, in order; none if they leave a gap or cross each other."""
     dim, written = _span(node)[0], []
     at: Any = node
     while is_call(at, slice_scatter) and _span(at)[0] == dim and _span(at)[3] == 1:
@@ -39,11 +39,10 @@ def _pieces(node: fx.Node) -> tuple[list[fx.Node], int]:
 
 def _span(node: fx.Node) -> tuple[int, int, int, int]:
     """The dim, start, end and step of a slice_scatter."""
-    given = [*node.args[2:], *[None] * 4][:4]
-    dim, start, end, step = (
-        g if g is not None else d for g, d in zip(given, (0, 0, 1 << 62, 1), strict=True)
-    )
-    rank = len(shape_of(node))
-    size = shape_of(node)[int(dim) % rank]  # type: ignore[call-overload]
-    start, end = (min(max(at + size if at < 0 else at, 0), size) for at in (start, end))  # type: ignore[operator]
-    return int(dim) % rank, start, end, int(step)  # type: ignore[call-overload,return-value]
+    given: Any = [*node.args[2:], *[None] * 4][:4]
+    defaults = (0, 0, 1 << 62, 1)
+    dim, start, end, step = (d if g is None else g for g, d in zip(given, defaults, strict=True))
+    shape = shape_of(node)
+    size = shape[dim]
+    start, end = (min(max(at + size if at < 0 else at, 0), size) for at in (start, end))
+    return dim % len(shape), start, end, step

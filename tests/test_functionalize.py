@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from partc.errors import TraceError
 from partc.trace import trace
-from tests.test_trace import check
+from tests.compare import check
 
 
 class Writes(nn.Module):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_program import example_model, example_program
 
 from partc.errors import LoadError, UsageError
 from partc.fingerprint import Fingerprint
@@ -19,6 +18,7 @@ from partc.mesh import Mesh
 from partc.program import SavedCost, accept_edits, load
 from partc.role import Role
 from partc.tensorfile import TensorFile, TensorFiles, write_tensors
+from tests.example_program import example_model, example_program
 
 
 def test_a_saved_program_loads_as_it_was(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from partc.tensorfile import write_tensors
 from partc.verify import verify
 
 if TYPE_CHECKING:
-    from zoo import Case
+    from tests.zoo import Case
 
 pytestmark = pytest.mark.gloo
 FLOAT32 = 1e-6  # the model computes its loss in float32 whatever it is itself
@@ -38,7 +38,7 @@ def world() -> Iterator[Processes]:
 @cache
 def case() -> Case:
     """GPT-2: tied weights, and a fused q, k, v weight that tp cuts third by third."""
-    from zoo import MODELS  # not by the ranks, which would wait for transformers
+    from tests.zoo import MODELS  # not by the ranks, which would wait for transformers
 
     return MODELS["gpt2"]()
 

@@ -12,14 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from example_program import (
-    BATCH,
-    GatedMLP,
-    example_batch,
-    example_loss,
-    example_model,
-    example_program,
-)
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -31,6 +23,14 @@ from partc.mesh import Mesh
 from partc.processes import Processes
 from partc.runtime import Stage
 from partc.tensorfile import write_tensors
+from tests.example_program import (
+    BATCH,
+    GatedMLP,
+    example_batch,
+    example_loss,
+    example_model,
+    example_program,
+)
 
 pytestmark = pytest.mark.gloo
 
