@@ -47,13 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # commands ------------------------------------------------------------------------------------
 def compile_command(args: argparse.Namespace) -> int:
     """Compile a model and save the program."""
+    import torch
+
     from partc import api
     from partc.models import find_model
 
     start = time.monotonic()
     with _progress(f"building {args.model}"):
         target = find_model(args.model, _sizes(args))
-    with _progress(f"compiling for {args.mesh}, plan {args.plan}"):
+        target = target.for_inference() if args.inference else target
+    compiling = f"compiling for {args.mesh}, plan {args.plan}"
+    with _progress(compiling), torch.set_grad_enabled(not args.inference):
         program = api.compile(
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches,
@@ -101,6 +105,7 @@ def verify_command(args: argparse.Namespace) -> int:
     shapes = [shape for shape, _ in program.inputs.values()]
     with _progress(f"building {args.model}"):
         target = find_model(args.model, sizes_of_inputs(shapes, _sizes(args)), values=True)
+        target = target.for_inference() if program.role(0).is_inference else target
     load(args.folder, model=target.model)
     with _progress(f"running {program.mesh.num_ranks} ranks"):
         report = verify(
@@ -204,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--plan", default="auto", help="preset, presets joined by +, or a plan.toml")
     made.add_argument("--out", required=True, help="folder to write")
     made.add_argument("--microbatches", type=int, default=1)
+    made.add_argument("--inference", action="store_true", help="the forward alone, in eval mode")
     _add_sizes(made)
     made = command("explain", explain_command)
     made.add_argument("what", nargs="?", help="a saved program's folder, or an error code")

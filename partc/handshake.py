@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from partc.errors import RunError
 from partc.manifest import sha256
@@ -29,6 +30,14 @@ def check_world(mesh: Mesh, world: int) -> None:
         why=f"that is {more} than the program was compiled for",
         do=f"Use torchrun --nproc-per-node {mesh.num_ranks}, or compile for {world} ranks.",
     )
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
+    """torch's mesh of the same axes; None where there are none."""
+    if not mesh.axes:
+        return None
+    sizes = tuple(size for _, size in mesh.axes)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=mesh.names)
 
 
 def world_size() -> int:

@@ -43,6 +43,11 @@ class Target:
     model: nn.Module
     inputs: tuple[Tensor, ...]
     loss: Callable[..., Any] | None = None
+    labels: int = 0  # how many of the last inputs only the loss reads
+
+    def for_inference(self) -> Target:
+        """The model in eval mode with the inputs that it alone reads, and no loss."""
+        return Target(self.model.eval(), self.inputs[: len(self.inputs) - self.labels])
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ def _configured(name: str, sizes: Sizes, values: bool) -> Target:
         model = auto.from_config(config).to(sizes.dtype).train()
     make = _images if argument == "pixel_values" else _tokens
     try:
-        return Target(model, make(config, sizes), _labelled(argument))
+        return Target(model, make(config, sizes), _labelled(argument), labels=1)
     except AttributeError as error:
         raise _no_inputs(name, str(error)) from error
 

@@ -100,7 +100,7 @@ class Role:
         """Whether the role computes results only: its Step has no ``step``."""
         return not hasattr(self.module.Step, "step")
 
-    def build(self, mesh: RankMesh, device: torch.device | str = "cpu") -> nn.Module:
+    def build(self, mesh: RankMesh | None, device: torch.device | str = "cpu") -> nn.Module:
         """This rank's Step, its values not yet set."""
         with torch.device(device):
             step: nn.Module = self.module.Step(mesh)

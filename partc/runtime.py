@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from partc.clip import clip_gradients
 from partc.dtensors import DTensors
 from partc.errors import RunError
-from partc.handshake import check_agreement, check_world, world_size
+from partc.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.mesh import Mesh
 from partc.program import Program
 from partc.role import Role, Shard, dtype_name, dtype_of
@@ -37,10 +37,8 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
     if not dist.is_initialized():
         _join(here)
     check_agreement(program, here)
-    if mesh is None:
-        sizes = tuple(size for _, size in program.mesh.axes)
-        mesh = init_device_mesh(here.type, sizes, mesh_dim_names=program.mesh.names)
-    if Mesh.of(mesh) != program.mesh:
+    mesh = mesh or device_mesh(program.mesh, here.type)
+    if mesh is not None and Mesh.of(mesh) != program.mesh:
         raise RunError(
             where=f"mesh {Mesh.of(mesh)}",
             what="is not the mesh of this program",
@@ -59,12 +57,13 @@ class Stage(nn.Module):
 
     _rank_step: Any  # the role's own module
 
-    def __init__(self, program: Program, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()
         self._model, self.mesh = program.fingerprint, program.mesh
         self._role: Role = program.role(dist.get_rank())
-        self._device_mesh, self._dtensors = mesh, DTensors(program.mesh, mesh)
-        self.coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
+        self._dtensors = DTensors(program.mesh, mesh)
+        self._groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
+        self.coords = program.mesh.coords(dist.get_rank())
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         self._aside = {
@@ -108,7 +107,7 @@ class Stage(nn.Module):
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         held = self._held()
         params = [(held[s.name], s.is_first_copy(self.coords)) for s in self._role.params]
-        groups = [self._device_mesh.get_group(name) for name in self.mesh.names]
+        groups = list(self._groups.values())
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
 
     # whole tensors ---------------------------------------------------------------------------
@@ -187,7 +186,7 @@ class Stage(nn.Module):
         """What every rank along an axis holds."""
         piece = piece.contiguous()
         pieces = [torch.empty_like(piece) for _ in range(self.mesh.size(axis))]
-        dist.all_gather(pieces, piece, group=self._device_mesh.get_group(axis))
+        dist.all_gather(pieces, piece, group=self._groups[axis])
         return pieces
 
     def _fresh_grads(
@@ -205,11 +204,14 @@ class Stage(nn.Module):
                 p.grad = grad
 
     def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        expected = [f"{n}: {dtype_name(d)}{list(s)}" for n, (s, d) in self._role.inputs.items()]
-        wanted = list(self._role.inputs.values())
-        if [(tuple(x.shape), x.dtype) for x in inputs] == wanted:
+        device = self.device.type
+        wanted = [(shape, dtype, device) for shape, dtype in self._role.inputs.values()]
+        given = [(tuple(x.shape), x.dtype, x.device.type) for x in inputs]
+        if given == wanted:
             return
-        got = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in inputs]
+        names = list(self._role.inputs)
+        expected = [f"{n}: {_typed(*w)}" for n, w in zip(names, wanted, strict=True)]
+        got = [_typed(*each) for each in given]
         raise RunError(
             where="step",
             what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
@@ -277,6 +279,10 @@ def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
     root._buffers[leaf] = tensor
     if not saved:
         root._non_persistent_buffers_set.add(leaf)
+
+
+def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
+    return f"{dtype_name(dtype)}{list(shape)} on {device}"
 
 
 def _all_names(program: Program) -> set[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ class Row:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}: {self.error:.1e} on rank {self.rank}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields; an infinite error, which JSON cannot say, is null."""
+        return {**vars(self), "error": self.error if isfinite(self.error) else None}
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,16 @@ class Report:
             )
         noise = sorted({row.name for row in self.rows if row.noise})
         if noise:
-            lines.append(f"zero but for rounding, measured against the largest: {', '.join(noise)}")
+            more = f" and {len(noise) - 4} more" if len(noise) > 4 else ""
+            names = ", ".join(noise[:4]) + more
+            lines.append(f"zero but for rounding, measured against the largest: {names}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "title": self.title,
-            "worst": vars(self.worst),
-            "rows": [vars(row) for row in self.rows],
+            "worst": self.worst.as_json(),
+            "rows": [row.as_json() for row in self.rows],
         }
 
 
@@ -145,15 +152,14 @@ def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
 
 def _in_process(job: _Job) -> list[Row]:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+
+    from partc.handshake import device_mesh
 
     mesh, rank = job.program.mesh, dist.get_rank()
-    sizes = tuple(size for _, size in mesh.axes)
-    rank_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=mesh.names)
-    return _check(job, job.program.role(rank), rank_mesh, rank)
+    return _check(job, job.program.role(rank), device_mesh(mesh, "cpu"), rank)
 
 
-def _check(job: _Job, role: Role, mesh: RankMesh, rank: int) -> list[Row]:
+def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
     """Build one rank's module, run its step and compare everything that it then holds."""
     step = role.build(mesh)
     if job.dtype is not None:
@@ -268,7 +274,7 @@ def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
         dtype = expected[name].dtype
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
         noise = dtype.is_floating_point and size <= eps ** (2 / 3) * most
-        scales[name] = ((most if noise else size) or 1.0, noise and most > 0)
+        scales[name] = ((most if noise else size) or 1.0, noise and size > 0)
     return scales
 
 

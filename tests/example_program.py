@@ -170,7 +170,7 @@ def example_program(dp: int = 2, tp: int = 2) -> Program:
 
 
 def cli_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
-    """What ``example_program:cli_target`` names on the command line."""
+    """What ``tests.example_program:cli_target`` names on the command line."""
     return example_model(), example_batch(), example_loss
 
 

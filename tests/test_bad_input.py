@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.example_program import example_model, example_program
 from torch import nn
 
 from partc import program as program_module
@@ -23,6 +22,7 @@ from partc.manifest import _digest_of
 from partc.processes import Processes
 from partc.program import load
 from partc.tensorfile import TensorFile
+from tests.example_program import example_model, example_program
 
 
 @pytest.fixture

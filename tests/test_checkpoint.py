@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.example_program import example_batch, example_model, example_program
 
 from partc import checkpoint
 from partc.checkpoint import latest, load_checkpoint, save_checkpoint
 from partc.errors import LoadError, RunError
 from partc.processes import Processes
 from partc.runtime import Stage
+from tests.example_program import example_batch, example_model, example_program
 
 pytestmark = pytest.mark.gloo
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.example_program import example_batch, example_loss, example_model, example_program
 
 from partc.cli import main
 from partc.errors import UsageError
 from partc.models import Sizes, find_model, parameters_on_meta
+from tests.example_program import example_batch, example_loss, example_model, example_program
 
-MODEL = "example_program:cli_target"
+MODEL = "tests.example_program:cli_target"
 
 
 def build(folder: Path, edit: tuple[str, str] = ("", "")) -> str:
@@ -64,7 +64,7 @@ def test_verify_says_equal_or_different(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_verify_refuses_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", build(tmp_path), "--model", "example_program:other_target"]) == 2
+    assert main(["verify", build(tmp_path), "--model", "tests.example_program:other_target"]) == 2
     assert "compiled for another model" in capsys.readouterr().err
 
 
@@ -141,9 +141,9 @@ def test_an_interrupt_is_one_line_and_writes_nothing(
     [
         ("llama", "no colon"),
         ("nowhere:setup", "No module named"),
-        ("example_program:nothing", "no attribute 'nothing'"),
-        ("example_program:example_batch", "it gives a tuple"),
-        ("example_program:example_model", "without example inputs"),
+        ("tests.example_program:nothing", "no attribute 'nothing'"),
+        ("tests.example_program:example_batch", "it gives a tuple"),
+        ("tests.example_program:example_model", "without example inputs"),
         ("hf:nothing", "nothing"),
         ("hf:no/config.json", "no/config.json"),
         ("hf:clip", "num_channels"),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.example_program import example_model, example_program
 
 from partc.errors import LoadError, UsageError
 from partc.fingerprint import Fingerprint
@@ -19,6 +18,7 @@ from partc.mesh import Mesh
 from partc.program import SavedCost, accept_edits, load
 from partc.role import Role
 from partc.tensorfile import TensorFile, TensorFiles, write_tensors
+from tests.example_program import example_model, example_program
 
 
 def test_a_saved_program_loads_as_it_was(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_accepted_edits_load_again(tmp_path: Path) -> None:
 def test_an_error_inside_a_role_shows_its_line() -> None:
     source = example_program().source().replace("self.dp, self.tp =", "missing; self.dp, self.tp =")
     with pytest.raises(NameError) as caught:
-        Role.load(source, "role0.py").build(mesh=None)  # type: ignore[arg-type]
+        Role.load(source, "role0.py").build(mesh=None)
     import traceback
 
     assert "missing; self.dp" in "".join(traceback.format_exception(caught.value))

@@ -22,7 +22,7 @@ from partc.tensorfile import write_tensors
 from partc.verify import verify
 
 if TYPE_CHECKING:
-    from zoo import Case
+    from tests.zoo import Case
 
 pytestmark = pytest.mark.gloo
 FLOAT32 = 1e-6  # the model computes its loss in float32 whatever it is itself
@@ -38,7 +38,7 @@ def world() -> Iterator[Processes]:
 @cache
 def case() -> Case:
     """GPT-2: tied weights, and a fused q, k, v weight that tp cuts third by third."""
-    from zoo import MODELS  # not by the ranks, which would wait for transformers
+    from tests.zoo import MODELS  # not by the ranks, which would wait for transformers
 
     return MODELS["gpt2"]()
 
@@ -138,3 +138,17 @@ def test_the_command_line_from_configuration_to_verified_program(
     told: Any = json.loads(capsys.readouterr().out)
     assert told["mesh"] == {"dp": 2, "tp": 2}
     assert main(["verify", out, "--model", model, "--layers", "1", "--tolerance", "1e-12"]) == 0
+
+
+def test_an_inference_program_gives_the_model_s_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    model, out = f"hf:{tmp_path}/config.json", str(tmp_path / "build")
+    sizes = ["--batch", "4", "--seq", "8", "--layers", "1"]
+    where = ["--mesh", "tp=2", "--plan", "megatron", "--out", out, "--inference"]
+    assert main(["compile", model, *sizes, *where]) == 0
+    capsys.readouterr()
+    assert main(["verify", out, "--model", model, "--layers", "1", "--json"]) == 0
+    report: Any = json.loads(capsys.readouterr().out)
+    assert {(row["kind"], row["name"]) for row in report["rows"]} >= {("result", "logits")}

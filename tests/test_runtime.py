@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from partc.errors import LoadError, RunError
+from partc.mesh import Mesh
+from partc.processes import Processes
+from partc.runtime import Stage
+from partc.tensorfile import write_tensors
 from tests.example_program import (
     BATCH,
     GatedMLP,
@@ -17,16 +31,6 @@ from tests.example_program import (
     example_model,
     example_program,
 )
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
-
-from partc.errors import LoadError, RunError
-from partc.processes import Processes
-from partc.runtime import Stage
-from partc.tensorfile import write_tensors
 
 pytestmark = pytest.mark.gloo
 
@@ -208,7 +212,9 @@ def refused_inputs() -> None:
     x, y = example_batch()
     wrong: list[tuple[Any, ...]] = [(x,), (x[:6], y), (x.double(), y), (x, y, y)]
     for inputs in wrong:
-        with pytest.raises(RunError, match=r"expected \(x: float32\[12, 8\], y: .*\), got \("):
+        with pytest.raises(
+            RunError, match=r"expected \(x: float32\[12, 8\] on cpu, y: .*\), got \("
+        ):
             stage.step(*inputs)
 
 
@@ -266,3 +272,34 @@ def torchs_own_state_dict() -> None:
 
 def test_torchs_state_dict_functions_accept_a_stage(world: Processes) -> None:
     world.run(torchs_own_state_dict)
+
+
+def alone_without_a_mesh() -> None:
+    """One process, no launcher, no axes: partc then only writes the step out."""
+    program = replace(example_program(1, 1), mesh=Mesh(()), roles=((1, "role0.py"),))
+    source = program.source().replace('MESH = {"dp": 1, "tp": 1}', "MESH = {}")
+    for axis in ("dp", "tp"):
+        source = source.replace(f'mesh.get_group("{axis}")', "None")
+    source = source.replace('mesh.get_local_rank("dp")', "0")
+    source = re.sub(r'\("tp", \d, \d\),|\("dp", \d, \d\),?', "", source)
+    stage, model = replace(program, sources={"role0.py": source}).module(), example_model()
+    stage.load_full(model)
+    close(stage.step(*example_batch()), eager_step(model))
+    assert not any(isinstance(value, DTensor) for value in stage.state_dict().values())
+    stage.load_state_dict(stage.state_dict())
+    close(stage.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    compare_grads(stage, model)
+
+
+def test_one_rank_needs_no_mesh(world: Processes) -> None:
+    world.run(alone_without_a_mesh, num=1)
+
+
+def test_one_rank_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        stage, model = stage_on(1, 1), example_model()
+        close(stage.step(*example_batch()), eager_step(model))
+    finally:
+        dist.destroy_process_group()

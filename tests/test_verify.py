@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.example_program import example_batch, example_loss, example_model, example_program
 from torch import nn
 
 from partc.errors import CheckError, UsageError
 from partc.program import Program
 from partc.verify import Report, verify
+from tests.example_program import example_batch, example_loss, example_model, example_program
 
 
 def check(program: Program, processes: bool = False) -> Report:
