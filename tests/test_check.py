@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from partc import collectives
+from partc import collectives, ops
+from partc.api import partition
 from partc.check import check, check_roles, messages
 from partc.errors import CheckError
 from partc.graph import Graph, held, set_held, update
+from partc.mesh import Mesh
+from partc.plan import Plan
 from partc.sharding import U, cut
 from partc.simulate import simulate
+from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.mutate import NUMERIC, STATIC, mutants
+from tests.zoo import MODELS
 
 
 def gathers() -> Graph:
@@ -106,6 +113,52 @@ def test_messages(golden: Callable[..., None]) -> None:
         _, graph = next((n, g) for make in GRAPHS.values() for n, g in mutants(make, mutator))
         texts.append(f"{mistake}\n    {found(graph)}")
     golden("\n".join(texts))
+
+
+@lru_cache
+def compiled() -> Graph:
+    """A scheduled graph with weights gathered over dp, cut over tp, and windows of indices."""
+    case = MODELS["llama"]()
+    graph = trace(case.model, case.inputs, case.loss)
+    graph.mesh = Mesh.parse("dp=2,tp=2")
+    return partition(graph, Plan(preset="fsdp+megatron"))[1]
+
+
+def copy_of(graph: Graph) -> Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph.fx, {}))
+    return replace(graph, fx=new)
+
+
+def test_compiled_graph_passes() -> None:
+    check(copy_of(compiled()))
+
+
+@pytest.mark.parametrize("mistake", [m for m in STATIC if m != "gradient of another parameter"])
+def test_mistakes_in_a_compiled_graph(mistake: str) -> None:
+    """One mistake of each kind, in the middle of the step."""
+    for i in range(len(list(compiled().calls())) // 3, len(list(compiled().calls()))):
+        graph = copy_of(compiled())
+        if STATIC[mistake](graph, list(graph.calls())[i]):
+            assert found(graph)
+            return
+    pytest.fail(f"{mistake} was made nowhere")
+
+
+@pytest.mark.parametrize("change", ["rows", "axis", "unwindowed"])
+def test_windows_of_indices(change: str) -> None:
+    graph = copy_of(compiled())
+    window = next(n for n in graph.calls() if n.target is ops.window)
+    ids, index, rows, *rest = window.args
+    if change == "rows":
+        window.args = (ids, index, rows // 2, *rest)
+    elif change == "axis":
+        assert isinstance(index, fx.Node)
+        index.kwargs = {"axis": "dp", "num": 2}
+    else:
+        window.replace_all_uses_with(ids)
+    with pytest.raises(CheckError, match="window"):
+        check(graph)
 
 
 def test_reduced_before_the_last_contribution() -> None:
