@@ -53,9 +53,11 @@ def why_not_run(name: str) -> str:
     packet = _packet(name)
     if packet is None:
         return "this torch has no such op"
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    overloads = list(functional_overloads(packet))
     if not any(_has_kernel(overload) for overload in overloads):
         return "the op has no kernel for the CPU"
+    if any(torch.Tag.dynamic_output_shape in overload.tags for overload in overloads):
+        return "the shapes of its results depend on data"
     return ""
 
 

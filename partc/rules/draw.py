@@ -14,8 +14,8 @@ FREE_HIGH = 5  # integer operands that index nothing are drawn below this
 
 def draw(signature: Signature, domain: str, generator: torch.Generator) -> list[Tensor]:
     """One tensor per operand; floats come from the domain, integers from the op's range."""
-    special = SPECIAL.get(signature.op, {})
-    highs = BOUNDS.get(signature.op, _no_bounds)(signature)
+    special = SPECIAL.get(signature.packet, {})
+    highs = BOUNDS.get(signature.packet, _no_bounds)(signature)
     drawn = []
     for i, spec in enumerate(signature.operands):
         if i in special:

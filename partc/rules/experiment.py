@@ -63,7 +63,7 @@ def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tens
     parts = whole.unflatten(layout.dim, (layout.outer, -1))
     scale = parts.shape[layout.dim + 1] // sum(shares)
     pieces = parts.split([share * scale for share in shares], layout.dim + 1)
-    return [piece.flatten(layout.dim, layout.dim + 1).contiguous() for piece in pieces]
+    return [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
 
 
 def take_apart(

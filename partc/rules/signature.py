@@ -73,13 +73,19 @@ class Signature:
             specs.append(arg)
             return Operand(len(specs) - 1)
 
-        args, kwargs = map_aggregate((args, kwargs), operand)  # type: ignore[arg-type]
+        args, kwargs = map_aggregate((args, kwargs), operand)
         return cls(target, _frozen(args), tuple(kwargs.items()), tuple(specs))
 
     @property
     def op(self) -> str:
         """The op's name: ``aten.mm.default``, ``partc.ops.weight_grad``."""
         return name_of(self.target)
+
+    @property
+    def packet(self) -> str:
+        """The op's name without its overload."""
+        is_aten = isinstance(self.target, torch._ops.OpOverload)
+        return self.op.rpartition(".")[0] if is_aten else self.op
 
     def __str__(self) -> str:
         texts = [_text(arg, self.operands) for arg in self.args]
