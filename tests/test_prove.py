@@ -9,12 +9,12 @@ from partc.rules import Strategy, strategies
 from partc.rules.cases import cases_by_rule, why_not_run
 from partc.rules.experiment import cut_whole, piece_sizes, take_apart
 from partc.rules.prove import Claims, prove
+from partc.rules.report import as_json, proofs_of, prove_rule, rules_table
 from partc.rules.signature import Operand, Signature, Spec, b, f, i
 from partc.sharding import Layout, M, R, U, cut, join_pieces, take_piece
 
 aten = torch.ops.aten
 call = Signature.call
-NUMS = (2, 3, 4)
 X = f(12, 24)
 
 WRONG = [  # call, operand layouts, result layouts
@@ -74,12 +74,7 @@ def always(strategy: Strategy) -> Claims:
 def test_rule_holds_on_its_cases(name: str) -> None:
     cases = cases_by_rule()[name]
     assert cases or why_not_run(name), f"{name} has a rule and no case in partc/rules"
-    proofs = [
-        prove(case, strategy, num)
-        for case in cases
-        for num in NUMS
-        for strategy in strategies(case.node(), num)
-    ]
+    proofs = proofs_of(cases)
     assert [str(proof) for proof in proofs if not proof.holds] == []
 
 

@@ -64,11 +64,10 @@ def _local_operand(out: fx.Graph, whole: fx.Node, layout: Layout, mesh: Mesh) ->
     """A placeholder for a rank's piece of an operand."""
     known = value(whole)
     sharding = Sharding.of({AXIS: layout}, mesh)
-    shape = sharding.local_shape(known.shape, mesh)
-    if shape is None:
+    if sharding.local_shape(known.shape, mesh) is None:
         raise Refused(f"{layout} does not fit {list(known.shape)} on {mesh}")
     place = out.placeholder(whole.name)
     set_value(place, Value("input", known.shape, known.dtype, sharding, known.name))
-    with fake_mode():
-        set_held(place, torch.empty(shape, dtype=held(whole).dtype))
+    with fake_mode():  # a piece of the whole, since the localiser looks at strides
+        set_held(place, sharding.local(torch.empty_like(held(whole)), {AXIS: 0}, mesh))
     return place

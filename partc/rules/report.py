@@ -12,6 +12,7 @@ from partc.rules.prove import Proof, prove
 from partc.rules.signature import Signature
 from partc.rules.strategy import strategies
 from partc.rules.table import RULES
+from partc.sharding import Layout, cut
 
 NUMS = (2, 3, 4)
 Progress = Callable[[str, int, int], None]  # rule, its number, how many there are
@@ -86,8 +87,14 @@ def proofs_of(cases: Sequence[Signature]) -> list[Proof]:
         prove(case, strategy, num)
         for case in cases
         for num in NUMS
-        for strategy in strategies(case.node(), num)
+        for strategy in strategies(case.node(), num, _seen(case))
     ]
+
+
+def _seen(case: Signature) -> list[tuple[int, Layout]]:
+    """Cuts within halves of every dim, as views of merged dims bring them."""
+    shapes = enumerate(spec.shape for spec in case.operands)
+    return [(i, cut(d, 2)) for i, shape in shapes for d, size in enumerate(shape) if size % 4 == 0]
 
 
 def _result(name: str, cases: Sequence[Signature], proofs: Sequence[Proof]) -> str:
