@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from partc.errors import TraceError
 from partc.graph import Graph, value
 from partc.trace import trace
 from tests.compare import check, distance, run
-from tests.zoo import MODELS
+from tests.zoo import FAMILIES, MODELS
 
 aten = torch.ops.aten
 
@@ -39,6 +40,29 @@ def test_family_equals_eager(name: str) -> None:
     changed = set(graph.outputs.buffers)
     for key, tensor in case.model.state_dict().items():
         assert torch.equal(tensor, before[key]) or key in changed  # eager moved it, not the trace
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_family_with_dropout_equals_eager(name: str) -> None:
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    if name == "bert":
+        names = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+    family = FAMILIES[name]
+    case = replace(family, config={**family.config, **dict.fromkeys(names, 0.1)}).case(name)
+    graph = check(case.model, case.inputs, case.loss)
+    masks = [value(n) for n in graph.calls() if n.target is ops.dropout_mask]
+    assert len(masks) == 7  # the embedding's, and three in each layer
+    assert {v.phase for v in masks} == {"F"}
+
+
+def test_family_with_checkpoints_equals_eager() -> None:
+    case = MODELS["llama"]()
+    model: Any = case.model
+    model.activation_checkpointing_enable()
+    graph = check(model, case.inputs, case.loss)
+    recomputed = [n for n in graph.calls() if n.target == aten.silu.default]
+    assert sorted(value(n).phase for n in recomputed) == ["B", "B", "F", "F"]
+    assert all(value(n).module.endswith("mlp.act_fn") for n in recomputed)
 
 
 # parameters and buffers ----------------------------------------------------------------------
