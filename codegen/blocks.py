@@ -131,14 +131,12 @@ def gathers_param(node: fx.Node) -> bool:
 
 
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
-    """A collective starts and is waited for in one function: where it starts, or else where it is waited for."""
+    """A collective is waited for in the function that starts it."""
     for node in graph.calls():
         if node.target is collectives.wait and not ends_step(graph, node):
             start = node.all_input_nodes[0]
-            if start in owners:
-                owners[node] = owners[start]
-            elif node in owners:
-                owners[start] = owners[node]
+            owners.pop(node, None)
+            owners |= {node: owners[start]} if start in owners else {}
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:

@@ -253,7 +253,7 @@ def _spread(cls: BlockClass, name: str) -> str:
     first, num = numbers[0], len(numbers)
     steady = numbers == list(range(first, first + num))
     where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
-    parent = literal(cls.run.layers[0].rpartition(".")[0] + ".")
+    parent = literal(cls.run.layers[0].removesuffix(str(first)))
     return (
         f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
         f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
