@@ -95,6 +95,14 @@ def test_tied_weights_are_one_parameter() -> None:
     assert graph.constants["scale"].tolist() == [2.0] * 6
 
 
+def test_tracing_twice_gives_one_text() -> None:
+    case = MODELS["swin"]()
+    first = trace(case.model, case.inputs, case.loss)
+    second = trace(case.model, case.inputs, case.loss)
+    assert str(first) == str(second)
+    assert [value(n) for n in first.calls()] == [value(n) for n in second.calls()]
+
+
 def test_model_on_meta() -> None:
     real, model = trace(Tied(), (ids(2, 5), ids(2, 5))), Tied().to("meta")
     model.head.weight = model.embed.weight
