@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import tempfile
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import build_optimizer
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_SMALL_BYTES = 65536
+from partc.resident import peak_resident_bytes, process_table, resident_bytes
 
 
 @dataclass
@@ -100,25 +97,13 @@ def peak_bytes(build: Callable[[], Side], num_steps: int) -> int | None:
     in a process that has called ``free_at_once``; None where the system does not count it.
     """
     gc.collect()
-    before = _resident("VmRSS")
+    before = resident_bytes()
     side = build()
+    peak = None
     for _ in range(num_steps):
         gc.collect()
-        _reset_peak()
-        side.step()
-    peak = _resident("VmHWM")
+        peak = peak_resident_bytes(side.step)
     return None if before is None or peak is None else peak - before
-
-
-def free_at_once() -> None:
-    """From here on free a tensor's memory to the system, so that resident memory is what is held.
-
-    Steps get slower: for the first lines of a process that takes no times. Only glibc knows how.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _SMALL_BYTES)
-        mallopt(_TRIM_THRESHOLD, _SMALL_BYTES)
 
 
 def _mean_loss(loss: Tensor) -> float:
@@ -142,28 +127,8 @@ def _written_bytes() -> int | None:
 
     Between the barriers around a step a rank writes to nothing but gloo's sockets.
     """
-    written = _proc("io").get("wchar")
+    written = process_table("io").get("wchar")
     return None if written is None else int(written)
-
-
-def _resident(field: str) -> int | None:
-    """A size in ``/proc/self/status``, which says ``VmRSS:  1234 kB``, in bytes."""
-    size = _proc("status").get(field)
-    return None if size is None else int(size.split()[0]) * 1024
-
-
-def _reset_peak() -> None:
-    if (peaks := Path("/proc/self/clear_refs")).exists():
-        peaks.write_text("5")
-
-
-def _proc(name: str) -> dict[str, str]:
-    """One of the system's tables about this process; empty where there is none."""
-    table = Path("/proc/self", name)
-    if not table.exists():
-        return {}
-    pairs = (line.partition(":") for line in table.read_text().splitlines())
-    return {key: value.strip() for key, _, value in pairs}
 
 
 def full(tensor: Tensor) -> Tensor:

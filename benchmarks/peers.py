@@ -22,10 +22,11 @@ import torch
 
 from benchmarks import partc_side, torch_sides
 from benchmarks.machine import machine
-from benchmarks.measure import Sample, Side, Trial, free_at_once, peak_bytes, sample, trial
+from benchmarks.measure import Sample, Side, Trial, peak_bytes, sample, trial
 from benchmarks.peer_table import Measured, table
 from benchmarks.workload import SIZES, Reference, Size, reference
 from partc.processes import Processes
+from partc.resident import free_at_once
 
 Build = Callable[[], Side]
 

@@ -8,27 +8,16 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from partc import collectives
-from partc.codegen.backends import c10d
-from partc.codegen.helpers import Helpers
-from partc.graph import Graph, Phase, held, value
+from partc.codegen.equal import Equal, Group, Owner, ends_step
+from partc.graph import Graph, Phase, value
 
-Owner = tuple[str, Phase]  # a block's module path, and forward or backward
 DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """The calls of one block in one phase, in order."""
-
-    layer: str
-    nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +75,10 @@ def _loops(graph: Graph) -> list[Loop]:
 
 
 def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
+    """Whether the blocks run in reverse order; judged by their middle calls, as single ones may stand apart."""
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
-    return order[groups[0].nodes[0]] > order[groups[-1].nodes[0]]
+    first, last = (sorted(order[n] for n in g.nodes)[len(g.nodes) // 2] for g in (groups[0], groups[-1]))
+    return first > last
 
 
 def layer_path(module: str, depth: int) -> str:
@@ -139,17 +130,6 @@ def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
             owners |= {node: owners[start]} if start in owners else {}
 
 
-def ends_step(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node only waits for one parameter's reduced gradient, which the step does at its end."""
-    if node.target is not collectives.wait or set(node.users) != {graph.fx.output_node()}:
-        return False
-    whole = not c10d.after_wait(node.all_input_nodes[0], "", Helpers())
-    outputs = graph.outputs
-    grads = [n for n in outputs.grads.values() if n is node]
-    others = [outputs.loss, *outputs.buffers.values(), *outputs.results.values()]
-    return whole and len(grads) == 1 and node not in others
-
-
 def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
     """Calls without a module path join a block: sums of gradients that of their latest operand, others their readers'."""
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
@@ -183,96 +163,28 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
         members[owner].append(node)
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     groups = {o: Group(o[0], tuple(sorted(ns, key=order.__getitem__))) for o, ns in members.items()}
-    layers = sorted({o[0] for o in groups}, key=lambda p: order[_first(groups, p).nodes[0]])
-    written = _written(graph)
-    keys = {
-        layer: tuple(
-            _signature(groups[o], written) if (o := (layer, phase)) in groups else None
-            for phase in ("F", "B")
-        )
-        for layer in layers
-    }
-    start = 0
-    for end in range(1, len(layers) + 1):
-        if (
-            end < len(layers)
-            and keys[layers[end]] == keys[layers[start]]
-            and _same_list(layers[start], layers[end])
-        ):
-            continue
-        run = tuple(layers[start:end])
-        if len(run) > 1 and all((layer, "F") in groups for layer in run):
-            backward = tuple(groups[layer, "B"] for layer in run if (layer, "B") in groups)
-            yield Run(run, tuple(groups[layer, "F"] for layer in run), backward)
-        start = end
-
-
-def _first(groups: dict[Owner, Group], layer: str) -> Group:
-    return groups[layer, "F"] if (layer, "F") in groups else groups[layer, "B"]
+    layers = sorted({layer for layer, phase in groups if phase == "F"}, key=lambda p: order[groups[p, "F"].nodes[0]])
+    equal = Equal(graph, owners)
+    while layers:
+        first, *layers = layers
+        run = [(groups[first, "F"], groups.get((first, "B")))]
+        while layers and _same_list(first, layers[0]):
+            forward = equal.aligned(run[0][0], groups[layers[0], "F"])
+            backward = equal.aligned(run[0][1], groups.get((layers[0], "B")))
+            if forward is None or (backward is None) != (run[0][1] is None):
+                break
+            run.append((forward, backward))
+            layers = layers[1:]
+        if len(run) > 1:
+            yield Run(
+                tuple(f.layer for f, _ in run),
+                tuple(f for f, _ in run),
+                tuple(b for _, b in run if b is not None),
+            )
 
 
 def _same_list(a: str, b: str) -> bool:
     return a.rpartition(".")[0] == b.rpartition(".")[0]
-
-
-def _written(graph: Graph) -> dict[fx.Node, list[str]]:
-    """Per node the parameters whose gradient, and the buffers whose new value, it is (through its wait)."""
-    found: dict[fx.Node, list[str]] = defaultdict(list)
-    outputs = graph.outputs
-    for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
-        for name, node in results.items():
-            made_by = node.all_input_nodes[0] if ends_step(graph, node) else node
-            found[made_by].append(f"{kind} {name}")
-    return found
-
-
-def _signature(group: Group, written: dict[fx.Node, list[str]]) -> tuple[Any, ...]:
-    """What a block computes, free of which block it is."""
-    number = {node: i for i, node in enumerate(group.nodes)}
-    outside: dict[fx.Node, tuple[Any, ...]] = {}
-
-    def known_as(node: fx.Node) -> Any:
-        if node in number:
-            return ("here", number[node])
-        if node not in outside:
-            outside[node] = ("outside", len(outside), *_outside(node, group.layer))
-        return outside[node]
-
-    return tuple(
-        (
-            str(node.target),
-            _mapped(node.args, known_as),
-            _mapped(sorted(node.kwargs.items()), known_as),
-            _shapes(held(node)),
-            str(value(node).sharding),
-            tuple(w.replace(f" {group.layer}.", " ") for w in written.get(node, [])),
-        )
-        for node in group.nodes
-    )
-
-
-def _mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
-    """Arguments with nodes replaced, hashable."""
-    if isinstance(args, fx.Node):
-        return known_as(args)
-    if isinstance(args, list | tuple):
-        return tuple(_mapped(a, known_as) for a in args)
-    return repr(args)
-
-
-def _outside(node: fx.Node, layer: str) -> tuple[Any, ...]:
-    """What an operand from outside the block is: a parameter of the block's own by its name there."""
-    own = node.op == "placeholder" and value(node).name.startswith(f"{layer}.")
-    name = value(node).name.removeprefix(layer) if own else ""
-    return (name, _shapes(held(node)), str(value(node).sharding))
-
-
-def _shapes(fake: Any) -> Any:
-    if isinstance(fake, Tensor):
-        return (tuple(fake.shape), str(fake.dtype))
-    if isinstance(fake, list | tuple):
-        return tuple(_shapes(f) for f in fake)
-    return repr(fake)
 
 
 # execution order ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import fx
 
 from partc import collectives, ops
 from partc.codegen.backends import c10d
-from partc.codegen.blocks import ends_step
+from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.inline import inlined
 from partc.codegen.names import Scope, inside, op_name

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from partc.codegen.backends import c10d
-from partc.codegen.blocks import Group, Run, ends_step, gathers_param
+from partc.codegen.blocks import Run, gathers_param
 from partc.codegen.body import Body, with_sections
+from partc.codegen.equal import Group, ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import jinja2
 from torch import fx, nn
 
-from partc.codegen.blocks import Item, Loop, Run, arrange, ends_step
+from partc.codegen.blocks import Item, Loop, Run, arrange
 from partc.codegen.body import free_early, with_sections
 from partc.codegen.classes import BlockClass, class_names
+from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.random import seed_lines

@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch import fx
 
-from partc.codegen.blocks import Group, Loop, Run, ends_step
+from partc.codegen.blocks import Loop, Run
+from partc.codegen.equal import Group, ends_step
 from partc.graph import Graph, value
 
 Kind = Literal["own", "shared", "carried", "saved", "listed"]
@@ -108,8 +109,10 @@ def _slot(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface | None) -> 
     }
     if len(places) == 1 and -1 not in places:
         return Slot("carried", nodes, position=places.pop())
-    inside = {n for group in (*loop.groups, *loop.run.forward) for n in group.nodes}
-    if inside.intersection(nodes):
+    inside = {n for group in loop.groups for n in group.nodes}
+    forwards = {group.layer: set(group.nodes) for group in loop.run.forward}
+    of_its_own = any(n in forwards[g.layer] for n, g in zip(nodes, loop.groups, strict=True))
+    if of_its_own or inside.intersection(nodes):
         raise Unfit(loop.run)
     return Slot("listed", nodes)
 

@@ -170,14 +170,7 @@ class StepBody(Body):
         for period in range(1, len(texts) // 2 + 1):
             if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
                 return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
-        lists = {text.partition("[")[0] for text in texts}
-        if len(lists) == 1:
-            name = lists.pop()
-            if texts == [f"{name}[{i}]" for i in range(len(texts))]:
-                return name
-            if texts == [f"{name}[{i}]" for i in reversed(range(len(texts)))]:
-                return f"reversed({name})"
-        return f"[{', '.join(texts)}]"
+        return _sliced(texts) or f"[{', '.join(texts)}]"
 
     def _saved(self, cls: BlockClass) -> str:
         name = f"{cls.attribute}_saved"
@@ -228,3 +221,21 @@ class StepBody(Body):
                 self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
         for position in side.carried:
             self.seen[loop.groups[-1].nodes[position]] = Text(variables[position])
+
+
+def _sliced(texts: Sequence[str]) -> str:
+    """Entries of one list in order or reverse, with perhaps another value before or after, by slices.
+
+    >>> _sliced(["x", "kept[0]", "kept[1]"])
+    '[x, *kept[:2]]'
+    """
+    for first, last in ((0, 0), (1, 0), (0, 1)):
+        middle = texts[first : len(texts) - last]
+        name = middle[0].partition("[")[0]
+        for text, indices in (
+            (f"{name}[:{len(middle)}]", range(len(middle))),
+            (f"reversed({name}[:{len(middle)}])", reversed(range(len(middle)))),
+        ):
+            if list(middle) == [f"{name}[{i}]" for i in indices]:
+                return f"[{', '.join([*texts[:first], f'*{text}', *texts[len(texts) - last :]])}]"
+    return ""

@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # so that it runs from a fresh clone too
 
 import partc  # noqa: E402
-from partc.measure import measured_peak_bytes  # noqa: E402
+from partc.resident import free_at_once, peak_resident_bytes, resident_bytes  # noqa: E402
 
 MESH, PLAN, NUM_RANKS = "dp=2,tp=2", "fsdp+megatron", 4
 BATCH, SEQ, NUM_STEPS = 8, 128, 16
@@ -120,6 +120,7 @@ def launch() -> int:
 def train_here() -> int:
     """One rank: train its share; rank 0 prints the comparison. 1 if the losses differ."""
     torch.set_num_threads(1)
+    free_at_once()  # for the memory measured at the end
     stage = partc.load(OUT).module()
     stage.load_full(build_model())
     optimizer = optimizer_of(stage)
@@ -143,15 +144,17 @@ def train_here() -> int:
 
 
 def show_memory(stage: Any, optimizer: torch.optim.Optimizer) -> None:
-    """The predicted peak of a rank beside what the allocator saw in one more step."""
+    """The predicted peak of a rank beside what the system counted in one more step."""
     predicted = partc.load(OUT).cost.as_json()["peak_bytes"]
     states = (t for state in optimizer.state.values() for t in state.values())
     held = sum(t.nbytes for t in chain(stage.parameters(), stage.buffers(), states))
     (ids,) = batches(1)
     optimizer.zero_grad()
-    measured = held + measured_peak_bytes(lambda: stage.step(ids))
-    show(f"\nmemory of rank 0 at its peak: predicted {predicted / 1e6:.1f} MB, "
-         f"measured {measured / 1e6:.1f} MB")  # fmt: skip
+    before, peak = resident_bytes(), peak_resident_bytes(lambda: stage.step(ids))
+    measured = "not counted here"
+    if before is not None and peak is not None:
+        measured = f"{(held + peak - before) / 1e6:.1f} MB"
+    show(f"\nrank 0 at its peak: predicted {predicted / 1e6:.1f} MB, measured {measured}")
 
 
 def show(text: str) -> None:

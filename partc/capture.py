@@ -7,6 +7,7 @@ nodes, each annotated with module path, source line, phase and, if it is random,
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ def record(
             grads = _backward(outcome, held, names) if train else []
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
-    with _untouched(model), module_scopes(model), _quiet_generator():
+    with _untouched(model), module_scopes(model), _quiet_generator(), _quiet_log():
         make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
         recording.module = make(params, buffers, fakes)
     return recording
@@ -202,3 +203,14 @@ def _quiet_generator() -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(state)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keep torch from logging a traceback for an error that a TraceError will explain."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled

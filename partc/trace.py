@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from partc.capture import Objective, Recording, record
+from partc.capture import Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
 from partc.graph import (
     Graph,
@@ -105,11 +105,12 @@ def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
     """What the loss (or the model's forward) calls its arguments, else ``input_0``."""
-    parameters = list(inspect.signature(loss or model.forward).parameters.values())[
-        loss is not None :
-    ]
+    given = list(inspect.signature(loss or model.forward).parameters.values())
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in plain]
+    names = [p.name for p in given[loss is not None :] if p.kind in plain]
+    own = names_of(model)
+    taken = {*own.params, *own.buffers, *own.aliases}
+    names = [f"input_{name}" if name in taken else name for name in names]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(len(inputs))]
 
 

@@ -6,6 +6,7 @@ products and a sum over flattened rows. Cutting batch or sequence needs the dims
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 def fold_linear(graph: Graph) -> None:
     """``view(addmm(b, view(x), t(w)))`` becomes ``linear(x, w, b)``; likewise its backward."""
-    folds = {
+    folds: dict[Any, Callable[[fx.Node], None]] = {
         aten.addmm.default: _fold_addmm,
         aten.mm.default: _fold_mm,
         aten.bmm.default: _fold_bmm,

@@ -58,7 +58,8 @@ def _open_mean(node: fx.Node) -> None:
     reduced: Any = list(range(len(shape))) if dims is None or dims == [] else dims
     wide = {"dtype": torch.float32} if value(source).dtype in HALF else {}
     options = wide or node.kwargs
-    total = call_before(node, aten.sum.dim_IntList, source, reduced, bool(keep), **options)
+    kept = (True,) if keep else ()
+    total = call_before(node, aten.sum.dim_IntList, source, reduced, *kept, **options)
     mean = call_before(node, aten.div.Tensor, total, prod(shape[d] for d in reduced))
     if value(mean).dtype != value(node).dtype:
         mean = call_before(node, aten._to_copy.default, mean, dtype=value(node).dtype)

@@ -6,7 +6,7 @@ Strides of a whole tensor mean nothing for its pieces; shapes do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -24,9 +24,9 @@ def open_strides(graph: Graph) -> None:
             if _reads_all(held(source), *_view(node, 1)):
                 replace_by(node, _reshaped(node, source))
         elif is_call(node, aten.as_strided_scatter.default):
-            base: Any = node.args[0]
+            base, new = (cast(fx.Node, a) for a in node.args[:2])
             if _reads_all(held(base), *_view(node, 2)):
-                replace_by(node, _reshaped(node, node.args[1]))
+                replace_by(node, _reshaped(node, new))
     drop_dead(graph)
 
 

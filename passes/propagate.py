@@ -9,7 +9,7 @@ themselves.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -65,13 +65,16 @@ def propagate(graph: Graph, plan: Plan) -> Choices:
 
 @dataclass
 class _AxisWalk:
+    """``made`` has the layouts of each value that are at hand, the produced one first; ``decided``
+    the strategies chosen so far, by circumstances.
+    """
+
     graph: Graph
     plan: Plan
     axis: str
     choices: Choices
-    made: dict[fx.Node, list[Layout]] = field(
-        default_factory=dict
-    )  # layouts at hand, the produced one first
+    made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
+    decided: dict[Hashable, Strategy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num = self.graph.mesh.size(self.axis)
@@ -123,6 +126,12 @@ class _AxisWalk:
             local = local_batch_norm(node, self.made[operands[0]][0])
             if local is not None:
                 return local
+        key = self._circumstances(node, operands)
+        if key not in self.decided:
+            self.decided[key] = self._cheapest(node, operands, whole)
+        return self.decided[key]
+
+    def _cheapest(self, node: fx.Node, operands: list[fx.Node], whole: Strategy) -> Strategy:
         seen = [
             (i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R
         ]
@@ -133,6 +142,22 @@ class _AxisWalk:
             if (cost := self._price(node, operands, s)) is not None
         ]
         return options[min(priced)[1]] if priced else whole
+
+    def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
+        """All that a decision depends on: equal calls of equal blocks are decided once."""
+        literals = fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.index(n))
+        known = tuple(
+            (
+                value(o).shape, value(o).dtype, tuple(self.made[o]), self._shared(o),
+                is_weight(o), self._cut_before(o),
+            )
+            for o in operands
+        )  # fmt: skip
+        results = tuple(
+            None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
+        )
+        before = tuple(self.choices.get(node, {}).items())
+        return node.target, repr(literals), known, results, before, self.final.get(node)
 
     def _price(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float | None:
         if not self._fits(node, operands, strategy):
@@ -241,12 +266,15 @@ class _AxisWalk:
         fake = next((f for f in results_of(node) if f is not None), None)
         if fake is None:
             return 0.0
-        cuts = prod(
+        return fake.numel() * fake.element_size() / self._cut_before(node)
+
+    def _cut_before(self, node: fx.Node) -> int:
+        """Into how many pieces the axes decided before have cut a value."""
+        return prod(
             self.graph.mesh.size(axis)
             for axis, strategy in self.choices.get(node, {}).items()
             if axis != self.axis and strategy.outs and strategy.outs[0].kind == "cut"
         )
-        return fake.numel() * fake.element_size() / cuts
 
     def _fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
         """Whether the cuts divide what the axes decided before have left of each operand and

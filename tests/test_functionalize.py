@@ -94,6 +94,15 @@ def counts(y: Tensor) -> Tensor:
     return y * number.sum()
 
 
+def turned_in_place(y: Tensor) -> Tensor:
+    z = y.detach().clone()
+    row = z[1]
+    z.t_().mul_(2)
+    z.unsqueeze_(0)[0, 2].add_(1)
+    z.squeeze_(0).t_()
+    return y * z + row
+
+
 WRITES = [
     assign_row,
     write_through_flat_view,
@@ -106,6 +115,7 @@ WRITES = [
     overlapping_views,
     indexed,
     counts,
+    turned_in_place,
 ]
 
 
@@ -128,8 +138,18 @@ def write_bits(y: Tensor) -> Tensor:
     return y * z
 
 
+def resize(y: Tensor) -> Tensor:
+    z = torch.zeros(2, 3, dtype=torch.float64)
+    return y * z.resize_(4, 6)
+
+
 @pytest.mark.parametrize(
-    ("write", "what"), [(write_out, "writes to out"), (write_bits, "in-place op writes through")]
+    ("write", "what"),
+    [
+        (resize, "changes how memory is read"),
+        (write_out, "writes to out"),
+        (write_bits, "in-place op writes through"),
+    ],
 )
 def test_what_cannot_be_rewritten_is_refused(write: Callable[[Tensor], Tensor], what: str) -> None:
     with pytest.raises(TraceError, match=what) as caught:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from partc.rules import Strategy, strategies
+from partc.rules import Strategy
 from partc.rules.cases import cases_by_rule, why_not_run
 from partc.rules.experiment import cut_whole, piece_sizes, take_apart
 from partc.rules.prove import Claims, prove
@@ -121,7 +123,7 @@ def test_uneven_pieces() -> None:
     assert piece_sizes(11, 3, uneven=True) == [6, 3, 2]
 
 
-@pytest.mark.parametrize("layout", [R, U, M, cut(1), cut(0, 2), cut(1, 3)])
+@pytest.mark.parametrize("layout", [R, U, M, cut(1), cut(0, 2), cut(1, 4)])
 def test_parts_make_the_whole(layout: Layout) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(12, 24, generator=generator, dtype=torch.float64)
@@ -146,3 +148,25 @@ def test_signature_of_a_node_is_the_case_it_was_made_from() -> None:
 def test_doubling_reaches_dtype_literals() -> None:
     case = call(aten._to_copy.default, Spec((4,), torch.bfloat16), dtype=torch.float16)
     assert str(case.in_float64()) == "aten._to_copy.default(f64[4], dtype=torch.float64)"
+
+
+def test_table_of_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = {"aten.mm": [call(aten.mm.default, X, f(24, 36))], "aten.nonzero": []}
+    monkeypatch.setattr("partc.rules.report.cases_by_rule", lambda: some)
+    told: list[str] = []
+    table = rules_table(lambda name, number, total: told.append(f"{name} {number}/{total}"))
+    heads, mm, nonzero = table.splitlines()[1:]
+    assert heads.split()[:4] == ["op", "rule", "cuts", "trials"]
+    assert mm.split()[:2] == ["aten.mm", "mk,kn->mn"]
+    assert mm.split()[4:8] == ["even", "uneven", "f64", "values"]
+    assert mm.endswith("proved")
+    assert nonzero.endswith("the shapes of its results depend on data")
+    assert told == ["aten.mm 1/2", "aten.nonzero 2/2"]
+    assert json.loads(as_json())[0]["result"] == "proved"
+
+
+def test_report_names_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Strategy((U,), (U,))
+    monkeypatch.setattr("partc.rules.report.strategies", lambda node, num, seen: [wrong])
+    line = prove_rule("aten.hardswish", [call(aten.hardswish.default, X)])
+    assert line.result.startswith("FAILS 3 times, first: aten.hardswish.default(f32[12,24]) on 2")

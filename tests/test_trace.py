@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from partc.errors import TraceError
 from partc.graph import Graph, value
 from partc.trace import trace
 from tests.compare import check, distance, run
-from tests.zoo import MODELS
+from tests.zoo import FAMILIES, MODELS
 
 aten = torch.ops.aten
 
@@ -34,11 +35,34 @@ def test_family_equals_eager(name: str) -> None:
     known = [value(node) for node in graph.calls()]
     assert sum(bool(v.module or v.source) for v in known) > 0.95 * len(known)
     assert all(v.source.count(":") and not v.source.startswith("/") for v in known if v.source)
-    in_place = [n for n in graph.calls() if getattr(n.target, "_schema", None) is not None]
-    assert not [n for n in in_place if n.target._schema.is_mutable]
+    schemas = [getattr(target, "_schema", None) for target in targets(graph)]
+    assert not [schema for schema in schemas if schema is not None and schema.is_mutable]
     changed = set(graph.outputs.buffers)
     for key, tensor in case.model.state_dict().items():
         assert torch.equal(tensor, before[key]) or key in changed  # eager moved it, not the trace
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_family_with_dropout_equals_eager(name: str) -> None:
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    if name == "bert":
+        names = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+    family = FAMILIES[name]
+    case = replace(family, config={**family.config, **dict.fromkeys(names, 0.1)}).case(name)
+    graph = check(case.model, case.inputs, case.loss)
+    masks = [value(n) for n in graph.calls() if n.target is ops.dropout_mask]
+    assert len(masks) == 7  # the embedding's, and three in each layer
+    assert {v.phase for v in masks} == {"F"}
+
+
+def test_family_with_checkpoints_equals_eager() -> None:
+    case = MODELS["llama"]()
+    model: Any = case.model
+    model.activation_checkpointing_enable()
+    graph = check(model, case.inputs, case.loss)
+    recomputed = [n for n in graph.calls() if n.target == aten.silu.default]
+    assert sorted(value(n).phase for n in recomputed) == ["B", "B", "F", "F"]
+    assert all(value(n).module.endswith("mlp.act_fn") for n in recomputed)
 
 
 # parameters and buffers ----------------------------------------------------------------------
@@ -69,6 +93,14 @@ def test_tied_weights_are_one_parameter() -> None:
     assert graph.aliases == {"head.weight": "embed.weight"}
     assert list(graph.inputs) == ["ids", "labels"]
     assert graph.constants["scale"].tolist() == [2.0] * 6
+
+
+def test_tracing_twice_gives_one_text() -> None:
+    case = MODELS["swin"]()
+    first = trace(case.model, case.inputs, case.loss)
+    second = trace(case.model, case.inputs, case.loss)
+    assert str(first) == str(second)
+    assert [value(n) for n in first.calls()] == [value(n) for n in second.calls()]
 
 
 def test_model_on_meta() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from partc.ops import weight_grad
+from partc.ops import masked_embedding, masked_gather, weight_grad, window
 from partc.rules.signature import Signature, Spec, f, i
 
 aten = torch.ops.aten
@@ -40,8 +40,8 @@ MATMUL = (
     call(aten.baddbmm.default, f(12, 24, 48), f(12, 24, 36), f(12, 36, 48)),
     call(aten.addmv.default, f(12), f(12, 24), f(24)),
     call(aten.addbmm.default, f(24, 48), f(12, 24, 36), f(12, 36, 48)),
-    call(aten._grouped_mm.default, h(24, 16), h(3, 16, 48), Spec((3,), torch.int32)),
-    call(aten._grouped_mm.default, h(3, 24, 16), h(3, 16, 48)),
+    call(aten._grouped_mm.default, h(24, 96), h(3, 96, 192), Spec((3,), torch.int32)),
+    call(aten._grouped_mm.default, h(3, 24, 96), h(3, 96, 192)),
     call(weight_grad, f(12, 2, 36), f(12, 2, 24)),
     call(weight_grad, f(12, 36), f(12, 24)),
 )
@@ -88,6 +88,9 @@ NORM = (
 Q, K, V = f(4, 12, 6, 8), f(4, 12, 24, 8), f(4, 12, 24, 8)
 EMBEDDING = (
     call(aten.embedding.default, f(24, 36), i(12, 2)),
+    call(masked_embedding, f(24, 36), i(12, 2)),
+    call(masked_gather, f(12, 24), 1, i(12, 6)),
+    call(window, i(12, 2), 1, 3),
     call(aten.embedding.default, f(24, 36), i(12, 2), 5),
     call(aten.embedding_dense_backward.default, f(12, 2, 36), i(12, 2), 24, -1, False),
     call(aten.embedding_dense_backward.default, f(12, 2, 36), i(12, 2), 24, 5, False),

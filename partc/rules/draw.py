@@ -110,6 +110,8 @@ BOUNDS: dict[str, Callable[[Signature], dict[int, int]]] = {
     "aten.nll_loss2d_forward": _classes(0),
     "aten.nll_loss_backward": _classes(1),
     "aten.nll_loss2d_backward": _classes(1),
+    "partc.ops.masked_embedding": lambda s: {1: _size(s, 0, 0)},
+    "partc.ops.masked_gather": _along_dim(),
     "aten.gather": _along_dim(),
     "aten.scatter": _along_dim(),
     "aten.scatter_add": _along_dim(),

@@ -28,10 +28,6 @@ class Refused(Exception):
     """The experiment could not be made; says why."""
 
 
-class TooSmall(Refused):
-    """A dim has too few entries for unequal pieces."""
-
-
 def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
     """How many of ``size`` entries each rank gets: ``12, 3 -> 4 4 4`` or, uneven, ``5 4 3``."""
     base, rest = divmod(size, num)
@@ -40,7 +36,7 @@ def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
             raise Refused(f"{num} does not divide {size}")
         return [base] * num
     if base < 2:
-        raise TooSmall(f"{size} is too small for {num} unequal pieces")
+        raise Refused(f"{size} is too small for {num} unequal pieces")
     return [base + 1 + rest, *[base] * (num - 2), base - 1]
 
 
@@ -63,7 +59,10 @@ def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tens
     parts = whole.unflatten(layout.dim, (layout.outer, -1))
     scale = parts.shape[layout.dim + 1] // sum(shares)
     pieces = parts.split([share * scale for share in shares], layout.dim + 1)
-    return [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
+    joined = [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
+    if len(set(shares)) == 1:
+        return joined
+    return [piece.contiguous() for piece in joined]  # strides are foreseen for even pieces only
 
 
 def take_apart(

@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from partc.rules.experiment import (
     Refused,
     Results,
-    TooSmall,
     cut_shares,
     is_random,
     joined_error,
@@ -93,7 +92,11 @@ class Whole:
 
 
 def prove(
-    call: fx.Node | Signature, strategy: Strategy, num: int, claims: Claims = strategies
+    call: fx.Node | Signature,
+    strategy: Strategy,
+    num: int,
+    claims: Claims = strategies,
+    seeds: Sequence[int] = SEEDS,
 ) -> Proof:
     """Run the call on whole operands and on pieces, with given and with random literals.
 
@@ -103,7 +106,7 @@ def prove(
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
     trials: list[Trial] = []
-    for seed in SEEDS:
+    for seed in seeds:
         trials += _trials(signature, strategy, num, seed, "given")
         redrawn = signature.with_random_literals(seed)
         if redrawn != signature and strategy in _claimed(redrawn, num, claims):
@@ -136,35 +139,36 @@ def _whole(signature: Signature, seed: int) -> Whole:
 def _trials(
     signature: Signature, strategy: Strategy, num: int, seed: int, literals: str
 ) -> Iterator[Trial]:
-    """The even trial and, where the call on pieces reads as the whole's, the uneven one."""
+    """The even trial and, where the call on pieces reads as the whole's, the uneven one.
+
+    A rule claims even pieces only, so an op that refuses uneven ones disproves nothing.
+    """
     try:
         whole = _whole(signature, seed)
         local = LocalCall.of(whole.signature, strategy, num)
     except Refused as refused:
         yield Trial(literals, "even", "", "values", float("inf"), 0.0, str(refused))
         return
-    yield _trial(whole, strategy, local, num, seed, (literals, "even"))
+    try:
+        yield _trial(whole, strategy, local, num, seed, (literals, "even"))
+    except Refused as refused:
+        yield Trial(literals, "even", "", whole.method, float("inf"), 0.0, str(refused))
     if local.unchanged and any(layout.kind == "cut" for layout in strategy.ins):
-        with suppress(TooSmall):
+        with suppress(Refused):
             yield _trial(whole, strategy, local, num, seed, (literals, "uneven"))
 
 
 def _trial(
     whole: Whole, strategy: Strategy, local: LocalCall, num: int, seed: int, varied: tuple[str, str]
 ) -> Trial:
-    """Cut the operands, run the pieces, join, compare; TooSmall where no unequal cut exists."""
+    """Cut the operands, run the pieces, join and compare."""
     tensors = [*whole.operands, *whole.results]
     alike = all(layout.kind != "cut" for layout in strategy.outs)
-    try:
-        shares = cut_shares(tensors, [*strategy.ins, *strategy.outs], num, varied[1] == "uneven")
-        pieces = take_apart(whole.operands, strategy.ins, shares, seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed + num)
-            results = local_results(local.run, pieces, num, seed if alike else None)
-    except TooSmall:
-        raise
-    except Refused as refused:
-        return Trial(*varied, whole.dtype, whole.method, float("inf"), 0.0, str(refused))
+    shares = cut_shares(tensors, [*strategy.ins, *strategy.outs], num, varied[1] == "uneven")
+    pieces = take_apart(whole.operands, strategy.ins, shares, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed + num)
+        results = local_results(local.run, pieces, num, seed if alike else None)
     error, allowed = _compare(results, strategy.outs, whole)
     return Trial(*varied, whole.dtype, whole.method, error, allowed)
 

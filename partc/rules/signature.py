@@ -124,7 +124,7 @@ class Signature:
     def run(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The results on these operands, as a list like ``graph.results_of``."""
         return results_list(
-            self.target(*self._filled(self.args, operands), **self._kwargs(operands))
+            self.target(*self.filled(self.args, operands), **self._kwargs(operands))
         )
 
     @lru_cache(maxsize=256)  # noqa: B019 - a signature is a value, and is kept as its own key only
@@ -138,19 +138,21 @@ class Signature:
             with mode:
                 set_held(place, torch.empty(spec.shape, dtype=spec.dtype))
             placeholders.append(place)
-        kwargs = self._filled(dict(self.kwargs), placeholders)
-        call = graph.call_function(self.target, self._filled(self.args, placeholders), kwargs)
+        kwargs = self.filled(dict(self.kwargs), placeholders)
+        call = graph.call_function(self.target, self.filled(self.args, placeholders), kwargs)
         set_value(call, Value())
         with mode:
             set_held(call, run_fake(self.target, call.args, call.kwargs))
         return call
 
     def _kwargs(self, operands: Sequence[Any]) -> dict[str, Any]:
-        kwargs: dict[str, Any] = self._filled(dict(self.kwargs), operands)
+        kwargs: dict[str, Any] = self.filled(dict(self.kwargs), operands)
         return kwargs
 
     @staticmethod
-    def _filled(arguments: Any, operands: Sequence[Any]) -> Any:
+    def filled(arguments: Any, operands: Sequence[Any]) -> Any:
+        """Arguments with the operands in their places."""
+
         def fill(arg: Any) -> Any:
             return operands[arg.index] if isinstance(arg, Operand) else arg
 

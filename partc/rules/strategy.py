@@ -169,13 +169,16 @@ class _View:
         return not truncates and all(_adds_up(dtype, layout) for dtype in (*ins, *outs))
 
     def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
-        """Any layout of an operand of which only the shape matters, the rest replicated."""
+        """Any layout of an operand that is not read, the rest replicated.
+
+        The shape of a piece is read where no argument says how large the result is.
+        """
         slot = self.rule.unread
         if slot is None:
             return
         replicated = [R] * len(self.call.slots)
-        layouts = {U, M, *(layout for position, layout in wishes if position == slot)}
-        for layout in sorted(layouts):
+        wished = {layout for position, layout in wishes if position == slot}
+        for layout in sorted({U, M, *(wished if self.rule.sizes else ())}):
             ins = tuple(layout if i == slot else R for i in range(len(replicated)))
             yield Strategy(ins, tuple(R for _ in self.call.results))
 
