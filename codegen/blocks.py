@@ -77,7 +77,9 @@ def _loops(graph: Graph) -> list[Loop]:
         for run in _runs(graph, owners):
             phases: list[tuple[Phase, tuple[Group, ...]]] = [("F", run.forward)]
             if run.backward:
-                phases.append(("B", run.backward[::-1] if _descends(graph, run.backward) else run.backward))
+                phases.append(
+                    ("B", run.backward[::-1] if _descends(graph, run.backward) else run.backward)
+                )
             loops += [Loop(run, phase, groups) for phase, groups in phases]
             taken |= {n for _, groups in phases for g in groups for n in g.nodes}
     return loops
@@ -129,14 +131,12 @@ def gathers_param(node: fx.Node) -> bool:
 
 
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
-    """A collective starts and is waited for in one function: where it starts, or else where it is waited for."""
+    """A collective is waited for in the function that starts it."""
     for node in graph.calls():
         if node.target is collectives.wait and not ends_step(graph, node):
             start = node.all_input_nodes[0]
-            if start in owners:
-                owners[node] = owners[start]
-            elif node in owners:
-                owners[start] = owners[node]
+            owners.pop(node, None)
+            owners |= {node: owners[start]} if start in owners else {}
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:
@@ -186,12 +186,19 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
     layers = sorted({o[0] for o in groups}, key=lambda p: order[_first(groups, p).nodes[0]])
     written = _written(graph)
     keys = {
-        layer: tuple(_signature(groups[o], written) if (o := (layer, phase)) in groups else None for phase in ("F", "B"))
+        layer: tuple(
+            _signature(groups[o], written) if (o := (layer, phase)) in groups else None
+            for phase in ("F", "B")
+        )
         for layer in layers
     }
     start = 0
     for end in range(1, len(layers) + 1):
-        if end < len(layers) and keys[layers[end]] == keys[layers[start]] and _same_list(layers[start], layers[end]):
+        if (
+            end < len(layers)
+            and keys[layers[end]] == keys[layers[start]]
+            and _same_list(layers[start], layers[end])
+        ):
             continue
         run = tuple(layers[start:end])
         if len(run) > 1 and all((layer, "F") in groups for layer in run):

@@ -55,7 +55,9 @@ class Body:
     taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
 
     def __post_init__(self) -> None:
-        named = {n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)}
+        named = {
+            n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)
+        }
         self.accumulated = accumulations(self.order, self.kept | set(self.stored))
         fixed = self.kept | set(self.stored) | set(self.accumulated.values())
         self.inlined = inlined(self.order, fixed, named)
@@ -69,7 +71,9 @@ class Body:
     def text(self, node: fx.Node) -> Text:
         """How a value is read here: its name, or its expression where it has no line of its own."""
         if node not in self.seen:
-            assert node in self.inlined or not is_tensor(node), f"{node} is read before it is written"
+            assert node in self.inlined or not is_tensor(node), (
+                f"{node} is read before it is written"
+            )
             return self.expression(node)
         return self.seen[node]
 
@@ -88,7 +92,8 @@ class Body:
         if node.target is ops.dropout_mask:
             texts.append(f"self.{generator(self.graph, node)}")
         texts += [
-            f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}" for k, a in node.kwargs.items()
+            f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}"
+            for k, a in node.kwargs.items()
         ]
         return Text(f"{name}({', '.join(texts)})")
 
@@ -151,7 +156,9 @@ class Body:
         """``a, b, _ = call`` for a call with several results."""
         by_index = {u.args[1]: u for u in node.users if u.target is operator.getitem}
         call = self.expression(node)
-        names = [self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))]
+        names = [
+            self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))
+        ]
         while len(names) > 1 and names[-1] == "_" and len(by_index) == 1 and 0 in by_index:
             names.pop()
         bound = [by_index[i] for i in sorted(by_index)]
@@ -169,10 +176,18 @@ class Body:
         operand = node.all_input_nodes[0]
         lines = []
         x = self.text(operand)
-        if node in self.in_place if node.target is collectives.all_reduce else self._gives_up(operand, node):
+        if (
+            node in self.in_place
+            if node.target is collectives.all_reduce
+            else self._gives_up(operand, node)
+        ):
             self.seen[node] = x
         elif node.target is collectives.all_reduce:
-            copy = "clone()" if held(operand).is_contiguous() else "clone(memory_format=torch.contiguous_format)"
+            copy = (
+                "clone()"
+                if held(operand).is_contiguous()
+                else "clone(memory_format=torch.contiguous_format)"
+            )
             lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.{copy}"))
         params = self.stored.get(self._waited(node), [])
         if params:
@@ -188,7 +203,12 @@ class Body:
 
     def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
         """Whether a value is read by nothing but the collective that moves it: the result takes its name."""
-        return operand in self.place and operand in self.seen and set(operand.users) == {node} and operand not in self.kept
+        return (
+            operand in self.place
+            and operand in self.seen
+            and set(operand.users) == {node}
+            and operand not in self.kept
+        )
 
     def _waited(self, node: fx.Node) -> fx.Node | None:
         """The wait of a collective that the step does at its end."""
@@ -240,7 +260,9 @@ class Body:
         family = [n for n in self.order if owner(n) is home]
         readers = {u for n in family for u in n.users} - {self.graph.fx.output_node()} - set(family)
         late = any(self.place.get(u, len(self.order)) > self.place[node] for u in readers)
-        return late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1
+        return (
+            late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1
+        )
 
     def _last_store(self, node: fx.Node) -> Statement:
         """A gradient that needs no name: ``add_weight_grad(self.w, d_y, x)``."""
@@ -252,7 +274,11 @@ class Body:
         code = self.expression(node).at(NONE)
         self.seen[node] = Text(code, NONE)
         if len(params) == 1:
-            code = f"{Text(code, self.expression(node).level).at(ATOM)}.clone()" if self._is_shared(node) else code
+            code = (
+                f"{Text(code, self.expression(node).level).at(ATOM)}.clone()"
+                if self._is_shared(node)
+                else code
+            )
             call = f"{self.helpers.use('add_grad')}({params[0]}, {code})"
             return Statement([Line(call, comment(typed(node)))])
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))

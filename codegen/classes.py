@@ -33,7 +33,9 @@ class BlockClass:
     name: str
     attribute: str
     helpers: Helpers
-    suffixes: dict[str, str] = field(default_factory=dict)  # name below the block -> attribute in the class
+    suffixes: dict[str, str] = field(
+        default_factory=dict
+    )  # name below the block -> attribute in the class
 
     def __post_init__(self) -> None:
         scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward", "gather", "whole"])
@@ -58,12 +60,17 @@ class BlockClass:
     def gathered(self, side: Interface) -> list[fx.Node]:
         """The gathers of the block's own parameters that a phase begins with, by parameter."""
         own = {value(side.own(slot)).name for slot in side.of("own")}
-        starts = [n for n in side.group.nodes if gathers_param(n) and value(n.all_input_nodes[0]).name in own]
+        starts = [
+            n
+            for n in side.group.nodes
+            if gathers_param(n) and value(n.all_input_nodes[0]).name in own
+        ]
         order = list(self.graph.params)
         return sorted(starts, key=lambda n: order.index(value(n.all_input_nodes[0]).name))
 
     def gather_name(self, side: Interface) -> str:
         """The method that starts the gathers of a phase: one for both phases where they gather the same."""
+
         def params(side: Interface) -> list[str]:
             return [value(n.all_input_nodes[0]).name for n in self.gathered(side)]
 
@@ -79,15 +86,21 @@ class BlockClass:
             if name:
                 lines = [Line("self.whole = [")]
                 for node in self.gathered(side):
-                    suffix = value(node.all_input_nodes[0]).name.removeprefix(f"{self.run.layers[0]}.")
+                    suffix = value(node.all_input_nodes[0]).name.removeprefix(
+                        f"{self.run.layers[0]}."
+                    )
                     x = Text(f"self.{self.suffixes[suffix]}")
                     call = c10d.start(node, x, "w", self.helpers).partition(" = ")[2]
                     lines.append(Line(f"{call},", comment(typed(node)), indent=1))
                 methods.append({"name": name, "body": block([*lines, Line("]")], 2)})
-        return methods if len(methods) < 2 or methods[0]["body"] != methods[1]["body"] else methods[:1]
+        return (
+            methods if len(methods) < 2 or methods[0]["body"] != methods[1]["body"] else methods[:1]
+        )
 
     def declarations(self) -> list[Line]:
-        lines = [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
+        lines = (
+            [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
+        )
         for suffix, attribute in self.suffixes.items():
             name = f"{self.run.layers[0]}.{suffix}"
             kind = "param" if name in self.graph.params else "buffer"
@@ -101,7 +114,12 @@ class BlockClass:
 
     def reduces(self, side: Interface) -> bool:
         """Whether a phase starts reductions of gradients that the step waits for later."""
-        return any(ends_step(self.graph, user) for node in side.group.nodes for user in node.users if user.op == "call_function")
+        return any(
+            ends_step(self.graph, user)
+            for node in side.group.nodes
+            for user in node.users
+            if user.op == "call_function"
+        )
 
     def functions(self) -> list[dict[str, str]]:
         """Name, arguments, result and body of ``forward`` and ``backward``."""
@@ -163,7 +181,11 @@ class BlockClass:
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]} | set(side.saved)
         kept |= set(self._written(group))
         tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
-        device = f"{tensors[0]}.device" if tensors else f"self.{next(iter(self.suffixes.values()))}.device"
+        device = (
+            f"{tensors[0]}.device"
+            if tensors
+            else f"self.{next(iter(self.suffixes.values()))}.device"
+        )
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group), device,
             prefix=group.layer, taken=set(self.gathered(side)),
@@ -245,6 +267,8 @@ def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
         wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
         attribute = scope.fresh("_".join(wanted))
         singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
-        name = "".join(word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word)
+        name = "".join(
+            word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
+        )
         found.append((classes.fresh(name or "Block"), attribute))
     return found

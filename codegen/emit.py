@@ -19,8 +19,8 @@ from partc.codegen.safety import check_source
 from partc.codegen.slots import Interface, Unfit, interfaces
 from partc.codegen.step import StepBody
 from partc.codegen.tables import declaration, row, table
-from partc.codegen.tidy import copied, share_gathers
 from partc.codegen.text import Line, Text, block
+from partc.codegen.tidy import copied, share_gathers
 from partc.graph import Graph, is_tensor, typed, value
 from partc.quoting import comment, docstring, identifier, literal
 
@@ -69,14 +69,22 @@ class _Program:
     sides: dict[Loop, Interface]
     helpers: Helpers = field(default_factory=Helpers)
     classes: dict[Run, BlockClass] = field(default_factory=dict)
-    attributes: dict[fx.Node, str] = field(default_factory=dict)  # "layers.0.w" of a parameter or buffer
+    attributes: dict[fx.Node, str] = field(
+        default_factory=dict
+    )  # "layers.0.w" of a parameter or buffer
 
     def text(self) -> str:
         self._make_classes()
         self._name_attributes()
         arguments = self._arguments()
         blocks = [
-            {"name": c.name, "layers": _span(c.run), "declarations": block(c.declarations(), 2), "functions": c.functions(), "gathers": c.gather_methods()}
+            {
+                "name": c.name,
+                "layers": _span(c.run),
+                "declarations": block(c.declarations(), 2),
+                "functions": c.functions(),
+                "gathers": c.gather_methods(),
+            }
             for c in self.classes.values()
         ]
         body = self._step(arguments)
@@ -103,12 +111,18 @@ class _Program:
         runs = list(dict.fromkeys(loop.run for loop in self.sides))
         for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
             forward = next(s for lp, s in self.sides.items() if lp.run is run and lp.phase == "F")
-            backward = next((s for lp, s in self.sides.items() if lp.run is run and lp.phase == "B"), None)
-            self.classes[run] = BlockClass(self.graph, run, forward, backward, name, attribute, self.helpers)
+            backward = next(
+                (s for lp, s in self.sides.items() if lp.run is run and lp.phase == "B"), None
+            )
+            self.classes[run] = BlockClass(
+                self.graph, run, forward, backward, name, attribute, self.helpers
+            )
 
     def _name_attributes(self) -> None:
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
-        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())])
+        scope = Scope(
+            [*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())]
+        )
         for name, node in self._stored().items():
             self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
 
@@ -127,7 +141,9 @@ class _Program:
     # data ------------------------------------------------------------------------------------
     def _tables(self) -> list[str]:
         entries: dict[str, list[str]] = {
-            "ALIASES": [f"{literal(a)}: {literal(b)}" for a, b in sorted(self.graph.aliases.items())],
+            "ALIASES": [
+                f"{literal(a)}: {literal(b)}" for a, b in sorted(self.graph.aliases.items())
+            ],
             "INPUTS": [
                 f"{literal(name)}: {literal((tuple(value(n).shape), str(value(n).dtype).removeprefix('torch.')))}"
                 for name, n in self.graph.inputs.items()
@@ -181,7 +197,9 @@ class _Program:
             items=self.items, classes=self.classes,
         )  # fmt: skip
         lasting = {n for n in kept if is_tensor(n) and n in order}
-        statements = free_early(body.statements(), body.text, lasting | set(self.attributes) | set(arguments))
+        statements = free_early(
+            body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
+        )
         lines = with_sections(statements)
         if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
             lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
@@ -204,7 +222,11 @@ class _Program:
         lines = []
         for name, node in self.graph.outputs.buffers.items():
             if node in body.seen:
-                lines.append(Line(f"{_read(self.attributes[self.graph.buffers[name]])}.copy_({body.text(node)})"))
+                lines.append(
+                    Line(
+                        f"{_read(self.attributes[self.graph.buffers[name]])}.copy_({body.text(node)})"
+                    )
+                )
         return lines
 
     def _result(self, body: StepBody) -> str:
@@ -231,8 +253,8 @@ def _spread(cls: BlockClass, name: str) -> str:
     first, num = numbers[0], len(numbers)
     steady = numbers == list(range(first, first + num))
     where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
-    parent = literal(cls.run.layers[0].rpartition(".")[0] + ".")
+    parent = literal(cls.run.layers[0].removesuffix(str(first)))
     return (
-        f"**{{f\"{cls.attribute}.{{i}}.{{attribute}}\": ({parent} + f\"{{{where}}}.{{name}}\", *rest)\n"
+        f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
         f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
     )

@@ -64,4 +64,7 @@ def _position(name: str) -> tuple[str, int]:
     """Printed functions first, each module's in its own order."""
     function = _find(name)
     assert function is not None
-    return ("" if function.__module__ == printed.__name__ else "ops", function.__code__.co_firstlineno)
+    return (
+        "" if function.__module__ == printed.__name__ else "ops",
+        function.__code__.co_firstlineno,
+    )

@@ -13,7 +13,12 @@ from partc.codegen.storage import VIEWS
 from partc.graph import is_tensor, tensor_args, value
 
 DEPTH = 3  # of pointwise ops in one expression
-_FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {"split", "split_with_sizes", "unbind", "chunk"}
+_FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "chunk",
+}
 _REDUCE = {"sum", "mean", "rsqrt"}
 
 
@@ -33,7 +38,12 @@ def inlined(order: Sequence[fx.Node], kept: set[fx.Node], named: set[fx.Node]) -
             continue
         if _is_free(node) and _may_hold(user):
             chosen.add(node)
-        elif node not in named and _is_pointwise(node) and _takes(user) and following.get(node) is user:
+        elif (
+            node not in named
+            and _is_pointwise(node)
+            and _takes(user)
+            and following.get(node) is user
+        ):
             depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
             if depth[node] <= DEPTH and value(node).module == value(user).module:
                 chosen.add(node)

@@ -15,10 +15,34 @@ from partc.graph import Graph, held, is_tensor, value
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
-RESERVED = {"self", "torch", "dist", "F", "nn", "Tensor", "saved", "layer", "following", "reduced", "before", "done", *helpers.names()}
+RESERVED = {
+    "self",
+    "torch",
+    "dist",
+    "F",
+    "nn",
+    "Tensor",
+    "saved",
+    "layer",
+    "following",
+    "reduced",
+    "before",
+    "done",
+    *helpers.names(),
+}
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
-COMMON = {"hidden_states", "residual", "x", "out", "output", "outputs", "result"}  # say nothing about the value
-_TARGETS = re.compile(r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)")
+COMMON = {
+    "hidden_states",
+    "residual",
+    "x",
+    "out",
+    "output",
+    "outputs",
+    "result",
+}  # say nothing about the value
+_TARGETS = re.compile(
+    r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
+)
 
 
 class Scope:
@@ -109,7 +133,10 @@ def op_name(node: fx.Node) -> str:
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return op_name(node.args[0])
     target = node.target
-    name = str(getattr(getattr(target, "_schema", None), "name", "") or getattr(target, "__name__", "value"))
+    name = str(
+        getattr(getattr(target, "_schema", None), "name", "")
+        or getattr(target, "__name__", "value")
+    )
     name = name.split("::")[-1].strip("_")
     if name.startswith("scaled_dot_product"):
         return "attention"
@@ -139,7 +166,11 @@ def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
         if node.target is operator.getitem and hasattr(node.all_input_nodes[0].target, "_schema"):
             call, index = node.all_input_nodes[0], node.args[1]
             names = RESULTS.get(op_name(call)) or [r.name for r in call.target._schema.returns]  # type: ignore[union-attr]
-            if isinstance(index, int) and index < len(names) and names[index] not in ("", "output", None):
+            if (
+                isinstance(index, int)
+                and index < len(names)
+                and names[index] not in ("", "output", None)
+            ):
                 yield node, str(names[index])
 
 
@@ -162,14 +193,18 @@ def _is_argument(node: fx.Node, source: str) -> bool:
     """Whether a value goes into a module that is called on its own source line: not yet the line's result."""
     path = value(node).module
     readers = [inside(value(u).module, path) for u in node.users if value_or_none(u)]
-    return any(r and not r.startswith(path) and f"self.{r.split('.')[0]}(" in source for r in readers)
+    return any(
+        r and not r.startswith(path) and f"self.{r.split('.')[0]}(" in source for r in readers
+    )
 
 
 def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
     """A module's only value that others read in the forward has the module's name."""
     results: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        readers = [value(u).module for u in node.users if value_or_none(u) and value(u).phase == "F"]
+        readers = [
+            value(u).module for u in node.users if value_or_none(u) and value(u).phase == "F"
+        ]
         path = value(node).module
         while path and is_tensor(node):
             if any(not _within(reader, path) for reader in readers):
@@ -188,14 +223,18 @@ def _gradient_names(
     graph: Graph, named: dict[fx.Node, str], prefix: str
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
-    by_name = {value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)}
+    by_name = {
+        value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)
+    }
     final = {n: name for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
     known = {_origin(n): n for n in reversed(list(graph.calls())) if value(n).phase == "F"}
     for node in graph.calls():
         if value(node).phase == "F":
             continue
-        if _is_again(node, found) and not (node.target in MOVES and node.all_input_nodes[0] in found):
+        if _is_again(node, found) and not (
+            node.target in MOVES and node.all_input_nodes[0] in found
+        ):
             again = node.all_input_nodes[0] if node.target in MOVES else known.get(_origin(node))
             named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
         elif node in final:
@@ -213,7 +252,11 @@ def _origin(node: fx.Node) -> tuple[object, ...]:
 
 def _is_again(node: fx.Node, gradients: Mapping[fx.Node, str]) -> bool:
     """Whether a backward node is no gradient but a forward value computed or gathered once more."""
-    return bool(node.all_input_nodes) and not value(node).forward and gradients.keys().isdisjoint(node.all_input_nodes)
+    return (
+        bool(node.all_input_nodes)
+        and not value(node).forward
+        and gradients.keys().isdisjoint(node.all_input_nodes)
+    )
 
 
 def _gradient_name(

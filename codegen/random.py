@@ -22,16 +22,26 @@ def generator(graph: Graph, mask: fx.Node) -> str:
 
 def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
     """The body of ``seed``; the modules in the lists ``blocks`` use the same generators."""
-    masks = {generator(graph, n): _axes(graph, n) for n in graph.calls() if n.target is ops.dropout_mask}
+    masks = {
+        generator(graph, n): _axes(graph, n) for n in graph.calls() if n.target is ops.dropout_mask
+    }
     if not masks:
         return []
     lines = [Line("device = next(self.parameters()).device")]
     for number, (name, axes) in enumerate(sorted(masks.items())):
         index = "0"
         for axis in axes:
-            before = "" if index == "0" else f"{f'({index})' if '+' in index else index} * {graph.mesh.size(axis)} + "
+            before = (
+                ""
+                if index == "0"
+                else f"{f'({index})' if '+' in index else index} * {graph.mesh.size(axis)} + "
+            )
             index = f"{before}self.{axis}_rank"
-        lines.append(Line(f"self.{name} = torch.Generator(device).manual_seed({_mixed(number, len(masks), index)})"))
+        lines.append(
+            Line(
+                f"self.{name} = torch.Generator(device).manual_seed({_mixed(number, len(masks), index)})"
+            )
+        )
     for attribute in blocks:
         lines.append(Line(f"for layer in self.{attribute}:"))
         lines += [Line(f"layer.{name} = self.{name}", indent=1) for name in sorted(masks)]

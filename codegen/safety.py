@@ -29,7 +29,9 @@ def check_source(text: str) -> ast.Module:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise _refused(error.lineno or 0, f"the generated text does not parse: {error.msg}") from None
+        raise _refused(
+            error.lineno or 0, f"the generated text does not parse: {error.msg}"
+        ) from None
     defined = _defined(tree)
     for node in ast.walk(tree):
         _check_node(node, defined)
@@ -41,7 +43,11 @@ def _check_node(node: ast.AST, defined: set[str]) -> None:
     if not isinstance(node, NODES):
         raise _refused(line, f"{type(node).__name__} does not belong in a generated program")
     if isinstance(node, ast.Import | ast.ImportFrom):
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        modules = (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+        )
         if not set(modules) <= IMPORTS:
             raise _refused(line, f"it imports {', '.join(modules)}")
     if isinstance(node, ast.Attribute) and _is_private(node.attr):

@@ -35,7 +35,9 @@ class Interface:
 
     loop: Loop
     slots: list[Slot]
-    carried: list[int] = field(default_factory=list)  # returned; the next iteration or what follows reads it
+    carried: list[int] = field(
+        default_factory=list
+    )  # returned; the next iteration or what follows reads it
     listed: list[int] = field(default_factory=list)  # returned and kept of every iteration
     saved: list[fx.Node] = field(default_factory=list)  # of the first block, for its backward
 
@@ -65,7 +67,9 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
     """The interfaces of all loops; Unfit where there is none."""
     found: dict[Loop, Interface] = {}
     for loop in sorted(loops, key=lambda loop: loop.phase != "F"):
-        forward = next((i for lp, i in found.items() if lp.run is loop.run and loop.phase == "B"), None)
+        forward = next(
+            (i for lp, i in found.items() if lp.run is loop.run and loop.phase == "B"), None
+        )
         found[loop] = Interface(loop, _slots(loop, forward))
         if forward is not None:
             forward.saved = [s.source for s in found[loop].of("saved") if s.source is not None]
@@ -77,7 +81,9 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
 def outside(group: Group) -> list[fx.Node]:
     """What a group reads from outside, in the order of first use."""
     inside = set(group.nodes)
-    return list(dict.fromkeys(n for node in group.nodes for n in node.all_input_nodes if n not in inside))
+    return list(
+        dict.fromkeys(n for node in group.nodes for n in node.all_input_nodes if n not in inside)
+    )
 
 
 def _slots(loop: Loop, forward: Interface | None) -> list[Slot]:
@@ -155,9 +161,9 @@ def _read_outside(
     readers = set(node.users) - set(group.nodes) - own_backward - following
     if graph.fx.output_node() in readers and _is_own_result(graph, node, group):
         readers.discard(graph.fx.output_node())
-    return any(not ends_step(graph, reader) for reader in readers if reader.op == "call_function") or any(
-        reader.op == "output" for reader in readers
-    )
+    return any(
+        not ends_step(graph, reader) for reader in readers if reader.op == "call_function"
+    ) or any(reader.op == "output" for reader in readers)
 
 
 def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:

@@ -15,7 +15,17 @@ from torch import fx
 
 from partc.codegen.calls import Call
 from partc.codegen.text import (
-    AND, ATOM, COMPARE, NONE, OR, POWER, PRODUCT, SUM, UNARY, XOR, Text,
+    AND,
+    ATOM,
+    COMPARE,
+    NONE,
+    OR,
+    POWER,
+    PRODUCT,
+    SUM,
+    UNARY,
+    XOR,
+    Text,
 )  # fmt: skip
 from partc.graph import held
 from partc.quoting import literal
@@ -50,7 +60,9 @@ def _aten(call: Call) -> Text:
     """The op as it stands, under ``torch.ops``."""
     target: Any = call.node.target
     overload = "" if target._overloadname == "default" else f".{target._overloadname}"
-    return Text(f"torch.ops.{target.namespace}.{call.name}{overload}({call.arguments(place=_is_factory(call))})")
+    return Text(
+        f"torch.ops.{target.namespace}.{call.name}{overload}({call.arguments(place=_is_factory(call))})"
+    )
 
 
 def _is_factory(call: Call) -> bool:
@@ -124,7 +136,9 @@ def _operator(call: Call) -> Text:
         return _in_torch(call)
     # comparisons do not chain, and floating sums and products are not associative
     first = level + 1 if level == COMPARE else level
-    return Text(f"{call.text(left.name).at(first)} {sign} {call.text(right.name).at(level + 1)}", level)
+    return Text(
+        f"{call.text(left.name).at(first)} {sign} {call.text(right.name).at(level + 1)}", level
+    )
 
 
 @spells("rsub")
@@ -214,7 +228,11 @@ def _to_copy(call: Call) -> Text:
 def _copy(call: Call) -> Text:
     """``copy(like, source)``: the source in the shape and dtype of ``like``."""
     fake, source = held(call.node), call.text("src").at(ATOM)
-    text = f"{source}.to({literal(fake.dtype)})" if held(call.get("src")).dtype != fake.dtype else source
+    text = (
+        f"{source}.to({literal(fake.dtype)})"
+        if held(call.get("src")).dtype != fake.dtype
+        else source
+    )
     if held(call.get("src")).shape != fake.shape:
         text += f".expand({', '.join(map(str, fake.shape))})"
     return Text(f"{text}.clone()")
@@ -299,8 +317,6 @@ def _softmax(call: Call) -> Text:
 @spells("max", "min")
 def _extreme(call: Call) -> Text:
     return Text(f"torch.{call.name}({call.arguments()})")
-
-
 
 
 @spells("where")

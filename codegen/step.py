@@ -13,7 +13,7 @@ from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.text import Line, Text
-from partc.graph import typed, value
+from partc.graph import typed
 from partc.quoting import comment
 
 
@@ -37,7 +37,11 @@ class StepBody(Body):
             following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
             if following is not None and self._gather(following):
                 first = self._first(following)
-                found.append(Statement([Line(f"{first}.{self._gather(following)}()", "the first block's weights")]))
+                found.append(
+                    Statement(
+                        [Line(f"{first}.{self._gather(following)}()", "the first block's weights")]
+                    )
+                )
             found += [s for node in nodes if node not in early for s in self.one(node)]
         return found
 
@@ -72,7 +76,9 @@ class StepBody(Body):
             side = self._side(item)
             for slot in side.of("carried"):
                 first = slot.nodes[0]
-                if first in self.place and set(first.users) <= set(item.groups[0].nodes) | self._backward_of(item):
+                if first in self.place and set(first.users) <= set(
+                    item.groups[0].nodes
+                ) | self._backward_of(item):
                     self.wishes[first] = self._variable_name(side, slot)
 
     def _variable_name(self, side: Interface, slot: Slot) -> str:
@@ -90,14 +96,24 @@ class StepBody(Body):
         """The ``for`` statement of a loop; ``early`` are gathers of what follows it, started in its last turn."""
         side, cls = self._side(loop), self.classes[loop.run]
         lines: list[Line] = []
-        variables = {slot.position: self._variable(side, slot, lines) for slot in side.of("carried")}
+        variables = {
+            slot.position: self._variable(side, slot, lines) for slot in side.of("carried")
+        }
         listed = [self._list(slot) for slot in side.of("listed")]
-        items = [self.scope.fresh(f"{argument_name(side, s, self.wishes)}_here") for s in side.of("listed")]
+        items = [
+            self.scope.fresh(f"{argument_name(side, s, self.wishes)}_here")
+            for s in side.of("listed")
+        ]
         arguments = [variables[s.position] for s in side.of("carried")]
         arguments += [str(self.text(s.nodes[0])) for s in side.of("shared")] + items
         for position in side.carried:
-            variables.setdefault(position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value")))
-        kept = {p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all") for p in side.listed}
+            variables.setdefault(
+                position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value"))
+            )
+        kept = {
+            p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all")
+            for p in side.listed
+        }
         lines += [Line(f"{name} = []") for name in kept.values()]
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
@@ -127,7 +143,9 @@ class StepBody(Body):
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
         binds = [last[p] for p in side.carried]
-        return Statement(lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", ""))
+        return Statement(
+            lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", "")
+        )
 
     def _inside(self, loop: Loop) -> set[fx.Node]:
         return {n for group in loop.groups for n in group.nodes}
@@ -136,7 +154,11 @@ class StepBody(Body):
         """The loop variable of a carried value, set to its first value."""
         first = str(self.text(slot.nodes[0]))
         wish = self._variable_name(side, slot)
-        if self.wishes.get(slot.nodes[0]) == wish and first.isidentifier() and slot.nodes[0] in self.place:
+        if (
+            self.wishes.get(slot.nodes[0]) == wish
+            and first.isidentifier()
+            and slot.nodes[0] in self.place
+        ):
             return first
         name = self.scope.fresh(wish)
         lines.append(Line(f"{name} = {first}"))
@@ -180,12 +202,16 @@ class StepBody(Body):
 
     def _gather_ahead(self, loop: Loop, early: Sequence[fx.Node]) -> list[Line]:
         """Start the next block's gathers, in the last turn those of what follows the loop."""
-        remark = comment(f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}")
+        remark = comment(
+            f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}"
+        )
         lines = [
             Line("if following is not None:", indent=1),
             Line(f"following.{self._gather(loop)}()", remark, indent=2),
         ]
-        starts = [line for node in early for statement in self.one(node) for line in statement.lines]
+        starts = [
+            line for node in early for statement in self.one(node) for line in statement.lines
+        ]
         if starts:
             lines += [Line("else:", indent=1), *(replace(line, indent=2) for line in starts)]
         return lines
@@ -202,4 +228,3 @@ class StepBody(Body):
                 self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
         for position in side.carried:
             self.seen[loop.groups[-1].nodes[position]] = Text(variables[position])
-

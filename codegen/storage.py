@@ -68,7 +68,11 @@ def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node,
             continue
         operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
         if len(set(operands)) == 2 and _alike(node, *operands):
-            free = [n for n in operands if n in inside - kept and _is_fresh(n) and set(n.users) == {node}]
+            free = [
+                n
+                for n in operands
+                if n in inside - kept and _is_fresh(n) and set(n.users) == {node}
+            ]
             if free:
                 found[node] = free[0]
     return found

@@ -34,7 +34,9 @@ def row(graph: Graph, node: fx.Node, attribute: str) -> Row:
     known = value(node)
     sharding = known.sharding
     cuts = tuple((a, lay.dim, sharding.local_outer(a, graph.mesh)) for a, lay in sharding.cuts())
-    return Row(attribute, known.name, tuple(known.shape), str(known.dtype).removeprefix("torch."), cuts)
+    return Row(
+        attribute, known.name, tuple(known.shape), str(known.dtype).removeprefix("torch."), cuts
+    )
 
 
 def declaration(node: fx.Node, attribute: str, kind: str, trainable: bool) -> str:
@@ -52,4 +54,8 @@ def declaration(node: fx.Node, attribute: str, kind: str, trainable: bool) -> st
 def table(name: str, remark: str, entries: Iterable[str]) -> str:
     """A dict as a module constant, one entry per line."""
     lines = [f"    {entry}," for entry in entries]
-    return "\n".join([f"{name} = {{  # {remark}", *lines, "}"]) if lines else f"{name} = {{}}  # {remark}"
+    return (
+        "\n".join([f"{name} = {{  # {remark}", *lines, "}"])
+        if lines
+        else f"{name} = {{}}  # {remark}"
+    )

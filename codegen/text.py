@@ -72,7 +72,11 @@ def _fill(items: Sequence[str], indent: int) -> list[str]:
     """Items side by side, as many as fit; one too long by itself is wrapped in turn."""
     rows: list[str] = []
     for item in items:
-        if rows and len(rows[-1]) + 1 + len(item) <= WIDTH and not rows[-1].lstrip().startswith(")"):
+        if (
+            rows
+            and len(rows[-1]) + 1 + len(item) <= WIDTH
+            and not rows[-1].lstrip().startswith(")")
+        ):
             rows[-1] += f" {item}"
         else:
             rows += wrap(item, indent)

@@ -10,8 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from partc import collectives, ops
@@ -22,16 +21,15 @@ from partc.graph import (
     is_tensor,
     layout_on,
     results_of,
-    set_held,
-    set_value,
     tensor_args,
     typed,
     value,
 )
 from partc.mesh import Mesh
 from partc.rules import strategies
-from partc.rules.table import RULES, name_of
+from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
+from partc.whole_twin import whole_twin
 
 MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
 
@@ -118,7 +116,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
         seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
         fitting = [
             s
-            for s in strategies(_whole(node, outs), mesh.size(axis), seen)
+            for s in strategies(whole_twin(node, outs), mesh.size(axis), seen)
             if _fits(s.ins, ins) and _fits(s.outs, noted)
         ]
         if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
@@ -189,16 +187,6 @@ def _check_rows(
         raise _wrong(node, why, "Give the window the rows of this rank's piece.")
 
 
-def _unwindowed(target: Any) -> Any:
-    """The op that a window's reader stands for: ``aten.embedding`` for ``masked_embedding``."""
-    for name in RULES:
-        windowed = RULES[name].windowed
-        if windowed is not None and windowed.target is target:
-            namespace, op = name.split(".")[:2]
-            return getattr(getattr(torch.ops, namespace), op).default
-    return target
-
-
 def _fits(rule: Sequence[Layout], noted: Sequence[Layout | None]) -> bool:
     pairs = zip(rule, noted, strict=True)
     return all(mine is None or mine == layout for layout, mine in pairs)
@@ -210,30 +198,6 @@ def _result_nodes(node: fx.Node) -> list[fx.Node | None]:
         return [node]
     picks = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     return [picks.get(i) for i in range(len(results_of(node)))]
-
-
-def _whole(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
-    """The same call on the whole's shapes, which is what rules speak of."""
-    graph, twins = fx.Graph(), {}
-    for operand in node.all_input_nodes:
-        twins[operand] = graph.placeholder(operand.name)
-        set_value(twins[operand], value(operand))
-        set_held(twins[operand], _whole_fake(operand, held(operand)))
-    twin = graph.node_copy(node, twins.__getitem__)
-    twin.target = _unwindowed(node.target)
-    results = [
-        None if carrier is None else _whole_fake(carrier, fake)
-        for carrier, fake in zip(outs, results_of(node), strict=True)
-    ]
-    twin.meta = dict(node.meta)
-    set_held(twin, results[0] if is_tensor(node) else results)
-    return twin
-
-
-def _whole_fake(node: fx.Node, fake: Any) -> Any:
-    if not isinstance(fake, Tensor):
-        return fake
-    return torch.empty(value(node).shape, dtype=fake.dtype, device=fake.device)
 
 
 def _wrong(node: fx.Node, why: str, do: str) -> CheckError:

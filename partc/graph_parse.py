@@ -21,7 +21,7 @@ from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 WORDS = {"inf": float("inf"), "nan": float("nan"), **DTYPES}
 _TYPE = re.compile(r"(\w+)\[(.*)\]((?:\{[UM]:\w+\})*)\Z")
-_NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+_NAME = re.compile(r"(?:%|\b[A-Za-z_])\w*(?:\.\w+)*")  # % marks a name that starts with a digit
 
 
 def parse_graph(text: str) -> Graph:
@@ -31,7 +31,14 @@ def parse_graph(text: str) -> Graph:
         if line.strip():
             try:
                 reader.read(line)
-            except (ValueError, KeyError, AttributeError, SyntaxError, RuntimeError, TypeError) as error:
+            except (
+                ValueError,
+                KeyError,
+                AttributeError,
+                SyntaxError,
+                RuntimeError,
+                TypeError,
+            ) as error:
                 raise UsageError(
                     where=f"graph text line {number}: {line.strip()}",
                     what="it cannot be read",
@@ -90,7 +97,9 @@ class _Reader:
         name, *also = names.split(" = ")
         known = self._typed(typed, Value(kind, name=name))
         node = self.graph.fx.placeholder(name.replace(".", "_"))
-        shape = known.sharding.local_shape(known.shape, self.graph.mesh) if self.local else known.shape
+        shape = (
+            known.sharding.local_shape(known.shape, self.graph.mesh) if self.local else known.shape
+        )
         if shape is None:
             raise ValueError("the mesh does not divide it")
         with self.mode:
@@ -117,8 +126,10 @@ class _Reader:
         set_value(node, known)
         set_held(node, fake)
         self.nodes[name] = node
-        if isinstance(fake, Tensor) and not self.local and tuple(fake.shape) != known.shape:
-            raise ValueError(f"it has shape {list(fake.shape)}")
+        if isinstance(fake, Tensor):
+            shape = known.shape if not self.local else fake.shape
+            if (tuple(fake.shape), fake.dtype) != (tuple(shape), known.dtype):
+                raise ValueError(f"it gives {DTYPE_NAMES[fake.dtype]}{list(fake.shape)}")
 
     def _output(self, line: str) -> None:
         what, _, name = line.partition(" = ")
@@ -163,7 +174,13 @@ class _Reader:
             layouts[axis] = Layout(kind)
         sharding = Sharding.of(layouts, self.graph.mesh)
         return Value(
-            known.kind, shape, DTYPES[match[1]], sharding, known.name, known.module, phase=known.phase
+            known.kind,
+            shape,
+            DTYPES[match[1]],
+            sharding,
+            known.name,
+            known.module,
+            phase=known.phase,
         )
 
 
@@ -185,11 +202,10 @@ def _mark_names(call: str, found: list[Any]) -> str:
     def mark(match: re.Match[str]) -> str:
         word = match[0]
         keyword = call[match.end() : match.end() + 1] == "="
-        if word in ("True", "False", "None", "f") or keyword or _in_string(call, match.start()):
+        plain = word in ("True", "False", "None") or match.start() == 0
+        if plain or keyword or _in_string(call, match.start()):
             return word
-        if _in_number(call, match.start()):
-            return word
-        found.append(word)
+        found.append(word.removeprefix("%"))
         return f"_[{len(found) - 1}]"
 
     return _NAME.sub(mark, call)
@@ -197,11 +213,6 @@ def _mark_names(call: str, found: list[Any]) -> str:
 
 def _in_string(text: str, at: int) -> bool:
     return text.count("'", 0, at) % 2 == 1
-
-
-def _in_number(text: str, at: int) -> bool:
-    """Whether a word is the exponent of a float such as ``1e-06``."""
-    return at > 0 and (text[at - 1].isdigit() or text[at - 1] == ".")
 
 
 def _op(text: str) -> Any:

@@ -89,14 +89,17 @@ def _types(node: fx.Node) -> str:
     fake = held(node)
     if isinstance(fake, Tensor):
         return typed(node)
-    shapes = [value(node).sharding.typed(f.shape, f.dtype) if f is not None else "None" for f in fake]
+    shapes = [
+        value(node).sharding.typed(f.shape, f.dtype) if f is not None else "None" for f in fake
+    ]
     return f"({', '.join(shapes)})"
 
 
 def _argument(item: Any) -> str:
     """An argument as the parser reads it: values by name, dtypes by their short names."""
     if isinstance(item, fx.Node):
-        return value(item).name if item.op == "placeholder" else item.name
+        name = value(item).name if item.op == "placeholder" else item.name
+        return f"%{name}" if name[0].isdigit() else name
     if isinstance(item, list | tuple):
         return f"[{', '.join(_argument(i) for i in item)}]"
     if isinstance(item, torch.dtype):

@@ -184,7 +184,9 @@ def _reply(rank: int, store: Any, job: bytes) -> bytes:
             return pickle.dumps((True, function(*arguments)))
         finally:
             dist.destroy_process_group()
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
         text = traceback.format_exc()
         try:
             return pickle.dumps((False, (error, text)))

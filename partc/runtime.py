@@ -61,10 +61,10 @@ class Stage(nn.Module):
 
     def __init__(self, program: Program, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__()
-        self._model, self._mesh = program.fingerprint, program.mesh
+        self._model, self.mesh = program.fingerprint, program.mesh
         self._role: Role = program.role(dist.get_rank())
         self._device_mesh, self._dtensors = mesh, DTensors(program.mesh, mesh)
-        self._coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
+        self.coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         self._aside = {
@@ -107,8 +107,8 @@ class Stage(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         held = self._held()
-        params = [(held[s.name], s.is_first_copy(self._coords)) for s in self._role.params]
-        groups = [self._device_mesh.get_group(name) for name in self._mesh.names]
+        params = [(held[s.name], s.is_first_copy(self.coords)) for s in self._role.params]
+        groups = [self._device_mesh.get_group(name) for name in self.mesh.names]
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
 
     # whole tensors ---------------------------------------------------------------------------
@@ -127,6 +127,16 @@ class Stage(nn.Module):
             joined = self._shards[first].join(held[first].detach(), self._gather)
             whole[first] = joined.to("cpu", copy=True)
         return {name: whole[self._first(name)] for name in self._saved()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return next(iter(self._held().values())).device
+
+    def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
+        """Every tensor that this rank holds by name, with how it is cut from the whole."""
+        held = self._held()
+        return {name: (shard, held[name]) for name, shard in self._shards.items()}
 
     # checkpoints -----------------------------------------------------------------------------
     def state_dict(  # type: ignore[override]
@@ -170,13 +180,13 @@ class Stage(nn.Module):
             if isinstance(value, DTensor):
                 piece = self._dtensors.piece(shard, value)
             else:
-                piece = shard.take(value, self._mesh, self._coords)
+                piece = shard.take(value, self.mesh, self.coords)
             held[name].copy_(piece)
 
     def _gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """What every rank along an axis holds."""
         piece = piece.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(self._mesh.size(axis))]
+        pieces = [torch.empty_like(piece) for _ in range(self.mesh.size(axis))]
         dist.all_gather(pieces, piece, group=self._device_mesh.get_group(axis))
         return pieces
 

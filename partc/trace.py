@@ -1,7 +1,7 @@
 """Trace a model and its loss into one canonical Graph of forward and backward.
 
-In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of functional
-ATen ops whose values know their module, source line, phase and forward counterpart.
+In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of
+functional ATen ops whose values know their module, source line, phase and forward counterpart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from torch import Tensor, fx, nn
 
 from partc.capture import Objective, Recording, record
 from partc.errors import PartcError, TraceError
-from partc.graph import Graph, Outputs, Value, fake_like, set_draw, set_held, set_value, update, value
+from partc.graph import (
+    Graph,
+    Outputs,
+    Value,
+    fake_like,
+    set_draw,
+    set_held,
+    set_value,
+    update,
+    value,
+)
 from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
 from partc.passes.functionalize import functionalize
@@ -72,7 +82,7 @@ def _scalar(objective: Objective) -> Objective:
                 where=type(model).__name__,
                 what=f"the loss is {given}",
                 why="a training step starts from one floating-point number",
-                do="Give loss=fn(model, *inputs) that returns a 0-d tensor, or trace under torch.no_grad().",
+                do="Give loss=fn(model, *inputs) with a 0-d result, or use torch.no_grad().",
             )
         return loss
 
@@ -94,7 +104,7 @@ def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
-    """What the loss (or the model's forward) calls its arguments, ``input_0`` where it does not say."""
+    """What the loss (or the model's forward) calls its arguments, else ``input_0``."""
     parameters = list(inspect.signature(loss or model.forward).parameters.values())[
         loss is not None :
     ]
@@ -180,7 +190,7 @@ def _all_grads(
 
 
 def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
-    """Tensors that the code holds outside parameters and buffers become buffers with known values."""
+    """Tensors held outside parameters and buffers become buffers with known values."""
     placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
     anchor = placeholders[num_own] if num_own < len(placeholders) else placeholders[-1].next
     lifted: dict[str, fx.Node] = {}
@@ -268,7 +278,7 @@ def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
 
 
 def _has_forward(node: fx.Node) -> bool:
-    """Sums of gradients that meet at one value carry a stale number: they belong to no forward op."""
+    """Sums of gradients that meet at one value carry a stale number, of no forward op."""
     return bool(node.meta.get("autograd_backward")) and "Gradient addition" not in (
         node.stack_trace or ""
     )

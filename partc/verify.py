@@ -267,7 +267,7 @@ def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
     for name, size in sizes.items():
         dtype = expected[name].dtype
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        noise = size <= eps ** (2 / 3) * most
+        noise = dtype.is_floating_point and size <= eps ** (2 / 3) * most
         scales[name] = ((most if noise else size) or 1.0, noise and most > 0)
     return scales
 

@@ -8,6 +8,7 @@ from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
+from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
@@ -24,6 +25,7 @@ PASSES = (
     fold_masks,
     open_means,
     pad_slices,
+    join_scatters,
     narrow_expands,
     cancel_transposes,
     fold_linear,

@@ -1,4 +1,4 @@
-"""Write custom ops as the torch ops they are implemented with: programs import nothing but torch."""
+"""Write custom ops as the torch ops they are made of: programs import nothing but torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
 
 def _splice(node: fx.Node, body: fx.Graph) -> None:
     """Put the nodes of ``body`` in place of one call."""
-    inputs = dict(zip([n for n in body.nodes if n.op == "placeholder"], node.all_input_nodes, strict=True))
+    inputs = dict(
+        zip([n for n in body.nodes if n.op == "placeholder"], node.all_input_nodes, strict=True)
+    )
     with node.graph.inserting_before(node):
         results: Any = node.graph.graph_copy(body, inputs)
     for inner, copy in inputs.items():
@@ -65,5 +67,5 @@ def _refusal(node: fx.Node, why: str) -> TraceError:
         where=value(node).source or value(node).module,
         what=f"{node.target} is no op of torch",
         why=why.splitlines()[0],
-        do="Write it with torch ops, or define it by torch.library.custom_op with a traceable body.",
+        do="Write it with torch ops, or by torch.library.custom_op with a body that traces.",
     )

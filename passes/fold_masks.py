@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, drop_dead, shape_of
+from partc.graph import Graph, drop_dead
 
 aten = torch.ops.aten
-IS_CAUSAL = {  # attention op -> position of its is_causal argument; attn_mask is a keyword
+IS_CAUSAL: dict[Any, int] = {  # attention op -> position of its is_causal argument
     aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
@@ -19,7 +19,7 @@ LARGEST = 1 << 28  # elements of a mask that is worth computing while compiling
 
 
 def fold_masks(graph: Graph) -> None:
-    """``attention(q, k, v, attn_mask=lower triangle)`` becomes ``attention(q, k, v, is_causal=True)``."""
+    """``attention(q, k, v, attn_mask=triangle)`` becomes ``attention(q, k, v, is_causal=True)``."""
     constants = _Constants()
     for node in list(graph.calls()):
         mask = node.kwargs.get("attn_mask")
@@ -47,7 +47,7 @@ def _is_causal(node: fx.Node) -> bool:
 
 
 class _Constants:
-    """What masks show that depend on no placeholder and no random draw; equal ones are computed once."""
+    """What constant masks show: those that read no placeholder; equal ones are computed once."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}  # what a constant is computed from -> its number

@@ -1,7 +1,7 @@
 """Rewrite in-place ops as new values, views of what they change included.
 
-In: a graph whose calls may write to their arguments. Out: one where every node is a value that never
-changes; what a buffer holds at the end stands in ``outputs.buffers`` if the step changes it.
+In: a graph whose calls may write to their arguments. Out: one where every node is a value that
+never changes; what a changed buffer holds at the end stands in ``outputs.buffers``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.def
 
 @dataclass
 class Memory:
-    """One piece of memory: the node that holds its present content, and how often it was written."""
+    """One piece of memory: the node with its present content, and how often it was written."""
 
     node: fx.Node
     version: int = 0
@@ -76,7 +76,8 @@ class _Rewrite:
             self.views[node] = View(Memory(node), (), node, 0)
             return
         seen = self.views[at]
-        self.views[node] = View(seen.memory, (*seen.steps, step_of(node)), node, seen.version)
+        before = seen.steps[:-1] if node.target is operator.getitem else seen.steps
+        self.views[node] = View(seen.memory, (*before, step_of(node)), node, seen.version)
 
 
 def functionalize(graph: Graph) -> None:

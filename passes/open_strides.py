@@ -26,14 +26,15 @@ def open_strides(graph: Graph) -> None:
         elif is_call(node, aten.as_strided_scatter.default):
             base: Any = node.args[0]
             if _reads_all(held(base), *_view(node, 2)):
-                replace_by(node, _reshaped(node, node.args[1]))  # type: ignore[arg-type]
+                replace_by(node, _reshaped(node, node.args[1]))
     drop_dead(graph)
 
 
 def _view(node: fx.Node, first: int) -> tuple[Sequence[int], Sequence[int], int]:
     """The size, stride and offset arguments of a call."""
-    size, stride, *offset = node.args[first:]
-    return size, stride, (offset or [0])[0] or 0  # type: ignore[return-value]
+    given: Any = node.args[first:]
+    size, stride, *offset = given
+    return size, stride, (offset or [0])[0] or 0
 
 
 def _reads_all(source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from example_program import example_model, example_program
+from tests.example_program import example_model, example_program
 from torch import nn
 
 from partc import program as program_module

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_program import example_batch, example_loss, example_model, example_program
+from tests.example_program import example_batch, example_loss, example_model, example_program
 
 from partc.cli import main
 from partc.errors import UsageError

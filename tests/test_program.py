@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_program import example_model, example_program
+from tests.example_program import example_model, example_program
 
 from partc.errors import LoadError, UsageError
 from partc.fingerprint import Fingerprint

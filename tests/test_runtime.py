@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from example_program import (
+from tests.example_program import (
     BATCH,
     GatedMLP,
     example_batch,

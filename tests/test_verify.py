@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from example_program import example_batch, example_loss, example_model, example_program
+from tests.example_program import example_batch, example_loss, example_model, example_program
 from torch import nn
 
 from partc.errors import CheckError, UsageError

@@ -1,0 +1,148 @@
+"""toy on one device
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MESH = {}
+BLOCK_SHARDS = {  # of one of blocks.0 .. 1
+    "norm_weight": ("norm.weight", (6,), "float64", ()),
+    "norm_bias": ("norm.bias", (6,), "float64", ()),
+    "w1_weight": ("w1.weight", (10, 6), "float64", ()),
+    "w1_bias": ("w1.bias", (10,), "float64", ()),
+    "w2_weight": ("w2.weight", (6, 10), "float64", ()),
+    "w2_bias": ("w2.bias", (6,), "float64", ()),
+}
+SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
+    "embed_weight": ("embed.weight", (14, 6), "float64", ()),
+    "head_weight": ("head.weight", (14, 6), "float64", ()),
+    **{f"blocks.{i}.{attribute}": ("blocks." + f"{i}.{name}", *rest)
+       for i in range(2) for attribute, (name, *rest) in BLOCK_SHARDS.items()},
+}
+BUFFERS = {}  # the same for buffers
+ALIASES = {}  # second name of a tied parameter: the name it stands under
+INPUTS = {  # the global batch: (shape, dtype)
+    "ids": ((4, 8), "int64"),
+    "labels": ((4, 8), "int64"),
+}
+
+
+
+def add_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight in `y = x @ weight.T`."""
+    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+    if weight.grad is None:
+        weight.grad = d_y.T @ x
+    else:
+        weight.grad.addmm_(d_y.T, x)
+
+
+class Block(nn.Module):
+    """One of blocks.0 .. 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_weight = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+        self.norm_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+        self.w1_weight = nn.Parameter(torch.empty(10, 6, dtype=torch.float64))  # f64[10,6]
+        self.w1_bias = nn.Parameter(torch.empty(10, dtype=torch.float64))  # f64[10]
+        self.w2_weight = nn.Parameter(torch.empty(6, 10, dtype=torch.float64))  # f64[6,10]
+        self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        # norm
+        norm, mean, rstd = torch.native_layer_norm(
+            x, (6,), self.norm_weight, self.norm_bias, 1e-05,
+        )                                                  # f64[4,8,6], f64[4,8,1], f64[4,8,1]
+        # w1
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4,8,10]
+        gelu = F.gelu(w1)                                  # f64[4,8,10]
+        # w2
+        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[4,8,6]
+        y = x + w2                                         # f64[4,8,6]
+        return y, y, (gelu, w1, norm, x, mean, rstd)
+
+    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        gelu, w1, norm, x, mean, rstd = saved
+        # w2
+        d_gelu = d_y @ self.w2_weight                    # f64[4,8,10]
+        add_weight_grad(self.w2_weight, d_y, gelu)       # f64[6,10]
+        add_grad(self.w2_bias, d_y.sum((0, 1)))          # f64[6]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4,8,10]
+        # w1
+        d_norm = d_w1 @ self.w1_weight                   # f64[4,8,6]
+        add_weight_grad(self.w1_weight, d_w1, norm)      # f64[10,6]
+        add_grad(self.w1_bias, d_w1.sum((0, 1)))         # f64[10]
+        # norm
+        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
+        )                                                # f64[4,8,6], f64[6], f64[6]
+        add_grad(self.norm_weight, d_norm_weight)
+        add_grad(self.norm_bias, d_norm_bias)
+        d_x_1 = d_y + d_x                                # f64[4,8,6]
+        return d_x_1
+
+
+class ToyStep(nn.Module):
+    """This rank's share of the model; `step` runs it."""
+
+    def __init__(self, mesh: object = None) -> None:
+        super().__init__()
+        self.embed_weight = nn.Parameter(torch.empty(14, 6, dtype=torch.float64))  # f64[14,6]
+        self.head_weight = nn.Parameter(torch.empty(14, 6, dtype=torch.float64))  # f64[14,6]
+        self.blocks = nn.ModuleList(Block() for _ in range(2))  # blocks.0 .. 1
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        # embed
+        x = F.embedding(ids, self.embed_weight)                   # f64[4,8,6]
+        # blocks
+        blocks_0_all = []
+        blocks_saved = []
+        for layer in self.blocks:
+            x, blocks_0_all_here, saved = layer(x)                # f64[4,8,6]
+            blocks_saved.append(saved)
+            blocks_0_all.append(blocks_0_all_here)
+        del saved
+        # head
+        head = F.linear(x, self.head_weight)                      # f64[4,8,14]
+        reshape = labels.reshape(32)                              # i64[32]
+        log_softmax = torch.log_softmax(head.reshape(32, 14), 1)  # f64[32,14]
+        nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
+            log_softmax, reshape, None, 2, -100,
+        )                                                         # f64[], f64[]
+        loss = nll_loss_forward / count                           # f64[]
+        ones_like = torch.ones_like(loss)                         # f64[]
+        d_div = ones_like / count                                 # f64[]
+        d_log_softmax = torch.ops.aten.nll_loss_backward(
+            d_div, log_softmax, reshape, None, 2, -100, count,
+        )                                                         # f64[32,14]
+        d_reshape = torch.ops.aten._log_softmax_backward_data(
+            d_log_softmax, log_softmax, 1, torch.float64,
+        )                                                         # f64[32,14]
+        d_head = d_reshape.reshape(4, 8, 14)                      # f64[4,8,14]
+        del (
+            head, nll_loss_forward, ones_like, count, d_div, reshape, d_log_softmax,
+            log_softmax, d_reshape,
+        )
+        add_weight_grad(self.head_weight, d_head, x)              # f64[14,6]
+        d_x = d_head @ self.head_weight                           # f64[4,8,6]
+        del x, d_head
+        # blocks
+        for layer in reversed(self.blocks):
+            d_x = layer.backward(d_x, blocks_saved.pop())         # f64[4,8,6]
+        # embed
+        add_grad(
+            self.embed_weight,
+            torch.ops.aten.embedding_dense_backward(d_x, ids, 14, -1, scale_grad_by_freq=False),
+        )                                                         # f64[14,6]
+        return loss
+
+
+Step = ToyStep
