@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import build_optimizer
-
-# With these glibc gives every tensor back to the system when it is freed, so that a process's
-# resident memory is what its tensors hold. They slow a step down: never set them to take times.
-EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+from partc.resident import peak_resident_bytes, process_table, resident_bytes
 
 
 @dataclass
@@ -97,16 +94,15 @@ def peak_bytes(build: Callable[[], Side], num_steps: int) -> int | None:
     """The most that a side holds during its last step: weights, optimizer state, buckets, all.
 
     Counted by the system as resident memory over what the process held before building the side,
-    in a process started with ``EXACT_MEMORY``; None where the system does not count it.
+    in a process that has called ``free_at_once``; None where the system does not count it.
     """
     gc.collect()
-    before = _resident("VmRSS")
+    before = resident_bytes()
     side = build()
+    peak = None
     for _ in range(num_steps):
         gc.collect()
-        _reset_peak()
-        side.step()
-    peak = _resident("VmHWM")
+        peak = peak_resident_bytes(side.step)
     return None if before is None or peak is None else peak - before
 
 
@@ -131,28 +127,8 @@ def _written_bytes() -> int | None:
 
     Between the barriers around a step a rank writes to nothing but gloo's sockets.
     """
-    written = _proc("io").get("wchar")
+    written = process_table("io").get("wchar")
     return None if written is None else int(written)
-
-
-def _resident(field: str) -> int | None:
-    """A size in ``/proc/self/status``, which says ``VmRSS:  1234 kB``, in bytes."""
-    size = _proc("status").get(field)
-    return None if size is None else int(size.split()[0]) * 1024
-
-
-def _reset_peak() -> None:
-    if (peaks := Path("/proc/self/clear_refs")).exists():
-        peaks.write_text("5")
-
-
-def _proc(name: str) -> dict[str, str]:
-    """One of the system's tables about this process; empty where there is none."""
-    table = Path("/proc/self", name)
-    if not table.exists():
-        return {}
-    pairs = (line.partition(":") for line in table.read_text().splitlines())
-    return {key: value.strip() for key, _, value in pairs}
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -22,15 +22,17 @@ import torch
 
 from benchmarks import partc_side, torch_sides
 from benchmarks.machine import machine
-from benchmarks.measure import EXACT_MEMORY, Sample, Side, Trial, peak_bytes, sample, trial
+from benchmarks.measure import Sample, Side, Trial, peak_bytes, sample, trial
 from benchmarks.peer_table import Measured, table
 from benchmarks.workload import SIZES, Reference, Size, reference
-from benchmarks.world import run_ranks
+from partc.processes import Processes
+from partc.resident import free_at_once
 
 Build = Callable[[], Side]
 
 NUM_CHECKED = 3  # steps whose loss is compared; the last one's memory is measured
 TOLERANCE = 1e-5
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ def measure(layout: Layout, size: Size, num_rounds: int, with_partc: bool) -> li
         builds: list[Build] = [partial(peer, size) for peer in layout.peers]
         if folder is not None:
             builds.insert(0, partial(partc_side.load, folder, size))
-        run = partial(run_ranks, num_ranks=layout.num_ranks)
-        ranks = run(_time_rank, builds=builds, num_rounds=num_rounds)
-        peaks = run(_peak_rank, builds=builds, size=size, environment=EXACT_MEMORY)
+        with Processes(layout.num_ranks, timeout=TIMEOUT_S, quiet=True) as world:
+            ranks = world.run(_time_rank, builds, num_rounds)
+        with Processes(layout.num_ranks, timeout=TIMEOUT_S, quiet=True) as world:
+            peaks = world.run(_peak_rank, builds, size)
     return [
         _over_ranks([rank[side] for rank in ranks], [rank[side] for rank in peaks])
         for side in range(len(builds))
@@ -92,11 +95,12 @@ def measure(layout: Layout, size: Size, num_rounds: int, with_partc: bool) -> li
 
 def _peak_rank(builds: list[Build], size: Size) -> list[int | None]:
     """One rank's peak memory of every side."""
+    free_at_once()
     reference(size, 1)  # loads the libraries that every side uses
     return [peak_bytes(build, NUM_CHECKED) for build in builds]
 
 
-def _time_rank(builds: list[Build], num_rounds: int) -> list[dict[str, Any]]:
+def _time_rank(builds: list[Build], num_rounds: int) -> list[tuple[str, Trial, list[Sample]]]:
     """One rank's trial and samples of every side."""
     sides = [build() for build in builds]
     trials = [trial(side, NUM_CHECKED) for side in sides]
@@ -105,27 +109,20 @@ def _time_rank(builds: list[Build], num_rounds: int) -> list[dict[str, Any]]:
         first = turn % len(sides)  # nobody always runs after the same neighbour
         for side in sides[first:] + sides[:first]:
             samples[side.name].append(sample(side))
-    return [
-        {
-            "name": side.name,
-            "trial": dataclasses.asdict(found),
-            "samples": [dataclasses.asdict(s) for s in samples[side.name]],
-        }
-        for side, found in zip(sides, trials, strict=True)
-    ]
+    return [(s.name, t, samples[s.name]) for s, t in zip(sides, trials, strict=True)]
 
 
-def _over_ranks(ranks: list[dict[str, Any]], peaks: list[int | None]) -> Measured:
+def _over_ranks(ranks: list[tuple[str, Trial, list[Sample]]], peaks: list[int | None]) -> Measured:
     """One side's figures: the slowest rank's time, the sum of processor times, the most bytes."""
-    trials = [Trial(**rank["trial"]) for rank in ranks]
-    rounds = list(zip(*([Sample(**s) for s in rank["samples"]] for rank in ranks), strict=True))
+    name, first, _ = ranks[0]
+    rounds = list(zip(*(samples for _, _, samples in ranks), strict=True))
     sent = [[s.sent_bytes for s in turn if s.sent_bytes is not None] for turn in rounds]
     return Measured(
-        name=ranks[0]["name"],
-        losses=trials[0].losses,
-        grad_norm=trials[0].grad_norm,
+        name=name,
+        losses=first.losses,
+        grad_norm=first.grad_norm,
         peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
-        collectives=trials[0].collectives,
+        collectives=first.collectives,
         forward_backward_s=[max(s.forward_backward_s for s in turn) for turn in rounds],
         step_s=[max(s.step_s for s in turn) for turn in rounds],
         cpu_s=[sum(s.cpu_s for s in turn) for turn in rounds],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from partc import __version__, collectives
-from partc.graph import Graph, held, value
+from partc.graph import Graph, first_operand, held
 from partc.plan import Plan, fold_names
 from partc.quoting import comment
 
@@ -24,7 +24,10 @@ def header(graph: Graph, plan: Plan) -> str:
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graph.inputs]
     rows += [("weights", row) for row in _weights(graph, plan)]
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
-    rows += [("sequence", f"unfinished activations are scattered over {a} along dim {d}") for a, d in plan.scatter.items()]
+    rows += [
+        ("sequence", f"unfinished activations are scattered over {a} along dim {d}")
+        for a, d in plan.scatter.items()
+    ]
     rows += [("moves", row) for row in _moves(graph)]
     rows += [("note", comment(note)) for note in plan.notes]
     last = ""
@@ -40,7 +43,9 @@ def _cuts(name: str, table: object, plan: Plan) -> str:
 
 
 def _weights(graph: Graph, plan: Plan) -> list[str]:
-    """Names folded over layers, grouped by how they are stored; the largest group by count alone."""
+    """Names folded over layers, grouped by how they are stored; the largest group by count
+    alone.
+    """
     groups: dict[str, list[str]] = {}
     table = fold_names({name: plan.stored(name) for name in graph.params})
     for name, cuts in table.items():
@@ -48,7 +53,9 @@ def _weights(graph: Graph, plan: Plan) -> list[str]:
         groups.setdefault(text, []).append(name)
     rows = []
     for text, names in sorted(groups.items()):
-        shown = [comment(n) for n in names] if len(names) <= _MOST_LINES else [f"{len(names)} names"]
+        shown = (
+            [comment(n) for n in names] if len(names) <= _MOST_LINES else [f"{len(names)} names"]
+        )
         rows += [f"{text}: {', '.join(shown)}"]
     return [row if len(row) < 110 else row[:106] + " ..." for row in rows]
 
@@ -70,11 +77,13 @@ def _moves(graph: Graph) -> list[str]:
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
             key = (str(node.kwargs["axis"]), node.target.__name__)
-            operand = held(node.args[0])
+            operand = held(first_operand(node))
             counts[key] += 1
             sizes[key] += operand.numel() * operand.element_size()
-    assert all(value(n) for n in graph.calls())
-    return [f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}" for axis, kind in sorted(counts)]
+    return [
+        f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}"
+        for axis, kind in sorted(counts)
+    ]
 
 
 def _bytes(size: float) -> str:

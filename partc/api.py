@@ -43,10 +43,11 @@ def compile(
 ) -> Program:
     """Compile one training step of ``model`` (its weights are not needed) for a mesh.
 
-    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors of the
-    global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
-    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, or a plan.toml's path.
-    Raises a PartcError in four parts: TraceError, PlanError, ShardingError or CheckError.
+    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors
+    of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
+    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, or a
+    plan.toml's path. Raises a PartcError in four parts: TraceError, PlanError, ShardingError or
+    CheckError.
     """
     mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
@@ -89,7 +90,9 @@ def read_plan(plan: str | Path | Plan) -> Plan:
         return Plan(preset="auto")
     if not plan:
         raise PlanError(
-            where="plan", what="the plan is empty", why="nothing says how to cut the model",
+            where="plan",
+            what="the plan is empty",
+            why="nothing says how to cut the model",
             do='Name a preset, for example plan="fsdp+megatron".',
-        )  # fmt: skip
+        )
     return Plan(preset=plan)

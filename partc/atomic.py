@@ -9,7 +9,13 @@ from tempfile import TemporaryDirectory
 from partc.errors import UsageError
 
 MANIFEST = "program.json"
-WRITTEN = ("*.py", "*.toml", "*.json", "*.safetensors", "__pycache__")  # what a saved program consists of
+WRITTEN = (
+    "*.py",
+    "*.toml",
+    "*.json",
+    "*.safetensors",
+    "__pycache__",
+)  # what a saved program consists of
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Run a training step once on fake tensors and record every ATen op with its origin.
 
-In: a module, a loss and fake inputs. Out: a raw ``torch.fx`` graph, in-place ops and views among its
-nodes, each node annotated with module path, phase and, where it draws random numbers, which draw it is.
+In: a module, a loss and inputs. Out: a raw ``torch.fx`` graph, in-place ops and views among its
+nodes, each annotated with module path, source line, phase and, if it is random, which draw it is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ class Names:
 
 def names_of(model: nn.Module) -> Names:
     """Every parameter and buffer of the user's module, tied ones told by identity."""
-    names, first = Names(), {}
+    names = Names()
+    first: dict[int, str] = {}
     params = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     for found, tensors in ((params, names.params), (buffers, names.buffers)):
@@ -76,24 +78,25 @@ def record(
     params = [_fake(p, mode) for p in names.params.values()]
     buffers = [_fake(b, mode) for b in names.buffers.values()]
     fakes = [_fake(i, mode) for i in inputs]
+    origins: Any = _Origins()  # type: ignore[no-untyped-call]
 
     def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
         held |= {alias: held[name] for alias, name in names.aliases.items()}
-        with _reparametrize_module(model, held), torch.set_grad_enabled(train), _Origins():
+        with _reparametrize_module(model, held), torch.set_grad_enabled(train), origins:
             outcome = _named(objective(model, *inputs))
             recording.results = list(outcome)
             grads = _backward(outcome, held, names) if train else []
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
-    with _untouched(model), module_scopes(model), _quiet_generator():
+    with _untouched(model), module_scopes(model), _quiet_generator(), _quiet_log():
         make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
         recording.module = make(params, buffers, fakes)
     return recording
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A value-less stand-in on the CPU: where a model is traced does not depend on where it lives."""
+    """A value-less stand-in on the CPU, wherever the tensor lives."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -175,8 +178,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 class _Origins(TorchDispatchMode):
     """Annotates each op with the user's source line and each random op with the generator's state.
 
-    ``torch.utils.checkpoint`` puts the generator back before it recomputes; a fake run draws nothing, so
-    every random op moves the generator on by hand. Equal states then mean equal numbers.
+    ``torch.utils.checkpoint`` puts the generator back before it recomputes; a fake run draws
+    nothing, so every random op moves the generator by hand. Equal states mean equal numbers.
     """
 
     def __torch_dispatch__(
@@ -200,3 +203,14 @@ def _quiet_generator() -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(state)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keep torch from logging a traceback for an error that a TraceError will explain."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled

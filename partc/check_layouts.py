@@ -10,11 +10,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from partc import collectives
+from partc import collectives, ops
 from partc.errors import CheckError
 from partc.graph import (
     Graph,
@@ -22,8 +21,6 @@ from partc.graph import (
     is_tensor,
     layout_on,
     results_of,
-    set_held,
-    set_value,
     tensor_args,
     typed,
     value,
@@ -32,6 +29,7 @@ from partc.mesh import Mesh
 from partc.rules import strategies
 from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
+from partc.whole_twin import whole_twin
 
 MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
 
@@ -44,6 +42,8 @@ def check_layouts(graph: Graph) -> None:
                 _check_wait(node)
             elif node.target in MOVES:
                 _check_move(node, graph.mesh)
+            elif node.target is ops.window:
+                _check_window(node, graph.mesh)
             elif node.target not in (operator.getitem, collectives.axis_index):
                 _check_call(node, graph.mesh)
 
@@ -107,20 +107,84 @@ def _innermost(sharding: Sharding, axis: str) -> bool:
 
 def _check_call(node: fx.Node, mesh: Mesh) -> None:
     """On each axis the op is replicated, or cut in one of the ways its rule allows."""
-    outs = _result_nodes(node)
+    outs, windows = _result_nodes(node), windows_of(node)
     for axis in mesh.names:
         ins = [layout_on(n, axis) for n in tensor_args(node)]
         noted = [None if n is None else layout_on(n, axis) for n in outs]
-        if all(layout in (None, R) for layout in [*ins, *noted]):
+        if axis not in windows and all(layout in (None, R) for layout in [*ins, *noted]):
             continue
         seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
-        allowed = strategies(_whole(node, outs), mesh.size(axis), seen)
-        if not any(_fits(s.ins, ins) and _fits(s.outs, noted) for s in allowed):
-            text = ", ".join(map(str, ins))
-            made = ", ".join("-" if x is None else str(x) for x in noted)
-            why = f"on {axis} no rule of {name_of(node.target)} takes ({text}) to ({made})"
-            do = "Finish sums before ops that are not linear in them; reshard operands."
-            raise _wrong(node, why, do)
+        fitting = [
+            s
+            for s in strategies(whole_twin(node, outs), mesh.size(axis), seen)
+            if _fits(s.ins, ins) and _fits(s.outs, noted)
+        ]
+        if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
+            raise _unruled(node, axis, ins, noted, bool(fitting), axis in windows)
+        if axis in windows:
+            _check_rows(
+                node, axis, windows[axis], [*zip(tensor_args(node), ins, strict=True)], mesh
+            )
+
+
+def _unruled(
+    node: fx.Node, axis: str, ins: Sequence[Layout], outs: Sequence[Layout | None],
+    fits: bool, windowed: bool,
+) -> CheckError:  # fmt: skip
+    """The error for a call that no rule allows as it stands."""
+    text = ", ".join(map(str, ins))
+    made = ", ".join("-" if x is None else str(x) for x in outs)
+    if fits or windowed:
+        counts = (
+            "counts its indices from this rank's rows" if windowed else "has indices of the whole"
+        )
+        why = f"on {axis} it {counts}, and that is not how ({text}) is cut"
+        return _wrong(node, why, "Put a window on its indices exactly where the rows are cut.")
+    why = f"on {axis} no rule of {name_of(node.target)} takes ({text}) to ({made})"
+    return _wrong(
+        node, why, "Finish sums before ops that are not linear in them; reshard operands."
+    )
+
+
+# windows: indices counted from this rank's first row ---------------------------------------------
+def windows_of(node: fx.Node) -> dict[str, int]:
+    """The axes on which an operand is a window of indices, with the rows each window has."""
+    found: dict[str, int] = {}
+    for operand in tensor_args(node):
+        while operand.target is ops.window:
+            index = operand.args[1]
+            assert isinstance(index, fx.Node)
+            found[str(index.kwargs["axis"])] = int(str(operand.args[2]))
+            operand = tensor_args(operand)[0]
+    return found
+
+
+def _check_window(node: fx.Node, mesh: Mesh) -> None:
+    """A window lies as the indices it is made of, and divides the rows of the window before it."""
+    operand, index = tensor_args(node)
+    if index.target is not collectives.axis_index or index.kwargs["num"] != mesh.size(
+        str(index.kwargs["axis"])
+    ):
+        raise _wrong(node, f"{index.name} is no rank's place on an axis", "Take axis_index.")
+    if typed(operand) != typed(node):
+        raise _wrong(node, "a window lies as its indices do", "Give it the type of its operand.")
+    rows = int(str(node.args[2]))
+    if operand.target is ops.window and operand.args[2] != rows * int(str(index.kwargs["num"])):
+        why = f"{rows} rows on each rank are not the {operand.args[2]} of the window before"
+        raise _wrong(node, why, "Divide the rows by one axis after the other.")
+
+
+def _check_rows(
+    node: fx.Node, axis: str, rows: int, operands: Sequence[tuple[fx.Node, Layout]], mesh: Mesh
+) -> None:
+    """The rows of the last window are those that this rank holds."""
+    cuts = [(n, layout.dim) for n, layout in operands if layout.kind == "cut"]
+    results = [(n, layout_on(n, axis).dim) for n in [node] if layout_on(n, axis).kind == "cut"]
+    held_rows = {held(n).shape[dim] for n, dim in [*cuts, *results]}
+    last = min(windows_of(node).values())
+    if held_rows != {last} or rows % last:
+        why = f"the window has {last} rows, and this rank holds {sorted(held_rows)}"
+        raise _wrong(node, why, "Give the window the rows of this rank's piece.")
 
 
 def _fits(rule: Sequence[Layout], noted: Sequence[Layout | None]) -> bool:
@@ -134,29 +198,6 @@ def _result_nodes(node: fx.Node) -> list[fx.Node | None]:
         return [node]
     picks = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     return [picks.get(i) for i in range(len(results_of(node)))]
-
-
-def _whole(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
-    """The same call on the whole's shapes, which is what rules speak of."""
-    graph, twins = fx.Graph(), {}
-    for operand in node.all_input_nodes:
-        twins[operand] = graph.placeholder(operand.name)
-        set_value(twins[operand], value(operand))
-        set_held(twins[operand], _whole_fake(operand, held(operand)))
-    twin = graph.node_copy(node, twins.__getitem__)
-    results = [
-        fake if carrier is None else _whole_fake(carrier, fake)
-        for carrier, fake in zip(outs, results_of(node), strict=True)
-    ]
-    twin.meta = dict(node.meta)
-    set_held(twin, results[0] if is_tensor(node) else results)
-    return twin
-
-
-def _whole_fake(node: fx.Node, fake: Any) -> Any:
-    if not isinstance(fake, Tensor):
-        return fake
-    return torch.empty(value(node).shape, dtype=fake.dtype, device=fake.device)
 
 
 def _wrong(node: fx.Node, why: str, do: str) -> CheckError:

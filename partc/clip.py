@@ -1,4 +1,4 @@
-"""Gradient clipping over pieces: the norm of the whole model's gradients, every element counted once."""
+"""Gradient clipping over pieces: the norm of the whole model, every element counted once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def clip_gradients(
     held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], max_norm: float,
     norm_type: float = 2.0, error_if_nonfinite: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Scale this rank's gradients so that the whole norm is at most ``max_norm``; returns that norm.
+    """Scale this rank's gradients to a whole norm of at most ``max_norm``; returns the norm before.
 
     ``held`` has each parameter with whether this rank holds its piece's first copy; ``groups`` are
     the process groups of all mesh axes, which together span the ranks.

@@ -1,9 +1,10 @@
 """The communication ops that a partitioned graph holds, as functions of one rank's tensors.
 
-In a graph they are call targets; the keyword ``axis`` names the mesh axis. Under fake tensors they give the
-right local shape, which is how a partitioned graph is checked. ``Ranks`` in ``partc.simulate`` gives them
-their meaning for all ranks at once, and ``codegen`` their text. ``wait`` marks where a started
-collective's result is first needed; until a graph is scheduled the collective's own node is its result.
+In a graph they are call targets; the keyword ``axis`` names the mesh axis. Under fake tensors they
+give the right local shape, which is how a partitioned graph is checked. ``Ranks`` in
+``partc.simulate`` gives them their meaning for all ranks at once, and ``codegen`` their text.
+``wait`` marks where a started collective's result is first needed; until a graph is scheduled the
+collective's own node is its result.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ def all_gather(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> T
 
 def reduce_scatter(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
     """Sum over the axis and keep this rank's piece: ``f32[8]{U:axis} -> f32[8@axis]``."""
-    return torch.empty_like(take_piece(x, dim, outer, num, 0), memory_format=torch.contiguous_format)
+    return torch.empty_like(
+        take_piece(x, dim, outer, num, 0), memory_format=torch.contiguous_format
+    )
 
 
 def all_to_all(
     x: Tensor, *, axis: str, num: int, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1
 ) -> Tensor:
-    """Move a cut from one dim to another: ``f32[8@axis,4] -> f32[8,4@axis]`` with dim=0, to_dim=1."""
+    """Move a cut from one dim to another: ``f32[8@axis,4] -> f32[8,4@axis]`` with dim=0,
+    to_dim=1.
+    """
     shape = list(x.shape)
     shape[dim] *= num
     shape[to_dim] //= num
@@ -47,7 +52,9 @@ def keep_piece(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> T
 
 
 def keep_first(x: Tensor, *, axis: str, num: int) -> Tensor:
-    """The value on the first rank of the axis and zeros elsewhere, no communication: ``f32[8] -> f32[8]{U:axis}``."""
+    """The value on the first rank of the axis and zeros elsewhere, no communication: ``f32[8] ->
+    f32[8]{U:axis}``.
+    """
     return torch.empty_like(x)
 
 
@@ -61,5 +68,10 @@ def wait(x: Tensor) -> Tensor:
     return x
 
 
-COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)  # these communicate and are waited for
+COLLECTIVES = (
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+)  # these communicate and are waited for
 LOCAL = (keep_piece, keep_first)  # these depend on the rank but move nothing

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from partc.dry_run import dry_run
 from partc.graph import Graph
 from partc.passes.bytes import Traffic, total_moved_bytes, traffic
 from partc.passes.flops import total_flops
-from partc.passes.memory import Buffer, StateBytes, memory_curve, state_bytes
+from partc.passes.memory import MemoryCurve, StateBytes, memory_curve, state_bytes
 from partc.passes.storage import replay
 from partc.passes.symbolic import SymbolicCosts
+from partc.role import Role
 
 Row = tuple[str, str, str]  # what, how much, remark
+TOP = 5  # holders of memory that a report names
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class CostReport:
     state: StateBytes
     saved_bytes: int
     live_bytes: int
-    live_at: str  # the call during which most is live
-    holders: tuple[Buffer, ...]
+    live_at: str  # the call, or the program's line, during which most is live
+    holders: tuple[tuple[str, int], ...]  # who holds it, with bytes, largest first
     flops: int
     moved_bytes: int
     traffic: tuple[Traffic, ...]
@@ -56,7 +59,7 @@ class CostReport:
             ("saved for backward", _amount(self.saved_bytes, "B"), ""),
             ("live at peak", _amount(self.live_bytes, "B"), f"during {self.live_at}, held by"),
         ]
-        rows += [("", _amount(b.num_bytes, "B"), f"  {b}") for b in self.holders]
+        rows += [("", _amount(num_bytes, "B"), f"  {who}") for who, num_bytes in self.holders]
         return [
             *rows,
             (
@@ -100,7 +103,7 @@ class CostReport:
             "saved_bytes": self.saved_bytes,
             "live_bytes": self.live_bytes,
             "live_at": self.live_at,
-            "holders": [vars(buffer).copy() for buffer in self.holders],
+            "holders": dict(self.holders),
             "peak_bytes": self.peak_bytes,
             "flops": self.flops,
             "moved_bytes": self.moved_bytes,
@@ -111,25 +114,45 @@ class CostReport:
 
 
 def cost_report(
-    graph: Graph, optimizer: str = "adamw", symbolic: SymbolicCosts | None = None
+    graph: Graph,
+    optimizer: str = "adamw",
+    symbolic: SymbolicCosts | None = None,
+    role: Role | None = None,
 ) -> CostReport:
-    """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one."""
+    """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one.
+
+    With a role, live memory is that of its program; else that of the graph run in node order.
+    """
     ran = replay(graph)
     curve = memory_curve(graph, ran)
+    live, at, holders = _live_of_program(role) if role else _live_of_graph(curve)
     return CostReport(
         model=graph.model,
         mesh=str(graph.mesh),
         optimizer=optimizer,
         state=state_bytes(graph, optimizer),
         saved_bytes=curve.saved_bytes,
-        live_bytes=curve.peak_bytes,
-        live_at=curve.calls[curve.peak_at] if curve.calls else "",
-        holders=tuple(curve.holders()),
+        live_bytes=live,
+        live_at=at,
+        holders=tuple(holders[:TOP]),
         flops=total_flops(graph),
         moved_bytes=total_moved_bytes(graph, ran),
         traffic=tuple(traffic(graph)),
         symbolic=symbolic or SymbolicCosts(),
     )
+
+
+Live = tuple[int, str, list[tuple[str, int]]]  # bytes, where, held by whom
+
+
+def _live_of_graph(curve: MemoryCurve) -> Live:
+    at = curve.calls[curve.peak_at] if curve.calls else ""
+    return curve.peak_bytes, at, [(str(b), b.num_bytes) for b in curve.holders(TOP)]
+
+
+def _live_of_program(role: Role) -> Live:
+    ran = dry_run(role)
+    return ran.peak_bytes, f"line {ran.line}", [(str(h), h.num_bytes) for h in ran.holders]
 
 
 def _amount(number: int, unit: str) -> str:

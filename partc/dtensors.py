@@ -1,9 +1,9 @@
 """Local pieces as DTensors and back, so that torch's checkpoints can be loaded under another mesh.
 
-DTensor cuts a dim by mesh axes in mesh order. Where our order differs (dp cuts what tp left, but stands
-before it), the DTensor lives on a mesh whose axes are reordered; it is made from the same process groups. A
-cut with ``outer > 1`` (each third of a fused q, k, v weight by itself) has no public DTensor placement:
-such a tensor is gathered and stands in the state dict whole, replicated over the mesh.
+DTensor cuts a dim by mesh axes in mesh order. Where our order differs (dp cuts what tp left, but
+stands before it), the DTensor lives on a mesh whose axes are reordered, made from the same process
+groups. A cut with ``outer > 1`` (each third of a fused q, k, v weight by itself) has no public
+DTensor placement: such a tensor is gathered and stands in the state dict whole, replicated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -25,12 +26,15 @@ Gather = Callable[[Tensor, str], list[Tensor]]
 class DTensors:
     """Makes DTensors of this rank's pieces; the reordered meshes are made once."""
 
-    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh | None) -> None:
         self.mesh, self.device_mesh = mesh, device_mesh
-        self._meshes: dict[tuple[str, ...], DeviceMesh] = {mesh.names: device_mesh}
+        self._meshes = {mesh.names: device_mesh} if device_mesh is not None else {}
 
-    def make(self, shard: Shard, piece: Tensor, gather: Gather) -> DTensor:
-        """The whole tensor as a DTensor; one that shares the piece's memory where it can be said."""
+    def make(self, shard: Shard, piece: Tensor, gather: Gather) -> Tensor:
+        """The whole tensor as a DTensor that shares the piece's memory where its cuts can be said;
+        without a mesh the tensor itself."""
+        if self.device_mesh is None:
+            return piece
         if not expressible(shard):
             shard, piece = whole_of(shard), shard.join(piece, gather)
         names = axis_order(shard, self.mesh)
@@ -50,11 +54,12 @@ class DTensors:
         same = value.device_mesh.mesh_dim_names == names and tuple(value.placements) == wanted
         if expressible(shard) and same:
             return value.to_local()
-        coords = {name: self.device_mesh.get_local_rank(name) for name in self.mesh.names}
+        coords = self.mesh.coords(dist.get_rank())
         return shard.take(value.full_tensor(), self.mesh, coords)
 
     def _reordered(self, names: tuple[str, ...]) -> DeviceMesh:
         if names not in self._meshes:
+            assert self.device_mesh is not None
             order = [self.mesh.names.index(name) for name in names]
             self._meshes[names] = DeviceMesh.from_group(
                 [self.device_mesh.get_group(name) for name in names],
@@ -76,7 +81,7 @@ def whole_of(shard: Shard) -> Shard:
 
 
 def axis_order(shard: Shard, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh's own order if every dim is cut in it, else the cutting axes in the order they cut."""
+    """The mesh's own order if every dim is cut in it, else the cutting axes as they cut."""
     cutting = [axis for axis, _, _ in shard.cuts]
     places = [(dim, mesh.names.index(axis)) for axis, dim, _ in shard.cuts]
     in_order = all(

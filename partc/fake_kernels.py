@@ -1,4 +1,4 @@
-"""Shape functions for fake tensors that some torch version lacks or makes too narrow; importing registers them."""
+"""Shape functions that some torch version lacks or makes too narrow; importing registers them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def grouped_mm(
     """Any dtype that the CPU kernel takes; torch before 2.15 lets only bf16 through."""
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
-        shape = (offs.shape[0], a.shape[0], b.shape[1])
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
     elif a.dim() == 3 and b.dim() == 2:
         shape = (a.shape[1], b.shape[1])
     else:

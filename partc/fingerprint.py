@@ -1,4 +1,4 @@
-"""What a program was compiled for: every parameter and buffer of the model, by name, shape and dtype."""
+"""What a program was compiled for: the model's tensors by name, shape and dtype."""
 
 from __future__ import annotations
 

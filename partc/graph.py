@@ -1,7 +1,9 @@
-"""A typed view over ``torch.fx.Graph``: what each value is, where it came from, how it lies on the mesh.
+"""A typed view over ``torch.fx.Graph``: what each value is, where it came from, how it lies on the
+mesh.
 
-Only this module touches ``node.meta``. A graph has placeholders (parameters, buffers, inputs, in this
-order), calls of ATen ops or of ``partc.collectives``, and one output, the dict made by ``outputs``.
+Only this module touches ``node.meta``. A graph has placeholders (parameters, buffers, inputs, in
+this order), calls of ATen ops or of ``partc.collectives``, and one output, the dict made by
+``outputs``.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch.fx import Graph as FxGraph
+from torch.fx import Node
 from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
@@ -26,9 +30,11 @@ Phase = Literal["F", "B"]
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of one node beside its op: the whole's shape and dtype, its origin, its sharding.
+    """What is known of one node beside its op: the whole's shape and dtype, its origin, its
+    sharding.
 
-    A node with several outputs (layer norm) has ``shape == ()`` here; its getitem nodes carry the values.
+    A node with several outputs (layer norm) has ``shape == ()`` here; its getitem nodes carry the
+    values.
     """
 
     kind: Kind = "op"
@@ -47,53 +53,60 @@ class Value:
 class Graph:
     """One training step (or one rank's share of it) as a graph.
 
-    ``aliases`` maps each second name of a tied parameter or buffer to the name that stands in the graph.
-    ``constants`` holds the values of buffers that are known when compiling, ``trainable`` the names of
-    the parameters that have a gradient.
+    ``aliases`` maps each second name of a tied parameter or buffer to the name that stands in the
+    graph.
+    ``constants`` holds the values of buffers that are known when compiling, ``trainable`` the
+    names of the parameters that have a gradient.
     """
 
-    fx: fx.Graph
+    fx: FxGraph
     mesh: Mesh = field(default_factory=lambda: Mesh(()))
     model: str = ""
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        from partc.graph_text import graph_text  # it needs this module
+
+        return graph_text(self)
+
     # nodes -----------------------------------------------------------------------------------
-    def placeholders(self, kind: Kind) -> dict[str, fx.Node]:
+    def placeholders(self, kind: Kind) -> dict[str, Node]:
         """The parameter, buffer or input nodes by the user's name, in order."""
         nodes = (n for n in self.fx.nodes if n.op == "placeholder" and value(n).kind == kind)
         return {value(n).name: n for n in nodes}
 
     @property
-    def params(self) -> dict[str, fx.Node]:
+    def params(self) -> dict[str, Node]:
         return self.placeholders("param")
 
     @property
-    def buffers(self) -> dict[str, fx.Node]:
+    def buffers(self) -> dict[str, Node]:
         return self.placeholders("buffer")
 
     @property
-    def inputs(self) -> dict[str, fx.Node]:
+    def inputs(self) -> dict[str, Node]:
         return self.placeholders("input")
 
-    def calls(self) -> Iterator[fx.Node]:
+    def calls(self) -> Iterator[Node]:
         """Every call node in order of execution, getitem nodes among them."""
         return (n for n in self.fx.nodes if n.op == "call_function")
 
     # results ---------------------------------------------------------------------------------
     @property
     def outputs(self) -> Outputs:
-        return Outputs(**self.fx.output_node().args[0])
+        results: Any = self.fx.output_node().args[0]
+        return Outputs(**results)
 
     def set_outputs(self, outputs: Outputs) -> None:
         self.fx.output_node().args = (outputs.as_dict(),)
 
     @property
-    def loss(self) -> fx.Node | None:
+    def loss(self) -> Node | None:
         return self.outputs.loss
 
     @property
-    def grads(self) -> dict[str, fx.Node]:
+    def grads(self) -> dict[str, Node]:
         return self.outputs.grads
 
 
@@ -110,7 +123,12 @@ class Outputs:
     results: dict[str, fx.Node] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"loss": self.loss, "grads": self.grads, "buffers": self.buffers, "results": self.results}
+        return {
+            "loss": self.loss,
+            "grads": self.grads,
+            "buffers": self.buffers,
+            "results": self.results,
+        }
 
 
 def value(node: fx.Node) -> Value:
@@ -129,7 +147,9 @@ def update(node: fx.Node, **changes: Any) -> None:
 
 
 def held(node: fx.Node) -> Any:
-    """The fake tensor (or tuple of them) of this graph's own shapes: the whole's before partition, local after."""
+    """The fake tensor (or tuple of them) of this graph's own shapes: the whole's before partition,
+    local after.
+    """
     return node.meta["val"]
 
 
@@ -140,7 +160,9 @@ def set_held(node: fx.Node, fake: Any) -> None:
 
 
 def draw_of(node: fx.Node) -> str:
-    """Which state of the random generator a traced random op drew from; equal means equal numbers."""
+    """Which state of the random generator a traced random op drew from; equal means equal
+    numbers.
+    """
     drawn: str = node.meta.get("draw", "")
     return drawn
 
@@ -160,8 +182,32 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def picked(getitem: fx.Node) -> tuple[fx.Node, int]:
+    """The call whose result a getitem node picks, and which result it is."""
+    call, index = getitem.args
+    assert isinstance(call, fx.Node)
+    assert isinstance(index, int)
+    return call, index
+
+
+def first_operand(node: fx.Node) -> fx.Node:
+    """The first argument of a call that has a value there: what a collective moves."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    return operand
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a value is a parameter or made of one alone, as its transpose or a cast."""
+    while node.op == "call_function" and len(tensor_args(node)) == 1:
+        node = tensor_args(node)[0]
+    return node.op == "placeholder" and value(node).kind == "param"
+
+
 def results_of(node: fx.Node) -> list[Tensor | None]:
-    """The fake results of a call as a list: one for a tensor, one each (None where absent) for a tuple."""
+    """The fake results of a call as a list: one for a tensor, one each (None where absent) for a
+    tuple.
+    """
     fake = held(node)
     if isinstance(fake, Sequence):
         return [f if isinstance(f, Tensor) else None for f in fake]
@@ -205,16 +251,23 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     """A new call right before ``node``, with that node's origin and its own fake result."""
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", target, args, kwargs, name=_op_word(target))
-    with _fake_mode(node.graph):
-        fake = run_fake(target, args, kwargs)
+    fake = run_on_fakes(new)
     new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
     new.meta["draw"] = draw_of(node)
     set_held(new, fake)
     return new
 
 
+def run_on_fakes(node: fx.Node) -> Any:
+    """The fake result of a call; factories give fakes as well."""
+    with _fake_mode(node.graph):
+        return run_fake(node.target, node.args, node.kwargs)
+
+
 def replace_by(old: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` be read wherever ``old`` was, erase ``old``, and remember for what ``new`` stands."""
+    """Let ``new`` be read wherever ``old`` was, erase ``old``, and remember for what ``new``
+    stands.
+    """
     old.replace_all_uses_with(new)
     stand_in(old, new)
     old.graph.erase_node(old)
@@ -243,7 +296,9 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def rename_calls(graph: Graph) -> None:
-    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were replaced."""
+    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were
+    replaced.
+    """
     stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
     stand_ins |= {n.name: n for n in graph.fx.nodes}
     names = graph.fx._graph_namespace = _Namespace()
@@ -258,6 +313,12 @@ def rename_calls(graph: Graph) -> None:
 def _op_word(target: Any) -> str:
     word: str = getattr(target, "_opname", None) or target.__name__
     return word.lstrip("_")
+
+
+def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
+    """A fake tensor of this graph with the shape and dtype of a real one."""
+    with _fake_mode(graph):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _fake_mode(graph: fx.Graph) -> Any:

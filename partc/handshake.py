@@ -9,10 +9,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from partc.errors import RunError
-from partc.mesh import Mesh
 from partc.manifest import sha256
+from partc.mesh import Mesh
 from partc.program import Program
 
 PART_BYTES = 8  # four parts make 32 bytes; they catch accidents, not attackers
@@ -27,8 +28,16 @@ def check_world(mesh: Mesh, world: int) -> None:
         where=f"mesh {mesh}",
         what=f"{world} processes were started for {mesh.num_ranks} ranks",
         why=f"that is {more} than the program was compiled for",
-        do=f"Start it with torchrun --nproc-per-node {mesh.num_ranks}, or compile for {world} ranks.",
+        do=f"Use torchrun --nproc-per-node {mesh.num_ranks}, or compile for {world} ranks.",
     )
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
+    """torch's mesh of the same axes; None where there are none."""
+    if not mesh.axes:
+        return None
+    sizes = tuple(size for _, size in mesh.axes)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=mesh.names)
 
 
 def world_size() -> int:
@@ -44,7 +53,7 @@ def parts_of(program: Program) -> dict[str, str]:
 
 
 def check_agreement(program: Program, device: torch.device) -> None:
-    """Compare 32 bytes between all ranks; on a difference every rank prints who differs and raises."""
+    """Compare 32 bytes between all ranks; if they differ, every rank prints who does and raises."""
     mine = parts_of(program)
     found = [_table(row, mine) for row in _exchange(_as_bytes(mine), device)]
     differing = [name for name in mine if len({row[name] for row in found}) > 1]
@@ -73,9 +82,7 @@ def _as_bytes(parts: Mapping[str, str]) -> bytes:
 
 
 def _table(row: bytes, names: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: row[i * PART_BYTES : (i + 1) * PART_BYTES].hex() for i, name in enumerate(names)
-    }
+    return {name: row[i * PART_BYTES : (i + 1) * PART_BYTES].hex() for i, name in enumerate(names)}
 
 
 def _row(row: Mapping[str, str], differing: list[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, Outputs, value
+from partc.graph import Graph, value
 
 
 def run_graph(
@@ -19,7 +19,7 @@ def run_graph(
 ) -> dict[str, Any]:
     """``{"loss", "grads", "buffers", "results"}`` of one step, from tensors by name.
 
-    Buffers that are missing are taken from ``graph.constants``; each value is freed after its last use.
+    Missing buffers are taken from ``graph.constants``; each value is freed after its last use.
     """
     given = {"param": params, "buffer": {**graph.constants, **buffers}, "input": inputs}
     dying = _last_uses(graph.fx)
@@ -27,13 +27,13 @@ def run_graph(
     with torch.no_grad():
         for node in graph.fx.nodes:
             if node.op == "placeholder":
-                env[node] = given[value(node).kind][value(node).name].detach()  # type: ignore[index]
+                env[node] = given[value(node).kind][value(node).name].detach()
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                env[node] = node.target(*args, **kwargs)
             for dead in dying.get(node, ()):
                 del env[dead]
-        return Outputs(**fx.map_arg(graph.fx.output_node().args[0], env.__getitem__)).as_dict()
+        return dict(fx.map_arg(graph.outputs.as_dict(), env.__getitem__))
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, *, edited: bool = False) -> Manifest:
-        """Read and check the manifest; every listed file must be there and, unless edited, unchanged."""
+        """Read and check it; every listed file must be there and, unless edited, unchanged."""
         path = folder / NAME
         refuse_link(path)
         try:
@@ -67,7 +67,7 @@ class Manifest:
             refuse(path, "cannot be read", str(error))
         try:
             manifest = cls._checked(fields)
-        except (AssertionError, PartcError) as error:
+        except (_OutOfOrder, PartcError) as error:
             refuse(path, "is not a manifest that this partc wrote", str(error))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             refuse(path, "has entries that are missing or malformed", repr(error))
@@ -78,18 +78,18 @@ class Manifest:
     @classmethod
     def _checked(cls, fields: Any) -> Manifest:
         """Build the manifest from parsed JSON, or fail on the first thing that is out of order."""
-        assert isinstance(fields, dict), "it is not a table"
+        _need(isinstance(fields, dict), "it is not a table")
         schema = fields.get("schema")
-        assert schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}"
+        _need(schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}")
         rest = {key: entry for key, entry in fields.items() if key != "sha256"}
-        assert fields["sha256"] == _digest_of(rest), "its content does not have its digest"
-        assert set(rest) == _FIELDS, f"its fields differ in {sorted(set(rest) ^ _FIELDS)}"
+        _need(fields["sha256"] == _digest_of(rest), "its content does not have its digest")
+        _need(set(rest) == _FIELDS, f"its fields differ in {sorted(set(rest) ^ _FIELDS)}")
         _check_torch(*fields["torch"])
         mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
         files = {_file_name(name): _text(digest) for name, digest in fields["files"].items()}
         roles = tuple((_size(num), _text(name)) for num, name in fields["roles"])
-        assert sum(num for num, _ in roles) == mesh.num_ranks, "its roles do not cover its mesh"
-        assert {name for _, name in roles} <= set(files), "a role has no file"
+        _need(sum(num for num, _ in roles) == mesh.num_ranks, "its roles do not cover its mesh")
+        _need({name for _, name in roles} <= set(files), "a role has no file")
         return cls(
             model=_text(fields["model"]),
             mesh=mesh,
@@ -106,6 +106,15 @@ class Manifest:
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "files"
 }  # fmt: skip
+
+
+class _OutOfOrder(Exception):
+    """What a manifest has that it must not have."""
+
+
+def _need(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _OutOfOrder(otherwise)
 
 
 def sha256(content: bytes) -> str:
@@ -134,7 +143,7 @@ def _check_file(path: Path, digest: str | None) -> None:
 def _check_torch(least: str, below: str) -> None:
     here = tuple(int(part) for part in torch.__version__.split(".")[:2])
     low, high = (tuple(map(int, text.split("."))) for text in (least, below))
-    assert low <= here < high, f"it needs torch {least} to below {below}, here is {_dotted(here)}"
+    _need(low <= here < high, f"it needs torch {least} to below {below}, here is {_dotted(here)}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -146,19 +155,20 @@ def _digest_of(fields: Mapping[str, Any]) -> str:
 
 
 def _text(entry: Any) -> str:
-    assert isinstance(entry, str), f"{entry!r} is not a text"
-    return entry
+    _need(isinstance(entry, str), f"{entry!r} is not a text")
+    return str(entry)
 
 
 def _file_name(entry: Any) -> str:
-    assert FILE_NAME.match(_text(entry)), f"{entry!r} is not the name of a program's file"
+    _need(
+        FILE_NAME.match(_text(entry)) is not None, f"{entry!r} is not the name of a program's file"
+    )
     return _text(entry)
 
 
 def _size(entry: Any) -> int:
-    assert type(entry) is int, f"{entry!r} is not a size"
-    assert entry >= 0, f"{entry!r} is not a size"
-    return entry
+    _need(type(entry) is int and entry >= 0, f"{entry!r} is not a size")
+    return int(entry)
 
 
 def _sizes(entry: Any) -> tuple[int, ...]:
@@ -166,12 +176,10 @@ def _sizes(entry: Any) -> tuple[int, ...]:
 
 
 def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
-    assert kind in KINDS, f"{kind!r} is no kind of tensor"
+    _need(kind in KINDS, f"{kind!r} is no kind of tensor")
     return TensorSpec(kind, _sizes(shape), _text(dtype))
 
 
 def _cost(entry: Any) -> Mapping[str, Any]:
-    assert set(entry) == {"text", "data"}, "its cost is not a text and its numbers"
+    _need(set(entry) == {"text", "data"}, "its cost is not a text and its numbers")
     return {"text": _text(entry["text"]), "data": entry["data"]}
-
-

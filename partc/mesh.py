@@ -17,7 +17,9 @@ _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes in rank order, slowest first, as in torch's DeviceMesh: ``Mesh((("dp", 2), ("tp", 4)))``."""
+    """Axes in rank order, slowest first, as in torch's DeviceMesh: ``Mesh((("dp", 2), ("tp",
+    4)))``.
+    """
 
     axes: tuple[tuple[str, int], ...]
 
@@ -26,12 +28,17 @@ class Mesh:
             _check_axis(name, size)
         if len(set(self.names)) != len(self.axes):
             raise PlanError(
-                where=f"mesh {self}", what="an axis name stands twice", why="axes are found by name", do="Rename one."
+                where=f"mesh {self}",
+                what="an axis name stands twice",
+                why="axes are found by name",
+                do="Rename one.",
             )
 
     @classmethod
     def of(cls, mesh: Any) -> Mesh:
-        """A Mesh from a Mesh, a torch DeviceMesh, a dict, ``"dp=2,tp=4"`` or the path of a mesh.toml."""
+        """A Mesh from a Mesh, a torch DeviceMesh, a dict, ``"dp=2,tp=4"`` or the path of a
+        mesh.toml.
+        """
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
@@ -74,7 +81,10 @@ class Mesh:
             table = tomllib.loads(path.read_text())
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise PlanError(
-                where=str(path), what="the mesh file cannot be read", why=str(error), do="Mend or name another."
+                where=str(path),
+                what="the mesh file cannot be read",
+                why=str(error),
+                do="Mend or name another.",
             ) from None
         return cls(tuple(table.get("axes", table).items()))
 
@@ -92,9 +102,11 @@ class Mesh:
             if name == axis:
                 return size
         raise PlanError(
-            where=f"mesh {self}", what=f"there is no axis {axis!r}", why=f"it has {', '.join(self.names)}",
+            where=f"mesh {self}",
+            what=f"there is no axis {axis!r}",
+            why=f"it has {', '.join(self.names)}",
             do="Use one of these names, or add the axis to the mesh.",
-        )  # fmt: skip
+        )
 
     def coords(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis."""
@@ -111,7 +123,9 @@ class Mesh:
         return rank
 
     def peers(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from ``rank`` along ``axis`` only, itself among them, in axis order."""
+        """The ranks that differ from ``rank`` along ``axis`` only, itself among them, in axis
+        order.
+        """
         coords = self.coords(rank)
         return [self.rank({**coords, axis: i}) for i in range(self.size(axis))]
 
@@ -127,11 +141,15 @@ class Mesh:
 def _check_axis(name: str, size: int) -> None:
     if not isinstance(name, str) or not _AXIS_NAME.match(name):
         raise PlanError(
-            where="mesh", what=f"{name!r} cannot name an axis", why="axis names become Python identifiers",
+            where="mesh",
+            what=f"{name!r} cannot name an axis",
+            why="axis names become Python identifiers",
             do="Use letters, digits and _ only, a letter first.",
-        )  # fmt: skip
+        )
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise PlanError(
-            where=f"mesh axis {name}", what=f"{size!r} is not a size", why="an axis has one rank or more",
+            where=f"mesh axis {name}",
+            what=f"{size!r} is not a size",
+            why="an axis has one rank or more",
             do="Give a whole number from 1.",
-        )  # fmt: skip
+        )

@@ -14,18 +14,30 @@ from partc.mesh import Mesh
 from partc.sharding import Layout, Sharding, cut
 
 Cuts = Mapping[str, Layout]  # axis -> cut
-_FIELDS = {"mesh", "preset", "microbatches", "batch_norm", "recompute", "inputs", "params", "gather", "scatter", "notes"}
+_FIELDS = {
+    "mesh",
+    "preset",
+    "microbatches",
+    "batch_norm",
+    "recompute",
+    "inputs",
+    "params",
+    "gather",
+    "scatter",
+    "notes",
+}
 
 
 @dataclass(frozen=True)
 class Plan:
     """Decisions; what a partial plan does not name is filled in from ``preset``.
 
-    ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored. ``gather`` says
-    along which axes stored cuts are gathered before use, and how long the whole lives: ``"use"``
-    (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter`` names, per axis, the dim
-    along which unfinished activations are reduce-scattered (sequence parallelism). ``recompute="cheap"``
-    computes sums, products and views of what is saved again in the backward instead of saving them.
+    ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored.
+    ``gather`` says along which axes stored cuts are gathered before use, and how long the whole
+    lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
+    names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
+    parallelism). ``recompute="cheap"`` computes sums, products and views of what is saved again in
+    the backward instead of saving them.
     """
 
     mesh: Mesh | None = None
@@ -48,10 +60,14 @@ class Plan:
             raise _wrong(where, "this is not TOML", str(error)) from None
         unknown = sorted(set(table) - _FIELDS)
         if unknown:
-            raise _wrong(where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}")
+            raise _wrong(
+                where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
+            )
         mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
         for name in ("params", "inputs"):
-            table[name] = {k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()}
+            table[name] = {
+                k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()
+            }
         _check_words(table, where)
         return cls(**{**table, "mesh": mesh, "notes": tuple(table.get("notes", ()))})
 
@@ -83,13 +99,17 @@ class Plan:
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
         lines += [f'recompute = "{self.recompute}"']
-        lines += ["notes = [", *(f"    {_quote(n)}," for n in self.notes), "]"] if self.notes else []
+        lines += (
+            ["notes = [", *(f"    {_quote(n)}," for n in self.notes), "]"] if self.notes else []
+        )
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
         lines += _section("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
         lines += _section("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
         for name, table in (("inputs", self.inputs), ("params", self.params)):
-            lines += _section(name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()})
+            lines += _section(
+                name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()}
+            )
         return "\n".join(lines) + "\n"
 
     def changed(self, **changes: Any) -> Plan:
@@ -97,16 +117,23 @@ class Plan:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a name: ``*`` between dots is one part of a path, elsewhere any text."""
+    """Whether a pattern fits a name: ``*`` between dots is one part of a path, elsewhere any
+    text.
+    """
     if "*" not in pattern:
         return pattern == name
     parts = re.split(r"(?<=\.)(\*)(?=\.)", pattern)
-    texts = (r"[^.]+" if i % 2 else ".*".join(map(re.escape, part.split("*"))) for i, part in enumerate(parts))
+    texts = (
+        r"[^.]+" if i % 2 else ".*".join(map(re.escape, part.split("*")))
+        for i, part in enumerate(parts)
+    )
     return re.fullmatch("".join(texts), name) is not None
 
 
 def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
-    """Join entries that differ in layer numbers only: ``layers.0.w``, ``layers.1.w`` -> ``layers.*.w``."""
+    """Join entries that differ in layer numbers only: ``layers.0.w``, ``layers.1.w`` ->
+    ``layers.*.w``.
+    """
     groups: dict[str, list[str]] = {}
     for name in table:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
@@ -122,7 +149,9 @@ def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
 
 def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
     if not isinstance(entry, Mapping):
-        raise _wrong(where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }")
+        raise _wrong(
+            where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }"
+        )
     cuts = {}
     for axis, at in entry.items():
         dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)
@@ -138,7 +167,9 @@ def _write_cuts(cuts: Cuts) -> str:
 
 
 def _section(name: str, entries: Mapping[str, str]) -> Iterable[str]:
-    return ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
+    return (
+        ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
+    )
 
 
 def _quote(text: str) -> str:
@@ -157,4 +188,6 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
 
 
 def _wrong(where: str, what: str, why: str) -> PlanError:
-    return PlanError(where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one.")
+    return PlanError(
+        where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one."
+    )

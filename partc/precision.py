@@ -19,10 +19,17 @@ NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Raised(TorchDispatchMode):
-    """Every op runs in float64 where it would run in a narrower float; ``aten`` ops only."""
+    """Every ``aten`` op runs in float64 where it would run in a narrower float."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func.namespace != "aten" or func._schema.is_mutable:

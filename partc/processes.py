@@ -1,8 +1,8 @@
-"""Real gloo processes for tests and verification: spawned once, given several jobs, never left running.
+"""Real gloo processes for verification and tests: several jobs each, never left running.
 
-    with Processes(4) as world:
-        losses = world.run(function, argument)            # function(argument) on ranks 0..3
-        losses = world.run(function, argument, num=2)     # on the first two, as a world of two
+with Processes(4) as world:
+    losses = world.run(function, argument)            # function(argument) on ranks 0..3
+    losses = world.run(function, argument, num=2)     # on the first two, as a world of two
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from partc.errors import RunError
 
@@ -45,7 +46,7 @@ class Processes:
     def run(
         self, function: Callable[..., Any], *arguments: Any, num: int | None = None
     ) -> list[Any]:
-        """``function(*arguments)`` on every rank of a fresh process group; results in rank order."""
+        """``function(*arguments)`` on the ranks of a fresh process group; results in rank order."""
         num = num or self.num
         self._start()
         self._jobs += 1
@@ -74,14 +75,14 @@ class Processes:
         if self._ranks and all(rank.process.is_alive() for rank in self._ranks):
             return
         self.close()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = _context()
         self._ranks = [
             Rank(context, rank, self._store.port, self.quiet) for rank in range(self.num)
         ]
 
     def _collect(self, ranks: list[Rank]) -> dict[int, tuple[bool, Any]]:
-        """What the ranks reply until all have, the time is up, or one failed and the grace is over."""
+        """What the ranks reply until all have, the time is up, or one failed and grace is over."""
         replies: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + self.timeout
         waiting = {rank.pipe: rank for rank in ranks}
@@ -117,7 +118,10 @@ class Rank:
             return done
         except (EOFError, OSError):
             self.process.join(1.0)
-            return False, (RuntimeError(f"the process ended, exit code {self.process.exitcode}"), "")
+            return False, (
+                RuntimeError(f"the process ended, exit code {self.process.exitcode}"),
+                "",
+            )
 
     def end(self, patience: float) -> None:
         self.process.join(patience)
@@ -159,9 +163,9 @@ def _serve(rank: int, port: int, pipe: Connection, output: Any) -> None:
     """A rank's main loop: jobs in, results or errors out."""
     for number in (1, 2):
         os.dup2(output, number)
-    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while job := pipe.recv_bytes():
             pipe.send_bytes(_reply(rank, store, job))
@@ -173,14 +177,16 @@ def _reply(rank: int, store: Any, job: bytes) -> bytes:
         number, num, timeout, function, arguments = pickle.loads(job)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"job {number}", store), rank=rank, world_size=num,
+            "gloo", store=PrefixStore(f"job {number}", store), rank=rank, world_size=num,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
         try:
             return pickle.dumps((True, function(*arguments)))
         finally:
             dist.destroy_process_group()
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
         text = traceback.format_exc()
         try:
             return pickle.dumps((False, (error, text)))

@@ -47,7 +47,7 @@ class Shard:
         return whole
 
     def join(self, piece: Tensor, gather: Callable[[Tensor, str], list[Tensor]]) -> Tensor:
-        """The whole from this rank's piece; ``gather(x, axis)`` gives the x of all along an axis."""
+        """The whole from this rank's piece; ``gather(x, axis)`` gives the x of an axis's ranks."""
         for axis, dim, outer in reversed(self.cuts):
             piece = join_pieces(gather(piece, axis), cut(dim, outer), outer)
         return piece
@@ -100,7 +100,7 @@ class Role:
         """Whether the role computes results only: its Step has no ``step``."""
         return not hasattr(self.module.Step, "step")
 
-    def build(self, mesh: RankMesh, device: torch.device | str = "cpu") -> nn.Module:
+    def build(self, mesh: RankMesh | None, device: torch.device | str = "cpu") -> nn.Module:
         """This rank's Step, its values not yet set."""
         with torch.device(device):
             step: nn.Module = self.module.Step(mesh)

@@ -1,4 +1,4 @@
-"""A program inside torchrun: this rank's ``nn.Module`` under the user's names, loaded, stepped and saved."""
+"""A program inside torchrun: this rank's ``nn.Module``, under the user's names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from partc.clip import clip_gradients
 from partc.dtensors import DTensors
 from partc.errors import RunError
-from partc.handshake import check_agreement, check_world, world_size
+from partc.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.mesh import Mesh
 from partc.program import Program
 from partc.role import Role, Shard, dtype_name, dtype_of
@@ -37,10 +37,8 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
     if not dist.is_initialized():
         _join(here)
     check_agreement(program, here)
-    if mesh is None:
-        sizes = tuple(size for _, size in program.mesh.axes)
-        mesh = init_device_mesh(here.type, sizes, mesh_dim_names=program.mesh.names)
-    if Mesh.of(mesh) != program.mesh:
+    mesh = mesh or device_mesh(program.mesh, here.type)
+    if mesh is not None and Mesh.of(mesh) != program.mesh:
         raise RunError(
             where=f"mesh {Mesh.of(mesh)}",
             what="is not the mesh of this program",
@@ -53,18 +51,20 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
 class Stage(nn.Module):
     """One rank's share of a training step.
 
-    Parameters and buffers are this rank's pieces, under the names that they have in the user's model.
+    Parameters and buffers are this rank's pieces, under their names in the user's model.
     ``train`` and ``eval`` change nothing: the mode was compiled in.
     """
 
     _rank_step: Any  # the role's own module
+    _held: dict[str, Tensor]  # every tensor of this rank by its name in the user's model
 
-    def __init__(self, program: Program, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()
-        self._model, self._mesh = program.fingerprint, program.mesh
+        self._model, self.mesh = program.fingerprint, program.mesh
         self._role: Role = program.role(dist.get_rank())
-        self._device_mesh, self._dtensors = mesh, DTensors(program.mesh, mesh)
-        self._coords = {name: mesh.get_local_rank(name) for name in program.mesh.names}
+        self._dtensors = DTensors(program.mesh, mesh)
+        self._groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
+        self.coords = program.mesh.coords(dist.get_rank())
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         self._aside = {
@@ -106,9 +106,9 @@ class Stage(nn.Module):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
-        held = self._held()
-        params = [(held[s.name], s.is_first_copy(self._coords)) for s in self._role.params]
-        groups = [self._device_mesh.get_group(name) for name in self._mesh.names]
+        held = self._held
+        params = [(held[s.name], s.is_first_copy(self.coords)) for s in self._role.params]
+        groups = list(self._groups.values())
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
 
     # whole tensors ---------------------------------------------------------------------------
@@ -122,25 +122,41 @@ class Stage(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the model's own state dict, whole, on the CPU; all ranks together."""
-        held, whole = self._held(), {}
+        held, whole = self._held, {}
         for first in dict.fromkeys(map(self._first, self._saved())):
             joined = self._shards[first].join(held[first].detach(), self._gather)
             whole[first] = joined.to("cpu", copy=True)
         return {name: whole[self._first(name)] for name in self._saved()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return next(iter(self._held.values())).device
+
+    def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
+        """Every tensor that this rank holds by name, with how it is cut from the whole."""
+        held = self._held
+        return {name: (shard, held[name]) for name, shard in self._shards.items()}
+
     # checkpoints -----------------------------------------------------------------------------
     def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """DTensors under the user's names, for ``torch.distributed.checkpoint``; all ranks together.
+        """DTensors under the user's names, for torch.distributed.checkpoint; all ranks together.
 
         They share memory with the parameters, except those that ``partc.dtensors`` has to gather.
         """
         state = {} if destination is None else destination
-        held = self._held()
+        held = self._held
         for name in self._saved():
             shard = self._shards[self._first(name)]
-            state[prefix + name] = self._dtensors.make(shard, held[shard.name].detach(), self._gather)
+            state[prefix + name] = self._dtensors.make(
+                shard, held[shard.name].detach(), self._gather
+            )
         return state
 
     def load_state_dict(
@@ -158,20 +174,20 @@ class Stage(nn.Module):
     @torch.no_grad()
     def _set(self, given: Mapping[str, Tensor]) -> None:
         """Copy this rank's pieces of whole tensors, or of DTensors, into place."""
-        held = self._held()
+        held = self._held
         for name, value in given.items():
             shard = self._shards[name]
             if isinstance(value, DTensor):
                 piece = self._dtensors.piece(shard, value)
             else:
-                piece = shard.take(value, self._mesh, self._coords)
+                piece = shard.take(value, self.mesh, self.coords)
             held[name].copy_(piece)
 
     def _gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """What every rank along an axis holds."""
         piece = piece.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(self._mesh.size(axis))]
-        dist.all_gather(pieces, piece, group=self._device_mesh.get_group(axis))
+        pieces = [torch.empty_like(piece) for _ in range(self.mesh.size(axis))]
+        dist.all_gather(pieces, piece, group=self._groups[axis])
         return pieces
 
     def _fresh_grads(
@@ -189,11 +205,14 @@ class Stage(nn.Module):
                 p.grad = grad
 
     def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        expected = [f"{n}: {dtype_name(d)}{list(s)}" for n, (s, d) in self._role.inputs.items()]
-        wanted = list(self._role.inputs.values())
-        if [(tuple(x.shape), x.dtype) for x in inputs] == wanted:
+        device = self.device.type
+        wanted = [(shape, dtype, device) for shape, dtype in self._role.inputs.values()]
+        given = [(tuple(x.shape), x.dtype, x.device.type) for x in inputs]
+        if given == wanted:
             return
-        got = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in inputs]
+        names = list(self._role.inputs)
+        expected = [f"{n}: {_typed(*w)}" for n, w in zip(names, wanted, strict=True)]
+        got = [_typed(*each) for each in given]
         raise RunError(
             where="step",
             what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
@@ -212,12 +231,10 @@ class Stage(nn.Module):
         """Register the rank's tensors in a tree of the user's module names."""
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
-        held, saved = self._held(), set(self._saved())
+        self._held = {**self._role.tensors(self._rank_step), **self._aside}
+        held, saved = self._held, set(self._saved())
         for name, first in {**{n: n for n in self._shards}, **self._role.aliases}.items():
             _register(self, name, held[first], name in saved)
-
-    def _held(self) -> dict[str, Tensor]:
-        return {**self._role.tensors(self._rank_step), **self._aside}
 
     def _first(self, name: str) -> str:
         return self._role.aliases.get(name, name)
@@ -250,7 +267,7 @@ class _LossOfStep(torch.autograd.Function):
 
 
 def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Put a tensor at a dotted name; into the tables directly, as a name may equal one of our methods."""
+    """Put a tensor at a dotted name; straight into the tables, as our methods own some names."""
     *path, leaf = name.split(".")
     for part in path:
         child = root._modules.get(part)
@@ -261,6 +278,10 @@ def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
     root._buffers[leaf] = tensor
     if not saved:
         root._non_persistent_buffers_set.add(leaf)
+
+
+def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
+    return f"{dtype_name(dtype)}{list(shape)} on {device}"
 
 
 def _all_names(program: Program) -> set[str]:

@@ -74,7 +74,9 @@ class Sharding:
         return sorted(cuts, key=lambda pair: (pair[1].dim, pair[1].outer))
 
     def local_outer(self, axis: str, mesh: Mesh) -> int:
-        """``outer`` of this axis's cut, counted in the dim that earlier cuts have left; 0 if they cut across it."""
+        """``outer`` of this axis's cut, counted in the dim that earlier cuts have left; 0 if they
+        cut across it.
+        """
         mine = self.on(axis)
         outer = mine.outer
         for other, layout in self.cuts():
@@ -87,7 +89,9 @@ class Sharding:
         return outer
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...] | None:
-        """The shape one rank holds of a whole of ``shape``, or None where a cut does not divide it."""
+        """The shape one rank holds of a whole of ``shape``, or None where a cut does not divide
+        it.
+        """
         local = list(shape)
         for axis, layout in self.cuts():
             outer, num = self.local_outer(axis, mesh), mesh.size(axis)
@@ -97,14 +101,18 @@ class Sharding:
         return tuple(local)
 
     def local(self, whole: Tensor, coords: Mapping[str, int], mesh: Mesh) -> Tensor:
-        """The piece of ``whole`` that the rank at ``coords`` holds (sums and maxima are not undone)."""
+        """The piece of ``whole`` that the rank at ``coords`` holds (sums and maxima are not
+        undone).
+        """
         for axis, layout in self.cuts():
             outer = self.local_outer(axis, mesh)
             whole = take_piece(whole, layout.dim, outer, mesh.size(axis), coords[axis])
         return whole
 
     def whole(self, pieces: Sequence[Tensor], mesh: Mesh) -> Tensor:
-        """Join what all ranks hold, given in rank order: the inverse of ``local``, sums included."""
+        """Join what all ranks hold, given in rank order: the inverse of ``local``, sums
+        included.
+        """
         held = dict(enumerate(pieces))
         cuts = self.cuts()
         rest = [(a, lay) for a, lay in self.layouts if lay.kind != "cut"]
@@ -120,7 +128,10 @@ class Sharding:
 
     def typed(self, shape: Sequence[int], dtype: torch.dtype) -> str:
         """``f32[8,64,1024@tp]{U:tp}``: the whole's dtype and shape, and how it lies."""
-        dims = [_dim_text(size, [c for c in self.cuts() if c[1].dim == d]) for d, size in enumerate(shape)]
+        dims = [
+            _dim_text(size, [c for c in self.cuts() if c[1].dim == d])
+            for d, size in enumerate(shape)
+        ]
         unfinished = "".join(
             f"{{{layout.kind}:{axis}}}" for axis, layout in self.layouts if layout.kind in "UM"
         )
@@ -154,7 +165,8 @@ def take_piece(whole: Tensor, dim: int, outer: int, num: int, index: int) -> Ten
     if outer == 1:
         return whole.chunk(num, dim)[index]
     parts = whole.unflatten(dim, (outer, num, -1))
-    return parts.select(dim + 1, index).flatten(dim, dim + 1)
+    piece: Tensor = parts.select(dim + 1, index).flatten(dim, dim + 1)
+    return piece
 
 
 def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
@@ -162,10 +174,11 @@ def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
     if layout.kind == "R":
         return pieces[0]
     if layout.kind == "U":
-        return torch.stack(list(pieces)).sum(0)
+        return torch.sum(torch.stack(list(pieces)), 0, dtype=pieces[0].dtype)
     if layout.kind == "M":
         return torch.stack(list(pieces)).amax(0)
     if outer == 1:
         return torch.cat(list(pieces), layout.dim)
     parts = [piece.unflatten(layout.dim, (outer, -1)) for piece in pieces]
-    return torch.cat(parts, layout.dim + 1).flatten(layout.dim, layout.dim + 1)
+    whole = torch.cat(parts, layout.dim + 1)
+    return whole.flatten(layout.dim, layout.dim + 1)

@@ -1,4 +1,6 @@
-"""Run a local graph for all ranks of a mesh in one process, in lock-step: what the collectives mean."""
+"""Run a local graph for all ranks of a mesh in one process, in lock-step: what the collectives
+mean.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, value
+from partc.graph import Graph, first_operand, value
 from partc.mesh import Mesh
 from partc.sharding import Layout, cut, join_pieces, take_piece
 
@@ -19,33 +21,38 @@ Pieces = list[Any]  # what each rank holds, in rank order
 def simulate(graph: Graph, whole: Mapping[str, Tensor]) -> dict[str, Any]:
     """Execute every rank's copy of a local graph.
 
-    ``whole`` has parameters, buffers and inputs by name; each rank gets its piece. Returns the graph's
-    outputs with every tensor joined to the whole by its sharding: loss, grads, buffers, results.
+    ``whole`` has parameters, buffers and inputs by name; each rank gets its piece. Returns the
+    graph's outputs with every tensor joined to the whole by its sharding: loss, grads, buffers,
+    results.
     """
     mesh = graph.mesh
     env: dict[fx.Node, Pieces] = {}
     for node in graph.fx.nodes:
         if node.op == "placeholder":
             known = value(node)
-            env[node] = [known.sharding.local(whole[known.name], at, mesh) for at in mesh.all_coords()]
+            env[node] = [
+                known.sharding.local(whole[known.name], at, mesh) for at in mesh.all_coords()
+            ]
         elif node.op == "call_function":
             env[node] = _call(node, env, mesh)
-    return fx.map_arg(
-        graph.outputs.as_dict(), lambda n: value(n).sharding.whole(env[n], mesh)
-    )  # type: ignore[no-any-return]
+    return fx.map_arg(graph.outputs.as_dict(), lambda n: value(n).sharding.whole(env[n], mesh))
 
 
 def _call(node: fx.Node, env: Mapping[fx.Node, Pieces], mesh: Mesh) -> Pieces:
     if node.target in _MEANING:
-        return _MEANING[node.target](env[node.args[0]], mesh, **node.kwargs)
-    pieces = []
-    for rank in range(mesh.num_ranks):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=rank: env[n][r])
-        pieces.append(node.target(*args, **kwargs))
-    return pieces
+        return _MEANING[node.target](env[first_operand(node)], mesh, **node.kwargs)
+    call: Any = node.target
+
+    def run(rank: int) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n][rank])
+        return call(*args, **kwargs)
+
+    return [run(rank) for rank in range(mesh.num_ranks)]
 
 
-def _groups(x: Pieces, mesh: Mesh, axis: str, make: Callable[[list[Tensor]], list[Tensor]]) -> Pieces:
+def _groups(
+    x: Pieces, mesh: Mesh, axis: str, make: Callable[[list[Tensor]], list[Tensor]]
+) -> Pieces:
     """Apply ``make`` (pieces of a group's members -> their results) to every group of an axis."""
     results: Pieces = [None] * mesh.num_ranks
     for rank in range(mesh.num_ranks):
@@ -74,7 +81,14 @@ def _reduce_scatter(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer:
 
 
 def _all_to_all(
-    x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1
+    x: Pieces,
+    mesh: Mesh,
+    axis: str,
+    num: int,
+    dim: int,
+    to_dim: int,
+    outer: int = 1,
+    to_outer: int = 1,
 ) -> Pieces:
     def make(pieces: list[Tensor]) -> list[Tensor]:
         total = join_pieces(pieces, cut(dim), outer)
@@ -84,7 +98,9 @@ def _all_to_all(
 
 
 def _keep_piece(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1) -> Pieces:
-    return _groups(x, mesh, axis, lambda p: [take_piece(t, dim, outer, num, i) for i, t in enumerate(p)])
+    return _groups(
+        x, mesh, axis, lambda p: [take_piece(t, dim, outer, num, i) for i, t in enumerate(p)]
+    )
 
 
 def _keep_first(x: Pieces, mesh: Mesh, axis: str, num: int) -> Pieces:

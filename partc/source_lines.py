@@ -1,4 +1,4 @@
-"""The user's source lines: ``model.py:14: x = self.norm(x)`` of the code that runs, or that failed."""
+"""The user's source lines, ``model.py:14: x = self.norm(x)``: of code that runs, or that failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENTRY = "step"  # the function in capture.py below which the user's code runs
 
 
 def source_here() -> str:
-    """The innermost line of the user's code that is running, "" in the backward of torch's own ops."""
+    """The innermost running line of the user's code, "" in the backward of torch's own ops."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -74,7 +74,7 @@ def line_text(filename: str, line: int) -> str:
 
 
 def _importable(filename: str) -> str:
-    """A file's path below the folder it is imported from, so that no machine's folders are named."""
+    """A file's path below the folder it is imported from: no machine's folders are named."""
     path = Path(filename).resolve()
     roots = [Path(entry).resolve() for entry in [*sys.path, os.getcwd()]]
     inside = [path.relative_to(root).as_posix() for root in roots if path.is_relative_to(root)]

@@ -1,7 +1,7 @@
 """Trace a model and its loss into one canonical Graph of forward and backward.
 
-In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of functional
-ATen ops whose values know their module, source line, phase and forward counterpart.
+In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of
+functional ATen ops whose values know their module, source line, phase and forward counterpart.
 """
 
 from __future__ import annotations
@@ -13,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from partc.capture import Objective, Recording, record
+from partc.capture import Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
-from partc.graph import Graph, Outputs, Value, set_draw, set_held, set_value, update, value
+from partc.graph import (
+    Graph,
+    Outputs,
+    Value,
+    fake_like,
+    set_draw,
+    set_held,
+    set_value,
+    update,
+    value,
+)
 from partc.passes.canonicalize import canonicalize
+from partc.passes.decompose_custom_ops import decompose_custom_ops
 from partc.passes.functionalize import functionalize
 from partc.source_lines import module_of, source_of
 
@@ -39,6 +50,7 @@ def trace(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = N
     except Exception as error:
         raise _explain(error, model) from error
     graph = _build(recording, model, _input_names(model, inputs, loss), train)
+    decompose_custom_ops(graph)
     functionalize(graph)
     _keep_known_buffers(graph, recording)
     canonicalize(graph)
@@ -70,7 +82,7 @@ def _scalar(objective: Objective) -> Objective:
                 where=type(model).__name__,
                 what=f"the loss is {given}",
                 why="a training step starts from one floating-point number",
-                do="Give loss=fn(model, *inputs) that returns a 0-d tensor, or trace under torch.no_grad().",
+                do="Give loss=fn(model, *inputs) with a 0-d result, or use torch.no_grad().",
             )
         return loss
 
@@ -92,12 +104,13 @@ def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
-    """What the loss (or the model's forward) calls its arguments, ``input_0`` where it does not say."""
-    parameters = list(inspect.signature(loss or model.forward).parameters.values())[
-        loss is not None :
-    ]
+    """What the loss (or the model's forward) calls its arguments, else ``input_0``."""
+    given = list(inspect.signature(loss or model.forward).parameters.values())
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in plain]
+    names = [p.name for p in given[loss is not None :] if p.kind in plain]
+    own = names_of(model)
+    taken = {*own.params, *own.buffers, *own.aliases}
+    names = [f"input_{name}" if name in taken else name for name in names]
     return [names[i] if i < len(names) else f"input_{i}" for i in range(len(inputs))]
 
 
@@ -138,7 +151,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
         fake = node.meta["val"]
         node._rename(name.replace(".", "_"))
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
-    _lift_constants(graph, recording, len(names.params) + len(names.buffers), placeholders)
+    _lift_constants(graph, recording, len(names.params) + len(names.buffers))
     _describe(graph)
     _set_outputs(graph, recording, model, train)
     return graph
@@ -177,25 +190,46 @@ def _all_grads(
     return {name: grad for name, grad in found.items() if grad is not None}
 
 
-def _lift_constants(
-    graph: Graph, recording: Recording, before_inputs: int, placeholders: list[fx.Node]
-) -> None:
-    """Tensors that the code holds outside parameters and buffers become buffers with known values."""
+def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
+    """Tensors held outside parameters and buffers become buffers with known values."""
+    placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
+    anchor = placeholders[num_own] if num_own < len(placeholders) else placeholders[-1].next
     lifted: dict[str, fx.Node] = {}
     for node in [n for n in graph.fx.nodes if n.op == "get_attr"]:
-        target = str(node.target)
-        if target not in lifted:
-            tensor = getattr(recording.module, target)
+        tensor: Tensor = getattr(recording.module, str(node.target))
+        _refuse_trainable(tensor)
+        if tensor.dim() == 0:
+            new = _number(node, tensor)
+        elif str(node.target) in lifted:
+            new = lifted[str(node.target)]
+        else:
             name = f"constant_{len(lifted)}"
-            lifted[target] = _constant(graph, node, tensor, name, placeholders[before_inputs:])
-        node.replace_all_uses_with(lifted[target])
+            graph.constants[name] = tensor.detach().cpu().clone()
+            new = lifted[str(node.target)] = _constant(graph, anchor, graph.constants[name], name)
+        node.replace_all_uses_with(new)
         graph.fx.erase_node(node)
 
 
-def _constant(
-    graph: Graph, node: fx.Node, tensor: Tensor, name: str, inputs: list[fx.Node]
-) -> fx.Node:
-    """One lifted tensor as a buffer placeholder in front of the inputs."""
+def _number(node: fx.Node, tensor: Tensor) -> fx.Node:
+    """A 0-d constant as a call that writes its number."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(
+            torch.ops.aten.full.default, ([], tensor.item()), {"dtype": tensor.dtype}
+        )
+    new.meta = {**node.meta, "val": fake_like(node.graph, tensor)}
+    return new
+
+
+def _constant(graph: Graph, anchor: fx.Node, tensor: Tensor, name: str) -> fx.Node:
+    """A lifted tensor as a buffer placeholder before ``anchor``."""
+    with graph.fx.inserting_before(anchor):
+        placeholder = graph.fx.placeholder(name)
+    set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
+    set_held(placeholder, fake_like(graph.fx, tensor))
+    return placeholder
+
+
+def _refuse_trainable(tensor: Tensor) -> None:
     if tensor.requires_grad:
         raise TraceError(
             where=f"a tensor of shape {tuple(tensor.shape)}",
@@ -203,13 +237,6 @@ def _constant(
             why="its gradient would be lost",
             do="Make it a parameter of the module that is traced, or detach it.",
         )
-    anchor = inputs[0] if inputs else next(n for n in graph.fx.nodes if n.op != "placeholder")
-    with graph.fx.inserting_before(anchor):
-        placeholder = graph.fx.placeholder(name)
-    set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
-    set_held(placeholder, node.meta["val"])
-    graph.constants[name] = tensor.detach().cpu().clone()
-    return placeholder
 
 
 def _keep_known_buffers(graph: Graph, recording: Recording) -> None:
@@ -252,7 +279,7 @@ def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
 
 
 def _has_forward(node: fx.Node) -> bool:
-    """Sums of gradients that meet at one value carry a stale number: they belong to no forward op."""
+    """Sums of gradients that meet at one value carry a stale number, of no forward op."""
     return bool(node.meta.get("autograd_backward")) and "Gradient addition" not in (
         node.stack_trace or ""
     )

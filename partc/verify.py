@@ -2,15 +2,17 @@
 
 Every rank's pieces are compared with the same pieces of what eager autograd gives on one device, in
 float64 by default. The error of a tensor is its largest difference divided by the whole reference
-tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the largest of
-its kind, such as the gradient of a key bias, which is zero in exact arithmetic) is measured against that largest.
+tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the
+largest of its kind, such as the gradient of a key bias, zero in exact arithmetic) is measured
+against that largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -40,6 +42,10 @@ class Row:
     def __str__(self) -> str:
         return f"{self.kind} {self.name}: {self.error:.1e} on rank {self.rank}"
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields; an infinite error, which JSON cannot say, is null."""
+        return {**vars(self), "error": self.error if isfinite(self.error) else None}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -60,12 +66,12 @@ class Report:
         """This report, or a CheckError that names the worst tensors."""
         if self.ok(tolerance):
             return self
-        worst = sorted((row for row in self.rows if row.error > tolerance), reverse=True)[:10]
+        wrong = sorted((row for row in self.rows if row.error > tolerance), reverse=True)
         raise CheckError(
             where=self.title,
-            what=f"{len([r for r in self.rows if r.error > tolerance])} tensors differ from the model's",
+            what=f"{len(wrong)} tensors differ from the model's",
             why=f"the tolerance is {tolerance:.1e}",
-            do="These differ most:\n" + "\n".join(f"  {row}" for row in worst),
+            do="These differ most:\n" + "\n".join(f"  {row}" for row in wrong[:10]),
         )
 
     def kinds(self) -> dict[str, list[Row]]:
@@ -83,14 +89,16 @@ class Report:
             )
         noise = sorted({row.name for row in self.rows if row.noise})
         if noise:
-            lines.append(f"zero but for rounding, measured against the largest: {', '.join(noise)}")
+            more = f" and {len(noise) - 4} more" if len(noise) > 4 else ""
+            names = ", ".join(noise[:4]) + more
+            lines.append(f"zero but for rounding, measured against the largest: {names}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "title": self.title,
-            "worst": vars(self.worst),
-            "rows": [vars(row) for row in self.rows],
+            "worst": self.worst.as_json(),
+            "rows": [row.as_json() for row in self.rows],
         }
 
 
@@ -108,8 +116,8 @@ def verify(
 ) -> Report:
     """Run all ranks of a program and compare what each gets with the model on one device.
 
-    In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves model
-    and program in their own precision. ``reference`` replaces the eager run.
+    In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
+    model and program in their own precision. ``reference`` replaces the eager run.
     """
     train = not program.role(0).is_inference
     reference = reference or eager(model, inputs, loss, dtype, train)
@@ -144,15 +152,14 @@ def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
 
 def _in_process(job: _Job) -> list[Row]:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+
+    from partc.handshake import device_mesh
 
     mesh, rank = job.program.mesh, dist.get_rank()
-    sizes = tuple(size for _, size in mesh.axes)
-    rank_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=mesh.names)
-    return _check(job, job.program.role(rank), rank_mesh, rank)
+    return _check(job, job.program.role(rank), device_mesh(mesh, "cpu"), rank)
 
 
-def _check(job: _Job, role: Role, mesh: RankMesh, rank: int) -> list[Row]:
+def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
     """Build one rank's module, run its step and compare everything that it then holds."""
     step = role.build(mesh)
     if job.dtype is not None:
@@ -211,7 +218,9 @@ class _Rank:
         held = self._held()
         trained = [s for s in self.role.params if held[s.name].grad is not None]
         take_step([held[s.name] for s in trained], optimizer, self.job.lr)
-        yield from self._pieces(f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained)
+        yield from self._pieces(
+            f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained
+        )
 
     def _buffers(self) -> Iterator[Row]:
         expected = self.job.reference.buffers
@@ -241,7 +250,9 @@ class _Rank:
                 yield Row(float("inf"), kind, name, self.rank)
                 continue
             scale, noise = scales[name]
-            yield Row(_difference(found[name], expected[name]) / scale, kind, name, self.rank, noise)
+            yield Row(
+                _difference(found[name], expected[name]) / scale, kind, name, self.rank, noise
+            )
 
     def _held(self) -> dict[str, Tensor]:
         return self.role.tensors(self.step)
@@ -262,8 +273,8 @@ def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
     for name, size in sizes.items():
         dtype = expected[name].dtype
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        noise = size <= eps ** (2 / 3) * most
-        scales[name] = ((most if noise else size) or 1.0, noise and most > 0)
+        noise = dtype.is_floating_point and size <= eps ** (2 / 3) * most
+        scales[name] = ((most if noise else size) or 1.0, noise and size > 0)
     return scales
 
 
@@ -272,7 +283,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _difference(ours: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference; infinite where shapes differ or something is not a number."""
+    """The largest absolute difference; infinite where shapes differ or one is not a number."""
     if ours.shape != expected.shape:
         return float("inf")
     if not ours.numel():

@@ -17,7 +17,7 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Sequence[str | Path]
 
 
 def whole_tensors(source: Source) -> Mapping[str, Tensor]:
-    """A model, a state dict, or safetensors files (also an index file or a folder) as one mapping."""
+    """A model, a state dict, or safetensors files (an index file, a folder) as one mapping."""
     if isinstance(source, nn.Module):
         tensors = named_tensors(source)
         without = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
@@ -57,9 +57,7 @@ def match(
         if any(n in given for n in names)
     }
     needed = set(model.saved_names())
-    missing = [
-        name for name in held if name not in found and needed.intersection(names_of[name])
-    ]
+    missing = [name for name in held if name not in found and needed.intersection(names_of[name])]
     known = {*model.tensors, *(n for names in names_of.values() for n in names)}
     return Matched(found, missing, sorted(set(given) - known))
 
@@ -97,7 +95,5 @@ def check_shapes(
 
 
 def kept_aside(model: Fingerprint, in_program: set[str]) -> dict[str, TensorSpec]:
-    """The model's saved tensors that no step reads; they are kept so that checkpoints stay complete."""
-    return {
-        name: model.tensors[name] for name in model.saved_names() if name not in in_program
-    }
+    """The model's saved tensors that no step reads, kept so that checkpoints stay complete."""
+    return {name: model.tensors[name] for name in model.saved_names() if name not in in_program}

@@ -22,21 +22,27 @@ TENSOR_AXES = ("tp",)
 _DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 _TENSOR_WORDS = ("megatron", "megatron-sp")
 PRESETS = (*_DATA_WORDS, *_TENSOR_WORDS)
-_AUTO_NOTE = "auto: presets chosen by the names of the axes (fsdp, megatron-sp); nothing was searched"
+_AUTO_NOTE = (
+    "auto: presets chosen by the names of the axes (fsdp, megatron-sp); nothing was searched"
+)
 
 
 def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
-    named = {axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts}
+    named = {
+        axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
+    }
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
         mesh.size(axis)
     if plan.microbatches != 1:
         raise PlanError(
-            where="plan", what=f"microbatches = {plan.microbatches} is not built yet",
-            why="plans have one stage and run the whole batch at once", do="Use microbatches=1.",
-        )  # fmt: skip
+            where="plan",
+            what=f"microbatches = {plan.microbatches} is not built yet",
+            why="plans have one stage and run the whole batch at once",
+            do="Use microbatches=1.",
+        )
     full = _fill(plan.changed(mesh=mesh), graph, mesh) if plan.preset else plan.changed(mesh=mesh)
     _check_cuts(full, graph, mesh)
     return full.changed(
@@ -66,12 +72,15 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         for name in params.keys() - pinned:
             _shard(params[name], graph.params[name], axis, mesh, notes)
     life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
-    gather = {**{axis: life for axis in shard}, **plan.gather}
+    gather = {**dict.fromkeys(shard, life), **plan.gather}
     scatter = dict.fromkeys(tensor, 1) if "megatron-sp" in words else {}
     return plan.changed(
-        params=params, inputs=inputs, gather=gather, scatter={**scatter, **plan.scatter},
+        params=params,
+        inputs=inputs,
+        gather=gather,
+        scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
-    )  # fmt: skip
+    )
 
 
 def _auto(mesh: Mesh) -> str:
@@ -86,15 +95,19 @@ def _words(preset: str) -> list[str]:
     for word in words:
         if word not in PRESETS:
             raise PlanError(
-                where=f"plan {preset!r}", what=f"there is no preset {word!r}",
-                why=f"presets are {', '.join(PRESETS)}", do="Name one of these, or several joined by '+'.",
-            )  # fmt: skip
+                where=f"plan {preset!r}",
+                what=f"there is no preset {word!r}",
+                why=f"presets are {', '.join(PRESETS)}",
+                do="Name one of these, or several joined by '+'.",
+            )
     for family in (_DATA_WORDS, _TENSOR_WORDS):
         if len({*words} & {*family}) > 1:
             raise PlanError(
-                where=f"plan {preset!r}", what="two presets for the same axes",
-                why=f"{', '.join(family)} exclude each other", do="Keep one.",
-            )  # fmt: skip
+                where=f"plan {preset!r}",
+                what="two presets for the same axes",
+                why=f"{', '.join(family)} exclude each other",
+                do="Keep one.",
+            )
     return words
 
 
@@ -106,18 +119,21 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
     for axis in mesh.names:
         if axis not in (*data, *tensor) and axis not in pinned and mesh.size(axis) > 1:
             raise PlanError(
-                where=f"mesh {mesh}", what=f"no preset knows the axis {axis!r}",
+                where=f"mesh {mesh}",
+                what=f"no preset knows the axis {axis!r}",
                 why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
                 do="Rename the axis, or say in a plan what it cuts.",
-            )  # fmt: skip
+            )
     for word, axes, kind in [(w, data, DATA_AXES) for w in words if w in _DATA_WORDS] + [
         (w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS
     ]:
         if not axes and mesh.num_ranks > 1:
             raise PlanError(
-                where=f"mesh {mesh}", what=f"preset {word!r} finds no axis to work on",
-                why=f"it uses {' or '.join(kind)}", do=f"Add such an axis, for example {kind[0]}=2.",
-            )  # fmt: skip
+                where=f"mesh {mesh}",
+                what=f"preset {word!r} finds no axis to work on",
+                why=f"it uses {' or '.join(kind)}",
+                do=f"Add such an axis, for example {kind[0]}=2.",
+            )
     return data, tensor
 
 
@@ -127,15 +143,18 @@ def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
         return []
     if "hsdp" in words and not {"dp_replicate", "dp_shard"} <= set(data):
         raise PlanError(
-            where=f"mesh {mesh}", what="hsdp needs the axes dp_replicate and dp_shard",
-            why="it shards inside groups and replicates across them", do="Name the data axes so.",
-        )  # fmt: skip
+            where=f"mesh {mesh}",
+            what="hsdp needs the axes dp_replicate and dp_shard",
+            why="it shards inside groups and replicates across them",
+            do="Name the data axes so.",
+        )
     return [a for a in data if a != "dp_replicate"]
 
 
 def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
     """Dim 0 of an input over every data axis that divides it."""
-    known, cuts = value(node), {}
+    known = value(node)
+    cuts: dict[str, Layout] = {}
     for axis in axes:
         layouts = {**cuts, axis: cut(0)}
         if known.shape and Sharding.of(layouts, mesh).local_shape(known.shape, mesh):
@@ -146,31 +165,40 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
                 what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
                 why=f"{known.shape[0]} is not a multiple of the data ranks",
                 do="Give a global batch that is, or change the mesh.",
-            )  # fmt: skip
+            )
     return cuts
 
 
 def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh, notes: list[str]) -> None:
-    """Store a parameter cut along the first dim that the axis divides; whole, with a note, if none."""
+    """Store a parameter cut along the first dim that the axis divides; whole, with a note, if
+    none.
+    """
     shape = value(node).shape
     for dim in range(len(shape)):
         layouts = {**cuts, axis: cut(dim)}
         if shape[dim] > 1 and Sharding.of(layouts, mesh).local_shape(shape, mesh) is not None:
             cuts[axis] = cut(dim)
             return
-    notes.append(f"{value(node).name} {list(shape)} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}")
+    notes.append(
+        f"{value(node).name} {list(shape)} stays whole:"
+        f" no dim is a multiple of {axis}={mesh.size(axis)}"
+    )
 
 
 def _check_mesh(plan: Plan, mesh: Mesh) -> None:
     if plan.mesh is not None and plan.mesh != mesh:
         raise PlanError(
-            where="plan", what=f"the plan is for mesh {plan.mesh}, not {mesh}",
-            why="its cuts were chosen for those sizes", do="Compile for that mesh, or drop [mesh] from the plan.",
-        )  # fmt: skip
+            where="plan",
+            what=f"the plan is for mesh {plan.mesh}, not {mesh}",
+            why="its cuts were chosen for those sizes",
+            do="Compile for that mesh, or drop [mesh] from the plan.",
+        )
 
 
 def _check_names(plan: Plan, graph: Graph) -> None:
-    """Every name in the plan must fit something in the model: a typing slip must not pass unseen."""
+    """Every name in the plan must fit something in the model: a typing slip must not pass
+    unseen.
+    """
     for kind, table, names in (
         ("parameter", plan.params, [*graph.params, *graph.aliases]),
         ("input", plan.inputs, [*graph.inputs]),
@@ -178,9 +206,11 @@ def _check_names(plan: Plan, graph: Graph) -> None:
         for pattern in table:
             if not any(fits(pattern, n) for n in names):
                 raise PlanError(
-                    where=f"plan, {pattern!r}", what=f"the model has no such {kind}",
-                    why=f"it has {', '.join(_near(pattern, names))}", do="Correct the name, or drop the entry.",
-                )  # fmt: skip
+                    where=f"plan, {pattern!r}",
+                    what=f"the model has no such {kind}",
+                    why=f"it has {', '.join(_near(pattern, names))}",
+                    do="Correct the name, or drop the entry.",
+                )
 
 
 def _near(name: str, names: list[str]) -> list[str]:
@@ -213,13 +243,15 @@ def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
         elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
             size = known.shape[layout.dim]
             what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
-            why = f"{size} is not a multiple of {num * layout.outer}; {axis} could be {_divisors(size)}"
+            why = f"{size} is not a multiple of {num * layout.outer}"
+            why += f"; {axis} could be {_divisors(size)}"
         else:
             continue
-        raise ShardingError(where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan.")
+        raise ShardingError(
+            where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan."
+        )
 
 
 def _divisors(size: int) -> str:
     fits = [str(n) for n in range(2, min(size, 129)) if size % n == 0]
     return ", ".join(fits[:8]) or "nothing above 1"
-

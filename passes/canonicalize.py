@@ -8,20 +8,24 @@ from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
+from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
 from partc.passes.open_means import open_means
+from partc.passes.open_strides import open_strides
 from partc.passes.pad_slices import pad_slices
 from partc.passes.squeeze_sums import squeeze_sums
 
 PASSES = (
+    open_strides,
     merge_draws,
     drop_noops,
     fold_dropout,
     fold_masks,
     open_means,
     pad_slices,
+    join_scatters,
     narrow_expands,
     cancel_transposes,
     fold_linear,

@@ -1,9 +1,10 @@
-"""Choose Megatron's cuts along a tensor axis for any model: by column where the cut flows, by row where it arrives.
+"""Choose Megatron's cuts along a tensor axis for any model: by column where the cut flows, by row
+where it arrives.
 
-Walks the forward graph once. A weight that meets a whole activation is cut along an output dim if that cut
-then flows, without communication, to another contraction with a weight (or to the loss's softmax); there
-it is met by a row cut, whose unfinished sum is reduced once. A vocabulary table read by the
-model's inputs is cut by rows. What fits neither stays whole.
+Walks the forward graph once. A weight that meets a whole activation is cut along an output dim if
+that cut then flows, without communication, to another contraction with a weight (or to the loss's
+softmax); there it is met by a row cut, whose unfinished sum is reduced once. A vocabulary table
+read by the model's inputs is cut by rows. What fits neither stays whole.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from partc.graph import Graph, results_of, tensor_args, value
+from partc.graph import Graph, is_weight, picked, results_of, tensor_args, value
 from partc.mesh import Mesh
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
@@ -26,22 +27,32 @@ _OUTERS = (1, 3, 2)  # plain weights, fused q k v, fused k v or gate and up
 
 
 def cut_weights(
-    graph: Graph, mesh: Mesh, axis: str, params: Mapping[str, Mapping[str, Layout]], pinned: Collection[str]
+    graph: Graph,
+    mesh: Mesh,
+    axis: str,
+    params: Mapping[str, Mapping[str, Layout]],
+    pinned: Collection[str],
 ) -> dict[str, Layout]:
-    """Cuts along ``axis`` by parameter name; ``params`` has the cuts already fixed, ``pinned`` whose are final."""
+    """Cuts along ``axis`` by parameter name; ``params`` has the cuts already fixed, ``pinned``
+    whose are final.
+    """
     walk = _Walk(graph, mesh, axis, params)
     for name in pinned:
         walk.at[graph.params[name]] = params[name].get(axis, R)
     for node in graph.calls():
         if value(node).phase == "F":
             walk.visit(node)
-    chosen = {name: walk.at[node] for name, node in graph.params.items() if walk.at.get(node, R) != R}
+    chosen = {
+        name: walk.at[node] for name, node in graph.params.items() if walk.at.get(node, R) != R
+    }
     return {name: layout for name, layout in chosen.items() if name not in pinned}
 
 
 @dataclass
 class _Walk:
-    """``at`` has the layout on the axis of every value decided so far; parameters join as they are met."""
+    """``at`` has the layout on the axis of every value decided so far; parameters join as they are
+    met.
+    """
 
     graph: Graph
     mesh: Mesh
@@ -59,7 +70,8 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            self.at[node] = self.results[node.args[0]][node.args[1]]
+            call, index = picked(node)
+            self.at[node] = self.results[call][index]
             return
         best = self._best(node)
         for operand, layout in zip(tensor_args(node), best.ins, strict=True):
@@ -77,7 +89,9 @@ class _Walk:
         if self._derived(node):
             options = []
         for strategy in options:
-            if self._arrives(operands, strategy) or (free and self._spreads(node, operands, strategy)):
+            if self._arrives(operands, strategy) or (
+                free and self._spreads(node, operands, strategy)
+            ):
                 return strategy
         return Strategy((R,) * len(operands), (R,) * len(results_of(node)))
 
@@ -104,14 +118,18 @@ class _Walk:
         return True
 
     def _arrives(self, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """A cut that comes in with an activation and goes on, or ends in a sum over a weight's cut."""
+        """A cut that comes in with an activation and goes on, or ends in a sum over a weight's
+        cut.
+        """
         return any(
             self.at.get(o, R).kind == "cut" and self.at[o] == want
             for o, want in zip(operands, strategy.ins, strict=True)
         )
 
     def _spreads(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """A weight cut while all activations are whole: by column if it flows, by row for a vocabulary."""
+        """A weight cut while all activations are whole: by column if it flows, by row for a
+        vocabulary.
+        """
         pairs = list(zip(operands, strategy.ins, strict=True))
         if any(want.kind == "cut" for o, want in pairs if o in self.at):
             return False
@@ -119,7 +137,11 @@ class _Walk:
             return False
         if strategy.variant == "window":
             return self._reads_input(node)
-        return len(strategy.outs) == 1 and strategy.outs[0].kind == "cut" and self.flows(node, strategy.outs[0])
+        return (
+            len(strategy.outs) == 1
+            and strategy.outs[0].kind == "cut"
+            and self.flows(node, strategy.outs[0])
+        )
 
     def flows(self, node: fx.Node, layout: Layout) -> bool:
         """Whether this cut of a value reaches contractions with weights by rules alone."""
@@ -138,7 +160,9 @@ class _Walk:
         operands = tensor_args(user)
         seen = [(i, layout) for i, o in enumerate(operands) if o is node]
         for strategy in strategies_for(user, self.num, seen):
-            if any(strategy.ins[i] != layout for i, _ in seen) or not self._plausible(operands, node, strategy):
+            if any(strategy.ins[i] != layout for i, _ in seen) or not self._plausible(
+                operands, node, strategy
+            ):
                 continue
             if any(out.kind in "UM" for out in strategy.outs):
                 if self._ends(operands, node, strategy):
@@ -148,7 +172,9 @@ class _Walk:
         return False
 
     def _plausible(self, operands: list[fx.Node], node: fx.Node, strategy: Strategy) -> bool:
-        """Whether the other operands can be had so: undecided ones may be, decided ones are equal or whole."""
+        """Whether the other operands can be had so: undecided ones may be, decided ones are equal
+        or whole.
+        """
         return all(
             o is node or o not in self.at or self.at[o] in (R, want)
             for o, want in zip(operands, strategy.ins, strict=True)
@@ -157,7 +183,7 @@ class _Walk:
     def _ends(self, operands: list[fx.Node], node: fx.Node, strategy: Strategy) -> bool:
         """A contraction with a weight: the row cut that takes the column cut up."""
         return strategy.outs[0].kind == "U" and any(
-            self._weight(o) and want.kind == "cut"
+            is_weight(o) and want.kind == "cut"
             for o, want in zip(operands, strategy.ins, strict=True)
             if o is not node
         )
@@ -165,24 +191,27 @@ class _Walk:
     def _results_flow(self, user: fx.Node, strategy: Strategy) -> bool:
         if len(strategy.outs) == 1:
             return strategy.outs[0].kind == "cut" and self.flows(user, strategy.outs[0])
-        gets = [u for u in user.users if u.target is operator.getitem and value(u).phase == "F" and _read_forward(u)]
+        gets = [
+            u
+            for u in user.users
+            if u.target is operator.getitem and value(u).phase == "F" and _read_forward(u)
+        ]
         return bool(gets) and all(
-            strategy.outs[g.args[1]].kind == "cut" and self.flows(g, strategy.outs[g.args[1]]) for g in gets
+            strategy.outs[picked(g)[1]].kind == "cut" and self.flows(g, strategy.outs[picked(g)[1]])
+            for g in gets
         )
 
-    # parameters, and what is made of one parameter alone (a transposed or cast weight) ---------------
+    # parameters, and what is made of one parameter alone (a transposed or cast weight)
+    # ---------------
     def _derived(self, node: fx.Node) -> bool:
         """A value of one undecided parameter alone: it is decided when it meets an activation."""
         operands = tensor_args(node)
         return len(operands) == 1 and operands[0] not in self.at and len(results_of(node)) == 1
 
-    def _weight(self, node: fx.Node) -> bool:
-        while node.op == "call_function" and len(tensor_args(node)) == 1:
-            node = tensor_args(node)[0]
-        return node.op == "placeholder" and value(node).kind == "param"
-
     def _fix(self, node: fx.Node, layout: Layout) -> None:
-        """Decide a parameter, or the parameter behind a derived value, by the layout it is used in."""
+        """Decide a parameter, or the parameter behind a derived value, by the layout it is used
+        in.
+        """
         self.at[node] = layout
         if node.op == "call_function":
             source = tensor_args(node)[0]
@@ -195,7 +224,9 @@ class _Walk:
             return R
         source = tensor_args(node)[0]
         tried = [(0, cut(d, want.outer)) for d in range(len(value(source).shape))]
-        return next((s.ins[0] for s in strategies_for(node, self.num, tried) if s.outs[0] == want), None)
+        return next(
+            (s.ins[0] for s in strategies_for(node, self.num, tried) if s.outs[0] == want), None
+        )
 
     def _divides(self, operand: fx.Node, layout: Layout) -> bool:
         """Whether a parameter's other cuts leave room for this one."""

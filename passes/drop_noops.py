@@ -1,4 +1,4 @@
-"""Drop what changes no value: detach, clone, casts to the same dtype, views of the same shape, times one."""
+"""Drop what changes no value: detach, clone, casts and views that change nothing, times one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEFAULTS = {"pin_memory": (None, False), "layout": (None, torch.strided), "non_b
 
 
 def drop_noops(graph: Graph) -> None:
-    """Read the argument instead of a call that only hands it on; spell every flat view ``reshape``."""
+    """Read the argument instead of a call that hands it on; spell every flat view ``reshape``."""
     for node in list(graph.calls()):
         if node.target in RESHAPES:
             node.target = aten.reshape.default
@@ -56,7 +56,7 @@ def _hands_on(node: fx.Node) -> bool:
         return True
     if node.target in NEUTRAL:
         other = node.args[1]
-        return not isinstance(other, fx.Node) and other == NEUTRAL[node.target]
+        return not isinstance(other, fx.Node) and bool(other == NEUTRAL[node.target])
     return _keeps_order(node)
 
 
@@ -73,9 +73,9 @@ def _keeps_order(node: fx.Node) -> bool:
 
 
 def _plain_kwargs(node: fx.Node) -> None:
-    """Leave out arguments that say the default, and the device: a program has one of its own."""
+    """Leave out defaults, memory formats and the device: a program has one of its own."""
     node.kwargs = {
         name: given
         for name, given in node.kwargs.items()
-        if name != "device" and given not in DEFAULTS.get(name, ())
+        if name not in ("device", "memory_format") and given not in DEFAULTS.get(name, ())
     }

@@ -1,7 +1,8 @@
-"""Put work between start and wait: inside each block, what does not need a collective's result runs while it is under way.
+"""Put work between start and wait: inside each block, what does not need a collective's result
+runs while it is under way.
 
-Weight gradients are the filler: nothing in the step needs them before its end, so they wait until a transfer
-is in flight and run beside it.
+Weight gradients are the filler: nothing in the step needs them before its end, so they wait until
+a transfer is in flight and run beside it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def _fillers(graph: Graph) -> set[fx.Node]:
 
 
 def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]:
-    """Operands first; starts before work, work before waits, fillers once a wait is all that is left."""
+    """Operands first; starts before work, work before waits, fillers once a wait is all that is
+    left.
+    """
     place = {node: i for i, node in enumerate(segment)}
     missing = {n: sum(o in place for o in n.all_input_nodes) for n in segment}
     ready: list[tuple[int, int]] = []

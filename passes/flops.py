@@ -20,12 +20,17 @@ Formula = Callable[..., Any]
 FORMULAS: Registry[Formula] = Registry("FLOP formula")
 
 
-def op_name(node: fx.Node) -> str:
+def target_name(target: Any) -> str:
     """`aten.mm` for any overload of an ATen op, `weight_grad` for a function of partc."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = getattr(target, "overloadpacket", None)
     if packet is not None:
         return str(packet).replace("::", ".")
-    return getattr(node.target, "__name__", str(node.target))
+    return str(getattr(target, "__name__", target))
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of what a node calls, overloads left out."""
+    return target_name(node.target)
 
 
 def node_flops(node: fx.Node, shape_of: Callable[[fx.Node], Any] | None = None) -> Any:

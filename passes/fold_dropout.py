@@ -19,23 +19,23 @@ DIVISIONS = (aten.div.Scalar, aten.div.Tensor)
 def fold_dropout(graph: Graph) -> None:
     """``bernoulli(empty_like(x), 1 - p) / (1 - p)`` becomes ``dropout_mask(x, p)``."""
     for node in list(graph.calls()):
-        kept = _kept(node)
-        if kept is not None:
-            drawn: Any = node.args[0]
-            shape = _shape_source(drawn)
-            replace_by(node, call_before(node, ops.dropout_mask, shape, 1 - kept))
+        if is_call(node, aten.bernoulli.p):
+            users = sorted(node.users)  # several where a replayed draw was merged with this one
+            if users and all(_undoes_share(user, node) for user in users):
+                kept: Any = node.args[1]
+                mask = call_before(users[0], ops.dropout_mask, _shape_source(node), 1 - kept)
+                for user in users:
+                    replace_by(user, mask)
     drop_dead(graph)
 
 
-def _kept(node: fx.Node) -> float | None:
-    """The probability to keep an element, if a node is a scaled Bernoulli mask."""
-    if not is_call(node, *DIVISIONS) or not is_call(node.args[0], aten.bernoulli.p):
-        return None
-    drawn: Any = node.args[0]
-    kept, scale = drawn.args[1], node.args[1]
-    if isinstance(scale, fx.Node) or len(drawn.users) != 1:
-        return None
-    return float(kept) if math.isclose(kept, scale) else None
+def _undoes_share(user: fx.Node, drawn: fx.Node) -> bool:
+    """Whether a reader divides a Bernoulli draw by its probability of a one."""
+    kept: Any = drawn.args[1]
+    if not is_call(user, *DIVISIONS) or user.args[0] is not drawn:
+        return False
+    scale: Any = user.args[1]
+    return not isinstance(scale, fx.Node) and kept > 0 and math.isclose(kept, scale)
 
 
 def _shape_source(drawn: fx.Node) -> fx.Node:

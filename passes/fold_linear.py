@@ -1,12 +1,12 @@
 """Fold flatten, matrix product, unflatten into one op on tensors with all their dims.
 
-A linear layer on ``f32[8,64,I]`` is traced as view, addmm, view, and its backward as two such products and
-a sum over flattened rows. Cutting the batch or the sequence needs the dims that the views hide.
+A linear layer on ``f32[8,64,I]`` is traced as view, addmm, view, and its backward as two such
+products and a sum over flattened rows. Cutting batch or sequence needs the dims that views hide.
 """
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 
 def fold_linear(graph: Graph) -> None:
-    """``view(addmm(b, view(x), t(w)))`` becomes ``linear(x, w, b)``; its backward ``matmul``, ``weight_grad``, ``sum``."""
-    folds = {
+    """``view(addmm(b, view(x), t(w)))`` becomes ``linear(x, w, b)``; likewise its backward."""
+    folds: dict[Any, Callable[[fx.Node], None]] = {
         aten.addmm.default: _fold_addmm,
         aten.mm.default: _fold_mm,
         aten.bmm.default: _fold_bmm,
@@ -65,7 +65,7 @@ def _fold_mm(node: fx.Node) -> None:
 
 
 def _fold_weight_grad(node: fx.Node, d_y: fx.Node, x: fx.Node) -> None:
-    """``mm(t(view(d_y)), view(x))`` with both views taken away; a lone view moves to the other side."""
+    """``mm(t(view(d_y)), view(x))`` without the views; a lone view moves to the other side."""
     sources = _flat_source(d_y), _flat_source(x)
     leads = {shape_of(s)[:-1] for s in sources if s is not None}
     if len(leads) == 1:
@@ -108,7 +108,7 @@ def _flat_source(node: fx.Node, kept: int = 1) -> fx.Node | None:
     source = _node(node.args[0])
     shape, flat = shape_of(source), shape_of(node)
     flattens = len(shape) > len(flat) == kept + 1 and shape[-kept:] == flat[-kept:]
-    return source if flattens and prod(shape) else None
+    return source if flattens and 0 not in shape else None
 
 
 def _lifted(node: fx.Node, rows: fx.Node) -> fx.Node:
@@ -118,7 +118,7 @@ def _lifted(node: fx.Node, rows: fx.Node) -> fx.Node:
         return source
     shapes = {shape_of(u) if is_call(u, aten.reshape.default) else () for u in node.users}
     after = shapes.pop() if len(shapes) == 1 else ()
-    if len(after) > 2 and after[-1] == shape_of(node)[-1] and prod(after):
+    if len(after) > 2 and after[-1] == shape_of(node)[-1] and 0 not in after:
         return call_before(node, aten.reshape.default, rows, [*after[:-1], shape_of(rows)[-1]])
     return rows
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, drop_dead, shape_of
+from partc.graph import Graph, drop_dead
 
 aten = torch.ops.aten
-IS_CAUSAL = {  # attention op -> position of its is_causal argument; attn_mask is a keyword
+IS_CAUSAL: dict[Any, int] = {  # attention op -> position of its is_causal argument
     aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
@@ -19,29 +19,24 @@ LARGEST = 1 << 28  # elements of a mask that is worth computing while compiling
 
 
 def fold_masks(graph: Graph) -> None:
-    """``attention(q, k, v, attn_mask=lower triangle)`` becomes ``attention(q, k, v, is_causal=True)``."""
-    known: dict[fx.Node, Any] = {}
+    """``attention(q, k, v, attn_mask=triangle)`` becomes ``attention(q, k, v, is_causal=True)``."""
+    constants = _Constants()
     for node in list(graph.calls()):
         mask = node.kwargs.get("attn_mask")
-        if node.target in IS_CAUSAL and isinstance(mask, fx.Node):
-            shown = _visible(_evaluate(mask, known))
-            if shown is not None and not _is_causal(node):
-                _fold(node, shown)
+        if node.target in IS_CAUSAL and isinstance(mask, fx.Node) and not _is_causal(node):
+            shown = constants.shown(mask)
+            if shown is not None:
+                _fold(node, causal=shown == "triangle")
     drop_dead(graph)
 
 
-def _fold(node: fx.Node, shown: Tensor) -> None:
-    """Drop the mask from one attention call if ``shown`` says all, or all up to the diagonal."""
-    rows, columns = shown.shape[-2:]
-    triangle = rows == columns and torch.equal(
-        shown, torch.ones(rows, columns, dtype=torch.bool).tril().expand_as(shown)
-    )
-    if not triangle and not shown.all():
-        return
+def _fold(node: fx.Node, causal: bool) -> None:
+    """Drop the mask from one attention call."""
     position = IS_CAUSAL[node.target]
-    defaults = [0.0, False][: max(0, position + 1 - len(node.args))]
-    arguments = [*node.args, *defaults[-(position + 1 - len(node.args)) :]] if defaults else [*node.args]
-    arguments[position] = triangle
+    defaults = (0.0, False)  # dropout_p and is_causal, the last two before the keywords
+    missing = position + 1 - len(node.args)
+    arguments = [*node.args, *defaults[len(defaults) - missing :]]
+    arguments[position] = causal
     node.args = tuple(arguments)
     node.kwargs = {name: given for name, given in node.kwargs.items() if name != "attn_mask"}
 
@@ -51,37 +46,61 @@ def _is_causal(node: fx.Node) -> bool:
     return len(node.args) > position and node.args[position] is True
 
 
-def _visible(mask: Any) -> Tensor | None:
-    """Where a mask lets look, None if it is unknown or does more than let or not let look."""
-    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
-        return mask
-    shown = mask == 0
-    blocked = mask <= torch.finfo(mask.dtype).min
-    return shown if bool((shown | blocked).all()) else None
+class _Constants:
+    """What constant masks show: those that read no placeholder; equal ones are computed once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}  # what a constant is computed from -> its number
+        self.known: dict[fx.Node, int | None] = {}
+        self.verdicts: dict[int, str | None] = {}
+
+    def shown(self, mask: fx.Node) -> str | None:
+        """ "all", "triangle" (up to the diagonal), or None where it is neither or unknown."""
+        steps = _ancestors(mask)
+        for step in steps:
+            if step not in self.known:
+                self.known[step] = self._number(step)
+        number = self.known[mask]
+        if number is None:
+            return None
+        if number not in self.verdicts:
+            self.verdicts[number] = _verdict(_evaluate(steps))
+        return self.verdicts[number]
+
+    def _number(self, node: fx.Node) -> int | None:
+        """A number that two nodes share if they compute the same, None for what is not constant."""
+        fake = node.meta["val"]
+        large = isinstance(fake, Tensor) and prod(fake.shape) > LARGEST
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op != "call_function" or large or random:
+            return None
+        if any(self.known[read] is None for read in node.all_input_nodes):
+            return None
+        key = fx.map_arg((node.args, node.kwargs), lambda read: f"%{self.known[read]}")
+        return self.numbers.setdefault((node.target, str(key)), len(self.numbers))
 
 
-def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """The value of a node that depends on no placeholder and no random draw, else None."""
-    for step in _ancestors(node):
-        if step not in known:
-            known[step] = _run(step, known)
-    return known[node]
+def _evaluate(steps: list[fx.Node]) -> Any:
+    """The value of the last of these nodes."""
+    env: dict[fx.Node, Any] = {}
+    for node in steps:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return env[steps[-1]]
 
 
-def _run(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in _tags(node):
-        return None
-    if any(known[read] is None for read in node.all_input_nodes):
-        return None
-    fake = node.meta["val"]
-    if isinstance(fake, Tensor) and prod(fake.shape) > LARGEST:
-        return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _tags(node: fx.Node) -> Any:
-    return getattr(node.target, "tags", ())
+def _verdict(mask: Tensor) -> str | None:
+    """Whether a mask lets look everywhere, or from each row up to the diagonal."""
+    shown = mask
+    if mask.dtype != torch.bool:
+        shown = mask == 0
+        if not bool((shown | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return None
+    if bool(shown.all()):
+        return "all"
+    rows, columns = shown.shape[-2:]
+    triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "triangle" if rows == columns and torch.equal(shown, triangle.expand_as(shown)) else None
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:

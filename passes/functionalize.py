@@ -1,7 +1,7 @@
 """Rewrite in-place ops as new values, views of what they change included.
 
-In: a graph whose calls may write to their arguments. Out: one where every node is a value that never
-changes; what a buffer holds at the end stands in ``outputs.buffers`` if the step changes it.
+In: a graph whose calls may write to their arguments. Out: one where every node is a value that
+never changes; what a changed buffer holds at the end stands in ``outputs.buffers``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 
 from partc.errors import TraceError
 from partc.graph import Graph, call_before, drop_dead, held, stand_in, value
-from partc.passes.views import Step, step_of
+from partc.passes.views import UNDO, Step, step_of
 
 aten = torch.ops.aten
 BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
@@ -23,7 +23,7 @@ BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.def
 
 @dataclass
 class Memory:
-    """One piece of memory: the node that holds its present content, and how often it was written."""
+    """One piece of memory: the node with its present content, and how often it was written."""
 
     node: fx.Node
     version: int = 0
@@ -76,7 +76,8 @@ class _Rewrite:
             self.views[node] = View(Memory(node), (), node, 0)
             return
         seen = self.views[at]
-        self.views[node] = View(seen.memory, (*seen.steps, step_of(node)), node, seen.version)
+        before = seen.steps[:-1] if node.target is operator.getitem else seen.steps
+        self.views[node] = View(seen.memory, (*before, step_of(node)), node, seen.version)
 
 
 def functionalize(graph: Graph) -> None:
@@ -88,6 +89,8 @@ def functionalize(graph: Graph) -> None:
         written = _written(node) if node.op == "call_function" else []
         if node.target in BATCH_NORMS:
             _open_batch_norm(rewrite, node, fx_args)
+        elif written and torch.Tag.inplace_view in node.target.tags:
+            _replace_restride(rewrite, node)
         elif written:
             _replace_write(rewrite, node, written, fx_args)
         else:
@@ -139,24 +142,44 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
     stand_in(node, new)
 
 
+def _replace_restride(rewrite: _Rewrite, node: fx.Node) -> None:
+    """``x.t_()`` changes no memory: from now on ``x`` is another view of it."""
+    target, changed = _out_of_place(node), node.args[0]
+    assert isinstance(changed, fx.Node)
+    if target not in UNDO:
+        raise _refusal(node, f"{node.target} changes how memory is read")
+    step, seen = Step(target, node.args[1:]), rewrite.views[changed]
+    now = step.redo(node, rewrite.read(changed, node))
+    rewrite.views[changed] = View(seen.memory, (*seen.steps, step), now, seen.version)
+    rewrite.views[node] = replace(rewrite.views[changed])
+    stand_in(node, now)
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    """The op that computes what an in-place op leaves behind."""
+    target: Any = node.target
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    found = getattr(getattr(aten, name, None), target._overloadname, None)
+    if found is None:
+        raise _refusal(node, f"{target} has no out-of-place form")
+    return found
+
+
 def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:
     """The call that computes what an in-place op would leave behind."""
     (self, *rest), kwargs = args
+    target: Any = node.target
     if name == "copy":
         return rest[0]  # type: ignore[no-any-return]
     if name == "zero":
         return call_before(node, aten.zeros_like.default, self)
     if name == "fill":
-        return call_before(node, getattr(aten.fill, node.target._overloadname), self, *rest)  # type: ignore[union-attr]
+        return call_before(node, getattr(aten.fill, target._overloadname), self, *rest)
     if name == "bernoulli":
-        return call_before(node, aten.bernoulli.p, self, *rest, **kwargs)
+        return call_before(node, aten.bernoulli.p, self, *(rest or [0.5]), **kwargs)
     if name == "normal":
         return call_before(node, aten.normal_functional.default, self, *rest, **kwargs)
-    overload = node.target._overloadname  # type: ignore[union-attr]
-    target = getattr(getattr(aten, name, None), overload, None)
-    if target is None:
-        raise _refusal(node, f"{node.target} has no out-of-place form")
-    return call_before(node, target, self, *rest, **kwargs)
+    return call_before(node, _out_of_place(node), self, *rest, **kwargs)
 
 
 def _open_batch_norm(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:

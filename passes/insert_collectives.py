@@ -1,4 +1,6 @@
-"""Turn a graph with shardings into one rank's graph: local sizes, and collectives where layouts differ."""
+"""Turn a graph with shardings into one rank's graph: local sizes, and collectives where layouts
+differ.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
+    first_operand,
     held,
+    picked,
     results_of,
     run_fake,
     set_held,
@@ -29,13 +33,16 @@ from partc.sharding import Sharding
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
-    """The local graph: ``value`` of each node keeps the whole's shape, ``held`` is what one rank has."""
+    """The local graph: ``value`` of each node keeps the whole's shape, ``held`` is what one rank
+    has.
+    """
     return _Partition(graph, plan, choices).build()
 
 
 @dataclass
 class _Partition:
-    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one first;
+    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one
+    first;
     ``gathered`` those of a parameter as it is computed with, per phase or for the whole step.
     """
 
@@ -51,8 +58,12 @@ class _Partition:
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
-        for node in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
-            piece = self._reshard(self.copies[node][Sharding()], placed(node, self.plan), value(node))
+        for (
+            node
+        ) in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
+            piece = self._reshard(
+                self.copies[node][Sharding()], placed(node, self.plan), value(node)
+            )
             self.copies[node] = {value(piece).sharding: piece}
         for node in self.graph.calls():
             self._call(node)
@@ -76,7 +87,9 @@ class _Partition:
         self.copies[node] = {stored: new}
 
     def _call(self, node: fx.Node) -> None:
-        """Write one call on local operands, bringing each operand into the layout its strategy asks for."""
+        """Write one call on local operands, bringing each operand into the layout its strategy
+        asks for.
+        """
         chosen = self.choices.get(node, {})
         operands = tensor_args(node)
         local_of: list[fx.Node] = []
@@ -95,14 +108,18 @@ class _Partition:
     def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
         """Where local batch statistics are kept, only the first rank's count."""
         if node.target is operator.getitem:
-            for axis, strategy in self.choices.get(node.args[0], {}).items():
-                if keeps_first(node.args[0], strategy, node.args[1]):
+            call, index = picked(node)
+            for axis, strategy in self.choices.get(call, {}).items():
+                if keeps_first(call, strategy, index):
                     kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
-                    new = self._step(new, Step(collectives.keep_first, kwargs, value(new).sharding), value(new), value(new))
+                    step = Step(collectives.keep_first, kwargs, value(new).sharding)
+                    new = self._step(new, step, value(new), value(new))
         return new
 
     def _get(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
-        """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy at hand."""
+        """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy
+        at hand.
+        """
         copies = self._copies(node, reader)
         if want not in copies:
             source = min(copies, key=lambda have: self._cost(have, want))
@@ -110,7 +127,9 @@ class _Partition:
         return copies[want]
 
     def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
-        """The copies a reader may use. A parameter that is gathered lives for one phase or for the step."""
+        """The copies a reader may use. A parameter that is gathered lives for one phase or for the
+        step.
+        """
         if value(node).kind != "param":
             return self.copies[node]
         (stored, shard), *_ = self.copies[node].items()
@@ -123,7 +142,8 @@ class _Partition:
 
     def _cost(self, have: Sharding, want: Sharding) -> float:
         costs = (
-            transition_cost(have.on(a), want.on(a), self.graph.mesh.size(a)) for a in self.graph.mesh.names
+            transition_cost(have.on(a), want.on(a), self.graph.mesh.size(a))
+            for a in self.graph.mesh.names
         )
         return sum(float("inf") if c is None else c for c in costs)
 
@@ -134,7 +154,9 @@ class _Partition:
         return node
 
     def _step(self, node: fx.Node, step: Step, made_by: Value, reader: Value) -> fx.Node:
-        """One collective. A reduction stands with what made the value, a gather with what reads it."""
+        """One collective. A reduction stands with what made the value, a gather with what reads
+        it.
+        """
         reduces = step.target in (collectives.all_reduce, collectives.reduce_scatter)
         at = made_by if reduces and made_by.kind == "op" else reader
         new = self.out.call_function(step.target, (node,), dict(step.kwargs))
@@ -147,7 +169,10 @@ class _Partition:
 
     def _finish(self, outputs: Outputs) -> Outputs:
         """Bring every result of the step into the layout it has to end in."""
-        grads = {n: self._final(g, self.plan.sharding(self.plan.stored(n))) for n, g in outputs.grads.items()}
+        grads = {
+            n: self._final(g, self.plan.sharding(self.plan.stored(n)))
+            for n, g in outputs.grads.items()
+        }
         return Outputs(
             loss=None if outputs.loss is None else self._final(outputs.loss, Sharding()),
             grads=grads,
@@ -167,13 +192,15 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def settle_modules(local: Graph) -> None:
-    """A resharded copy that several modules read belongs to none of them: it stands with its value."""
+    """A resharded copy that several modules read belongs to none of them: it stands with its
+    value.
+    """
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
-        if node.target in moves and value(node.args[0]).kind == "op":
+        if node.target in moves and value(first_operand(node)).kind == "op":
             owners = {block_of(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
-                made_by = value(node.args[0])
+                made_by = value(first_operand(node))
                 set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
 
 

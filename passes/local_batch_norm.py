@@ -1,6 +1,8 @@
-"""``batch_norm="local"``: each rank normalises with the statistics of its own piece of the batch, as DDP does.
+"""``batch_norm="local"``: each rank normalises with the statistics of its own piece of the batch,
+as DDP does.
 
-The running statistics kept are those of the first rank of the axis (DDP broadcasts them from there).
+The running statistics kept are those of the first rank of the axis (DDP broadcasts them from
+there).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _BACKWARD = aten.native_batch_norm_backward.default
 
 
 def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
-    """The strategy for a batch normalisation whose operand arrives cut along the batch; None for other calls."""
+    """The strategy for a batch normalisation whose operand arrives cut along the batch; None for
+    other calls.
+    """
     if node.target not in (_FORWARD, _BACKWARD) or arriving != cut(0):
         return None
     images = 1 if node.target is _FORWARD else 2  # operands with a batch: x, or d_y and x
@@ -30,7 +34,9 @@ def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
 
 
 def keeps_first(node: fx.Node, strategy: Strategy | None, result: int) -> bool:
-    """Whether this result has to be zeroed on all ranks but the first, so that the sum is the first rank's."""
+    """Whether this result has to be zeroed on all ranks but the first, so that the sum is the
+    first rank's.
+    """
     return (
         strategy is not None
         and strategy.variant == VARIANT

@@ -11,9 +11,10 @@ from partc.graph import Graph, draw_of, drop_dead, replace_by, shape_of, value
 
 aten = torch.ops.aten
 FILLS = (  # random ops that read nothing but the shape of a tensor argument
-    aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default, aten.exponential.default,
-    aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low,
-    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randperm.default,
+    aten.bernoulli.p, aten.uniform.default, aten.normal_functional.default,
+    aten.exponential.default, aten.rand.default, aten.randn.default, aten.randperm.default,
+    aten.randint.default, aten.randint.low, aten.rand_like.default, aten.randn_like.default,
+    aten.randint_like.default,
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ UNARY = (
 
 
 def narrow_expands(graph: Graph) -> None:
-    """``expand(x) / 2`` becomes ``expand(x / 2)``; ``expand(x) * y`` becomes ``x * y`` where that has y's shape."""
+    """``expand(x) / 2`` becomes ``expand(x / 2)``; ``expand(x) * y`` becomes ``x * y``."""
     for node in list(graph.calls()):
         expanded = [a for a in node.args if is_call(a, aten.expand.default)]
         if not expanded:

@@ -17,15 +17,15 @@ from partc.graph import Graph, call_before, drop_dead, replace_by, shape_of, val
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # torch's codes for a loss's reduction
 HALF = (torch.float16, torch.bfloat16)
-NLL = {
+NLL: dict[Any, Any] = {
     aten.nll_loss_forward.default: aten.nll_loss_backward.default,
     aten.nll_loss2d_forward.default: aten.nll_loss2d_backward.default,
 }
-ELEMENTWISE = {  # losses whose mean is over all elements -> position of reduction
+ELEMENTWISE: dict[Any, int] = {  # losses whose mean is over all elements -> position of reduction
     aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2,
     aten.binary_cross_entropy.default: 3, aten.soft_margin_loss.default: 2,
 }  # fmt: skip
-ELEMENTWISE_BACKWARD = {
+ELEMENTWISE_BACKWARD: dict[Any, int] = {
     aten.mse_loss_backward.default: 3, aten.smooth_l1_loss_backward.default: 3,
     aten.huber_loss_backward.default: 3, aten.binary_cross_entropy_backward.default: 4,
     aten.soft_margin_loss_backward.default: 3,
@@ -52,11 +52,14 @@ def _open_mean(node: fx.Node) -> None:
     """Half precision is summed in float32, as the mean kernel does, so that nothing overflows."""
     source: Any = node.args[0]
     shape = shape_of(source)
-    dims, keep = [*node.args[1:], None, False][:2] if node.target == aten.mean.dim else (None, False)
+    dims, keep = (
+        [*node.args[1:], None, False][:2] if node.target == aten.mean.dim else (None, False)
+    )
     reduced: Any = list(range(len(shape))) if dims is None or dims == [] else dims
     wide = {"dtype": torch.float32} if value(source).dtype in HALF else {}
     options = wide or node.kwargs
-    total = call_before(node, aten.sum.dim_IntList, source, reduced, bool(keep), **options)
+    kept = (True,) if keep else ()
+    total = call_before(node, aten.sum.dim_IntList, source, reduced, *kept, **options)
     mean = call_before(node, aten.div.Tensor, total, prod(shape[d] for d in reduced))
     if value(mean).dtype != value(node).dtype:
         mean = call_before(node, aten._to_copy.default, mean, dtype=value(node).dtype)

@@ -1,7 +1,8 @@
 """Write an op that cannot be cut as the few ops it is made of, which can.
 
-Softmax over a cut dim becomes max, exp and sum with the max and the sum finished over the axis (as Megatron's
-vocabulary-parallel cross-entropy); batch normalisation of a cut batch becomes sums (as SyncBatchNorm).
+Softmax over a cut dim becomes max, exp and sum with the max and the sum finished over the axis (as
+Megatron's vocabulary-parallel cross-entropy); batch normalisation of a cut batch becomes sums (as
+SyncBatchNorm).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, Writer, held, value
+from partc.graph import Graph, Writer, held, picked, value
 
 aten = torch.ops.aten
 Results = tuple[Any, ...]  # one node (or None) per result of the opened op
@@ -35,7 +36,7 @@ def open_op(graph: Graph, node: fx.Node) -> fx.Node:
     else:
         for user in list(node.users):
             assert user.target is operator.getitem
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[picked(user)[1]])
             graph.fx.erase_node(user)
     graph.fx.erase_node(node)
     return before.next
@@ -62,7 +63,9 @@ def _log_softmax_backward(
 def _softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
     if half_to_float:
         x = write(aten._to_copy.default, x, dtype=torch.float32)
-    exp = write(aten.exp.default, write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True)))
+    exp = write(
+        aten.exp.default, write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True))
+    )
     return (write(aten.div.Tensor, exp, write(aten.sum.dim_IntList, exp, [dim], True)),)
 
 
@@ -90,7 +93,9 @@ def _per_channel(write: Writer, stat: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Node, fx.Node, int]:
-    """Mean, biased variance, 1 / sqrt(variance + eps) per channel, and how many values each is of."""
+    """Mean, biased variance, 1 / sqrt(variance + eps) per channel, and how many values each is
+    of.
+    """
     count = prod(s for d, s in enumerate(held(x).shape) if d != 1)
     mean = write(aten.div.Tensor, write(aten.sum.dim_IntList, x, _others(x)), count)
     centred = write(aten.sub.Tensor, x, _per_channel(write, mean, x))
@@ -134,13 +139,17 @@ def _batch_norm_backward(
     write: Writer, d_y: fx.Node, x: fx.Node, weight: Any, running_mean: Any, running_var: Any,
     mean: fx.Node, rstd: fx.Node, train: bool, eps: float, mask: list[bool],
 ) -> Results:  # fmt: skip
-    """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), and the two sums."""
+    """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), and the two
+    sums.
+    """
     count = prod(s for d, s in enumerate(held(x).shape) if d != 1)
     x_hat = _normalised(write, x, mean, rstd)
     d_bias = write(aten.sum.dim_IntList, d_y, _others(x))
     d_weight = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, x_hat), _others(x))
     by_mean = _per_channel(write, write(aten.div.Tensor, d_bias, count), x)
-    by_var = write(aten.mul.Tensor, x_hat, _per_channel(write, write(aten.div.Tensor, d_weight, count), x))
+    by_var = write(
+        aten.mul.Tensor, x_hat, _per_channel(write, write(aten.div.Tensor, d_weight, count), x)
+    )
     d_x = write(aten.sub.Tensor, write(aten.sub.Tensor, d_y, by_mean), by_var)
     scale = rstd if weight is None else write(aten.mul.Tensor, rstd, weight)
     return write(aten.mul.Tensor, d_x, _per_channel(write, scale, x)), d_weight, d_bias

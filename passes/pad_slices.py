@@ -14,7 +14,7 @@ slice_backward = aten.slice_backward.default
 
 
 def pad_slices(graph: Graph) -> None:
-    """``slice_backward(d, sizes, dim, start, end)`` becomes ``pad(d)``, which names no size of other dims."""
+    """``slice_backward(d, sizes, dim, start, end)`` becomes padding, free of other dims' sizes."""
     for node in list(graph.calls()):
         if is_call(node, aten.add.Tensor) and not node.kwargs:
             _join(node)

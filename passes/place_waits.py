@@ -1,23 +1,30 @@
-"""Start every collective as soon as its operand exists and wait for it right before its first use."""
+"""Start every collective as soon as its operand exists and wait for it right before its first
+use.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, held, set_held, set_value, value
+from partc.graph import Graph, first_operand, held, set_held, set_value, value
+from partc.passes.insert_collectives import block_of
 
 
 def place_waits(graph: Graph) -> Graph:
-    """Order the local graph in place: starts move up to their operand, waits down to the first reader.
+    """Order the local graph in place: starts move up to their operand, waits down to the first
+    reader.
 
     Gathers of parameters are left where they are first needed: blocks gather them one block ahead.
-    Results of the step (reduced gradients) are waited for at the end.
+    Results of the step (reduced gradients) are waited for at the end. A value that a block hands
+    on is waited for outside the blocks that read it, so that equal blocks stay equal.
     """
     order = {node: i for i, node in enumerate(graph.fx.nodes)}
     for node in list(graph.calls()):
         if node.target in collectives.COLLECTIVES:
-            if value(node.args[0]).kind == "op":
+            if value(first_operand(node)).kind == "op":
                 _start_early(node)
             _wait_late(graph, node, order)
     graph.fx.lint()
@@ -36,9 +43,9 @@ def _wait_late(graph: Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
     first = min(readers, key=lambda n: order[n])
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
-    made_by, reader = value(node), first.meta.get("value", value(node))
-    at = made_by if first.op == "output" else reader
-    set_value(waited, type(made_by)(**{**vars(made_by), "module": at.module, "phase": at.phase}))
+    made_by = value(node)
+    at = value(first) if first.op != "output" and block_of(first) == block_of(node) else made_by
+    set_value(waited, replace(made_by, module=at.module, phase=at.phase))
     set_held(waited, held(node))
     order[waited] = order[first]
     for reader_node in readers:

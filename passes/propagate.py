@@ -1,20 +1,30 @@
 """Decide how every value lies on the mesh, given how parameters and inputs do.
 
-Axis by axis, in order of execution, each node takes the strategy of its rule that costs least: the network
-bytes its operands need, the network bytes its result will need to be finished, and the work that
-stays replicated. Cuts spread from parameters and inputs; they do not appear by themselves.
+Axis by axis, in order of execution, each node takes the strategy of its rule that costs least: the
+network bytes its operands need, the network bytes its result will need to be finished, and the
+work that stays replicated. Cuts spread from parameters and inputs; they do not appear by
+themselves.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, Outputs, results_of, tensor_args, update, value
+from partc.graph import (
+    Graph,
+    Outputs,
+    is_weight,
+    picked,
+    results_of,
+    tensor_args,
+    update,
+    value,
+)
 from partc.mesh import Mesh
 from partc.passes.local_batch_norm import local_batch_norm
 from partc.passes.open_ops import open_op, opens
@@ -24,13 +34,15 @@ from partc.rules import Strategy
 from partc.rules.discover import strategies_for
 from partc.sharding import Layout, R, Sharding, cut
 
-Choices = dict[fx.Node, dict[str, Strategy]]  # how a call is cut, per axis; a missing axis is replicated
+# how a call is cut, per axis; a missing axis is replicated
+Choices = dict[fx.Node, dict[str, Strategy]]
 
-# What a transfer costs beside its bytes, in bytes: a collective's latency. What is replicated although it
-# could be cut is charged a share of its bytes: local memory is about this much faster than the network.
+# What a transfer costs beside its bytes, in bytes: a collective's latency. What is replicated
+# although it could be cut is charged a share of its bytes: local memory is about this much faster
+# than the network.
 _LATENCY_BYTES, _LOCAL_SHARE = 1024.0, 0.05
-# Decisions of the plan that propagation must not undo to save a few bytes: parameters are used as the plan
-# says, and what the inputs cut (the batch) stays cut.
+# Decisions of the plan that propagation must not undo to save a few bytes: parameters are used as
+# the plan says, and what the inputs cut (the batch) stays cut.
 _UNDO_PARAM, _UNDO_INPUT_CUT = 1e6, 1e3
 
 
@@ -53,11 +65,16 @@ def propagate(graph: Graph, plan: Plan) -> Choices:
 
 @dataclass
 class _AxisWalk:
+    """``made`` has the layouts of each value that are at hand, the produced one first; ``decided``
+    the strategies chosen so far, by circumstances.
+    """
+
     graph: Graph
     plan: Plan
     axis: str
     choices: Choices
-    made: dict[fx.Node, list[Layout]] = field(default_factory=dict)  # layouts at hand, the produced one first
+    made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
+    decided: dict[Hashable, Strategy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num = self.graph.mesh.size(self.axis)
@@ -66,14 +83,17 @@ class _AxisWalk:
         self.final = _final_layouts(self.graph, self.plan, self.axis)
 
     def run(self) -> bool:
-        """Walk the graph once; True if an op was opened and the walk has to be repeated on all axes."""
+        """Walk the graph once; True if an op was opened and the walk has to be repeated on all
+        axes.
+        """
         opened = False
         node = next(iter(self.graph.fx.nodes))
         while node.op != "output":
             if node.op == "placeholder":
                 self.made[node] = [placed(node, self.plan).on(self.axis)]
             elif node.target is operator.getitem:
-                self.made[node] = [self._produced(node.args[0])[node.args[1]]]
+                call, index = picked(node)
+                self.made[node] = [self._produced(call)[index]]
             elif node.op == "call_function":
                 best = self._choose(node)
                 if self._gathers(node, best) and opens(node):
@@ -106,10 +126,38 @@ class _AxisWalk:
             local = local_batch_norm(node, self.made[operands[0]][0])
             if local is not None:
                 return local
-        seen = [(i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R]
+        key = self._circumstances(node, operands)
+        if key not in self.decided:
+            self.decided[key] = self._cheapest(node, operands, whole)
+        return self.decided[key]
+
+    def _cheapest(self, node: fx.Node, operands: list[fx.Node], whole: Strategy) -> Strategy:
+        seen = [
+            (i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R
+        ]
         options = [whole, *strategies_for(node, self.num, seen)]
-        priced = [(cost, i) for i, s in enumerate(options) if (cost := self._price(node, operands, s)) is not None]
+        priced = [
+            (cost, i)
+            for i, s in enumerate(options)
+            if (cost := self._price(node, operands, s)) is not None
+        ]
         return options[min(priced)[1]] if priced else whole
+
+    def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
+        """All that a decision depends on: equal calls of equal blocks are decided once."""
+        literals = fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.index(n))
+        known = tuple(
+            (
+                value(o).shape, value(o).dtype, tuple(self.made[o]), self._shared(o),
+                is_weight(o), self._cut_before(o),
+            )
+            for o in operands
+        )  # fmt: skip
+        results = tuple(
+            None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
+        )
+        before = tuple(self.choices.get(node, {}).items())
+        return node.target, repr(literals), known, results, before, self.final.get(node)
 
     def _price(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float | None:
         if not self._fits(node, operands, strategy):
@@ -125,15 +173,15 @@ class _AxisWalk:
     def _move(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
     ) -> float | None:
-        """Bytes to bring one operand into the layout that the strategy wants; None if it may not."""
-        made = self.made[operand]
+        """Bytes to bring one operand into the layout that the strategy wants; None if it may
+        not.
+        """
         if want.kind in "UM" and self._shared(operand):
             return None  # several readers: finished once for all of them
-        if want in made:
+        if want in self.made[operand]:
             return 0.0
-        if want.kind in "UM" or (want.kind == "cut" and not self._driven(operand, want, operands, strategy)):
-            return None
-        costs = [c for have in made if (c := self._leave(operand, have, want)) is not None]
+        sources = self._sources(operand, want, operands, strategy)
+        costs = [c for have in sources if (c := self._leave(operand, have, want)) is not None]
         return min(costs, default=None)
 
     def _shared(self, node: fx.Node) -> bool:
@@ -145,37 +193,51 @@ class _AxisWalk:
             return ratio
         cost = ratio * self._bytes(operand) + _LATENCY_BYTES
         if have.kind == "cut":
-            if value(operand).kind == "param":
+            if is_weight(operand):
                 cost *= _UNDO_PARAM
             elif self.input_axis:
                 cost *= _UNDO_INPUT_CUT
         return cost
 
-    def _driven(
+    def _sources(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
-    ) -> bool:
-        """Whether something that is cut already asks for this cut, or the plan scatters sums so."""
-        if self.made[operand][0].kind == "cut":
-            return True
-        if self.made[operand][0].kind == "U" and not self.input_axis:
-            return self._scatters(operand, want)
-        if any(
-            layout.kind == "cut" and layout in self.made[other]
+    ) -> list[Layout]:
+        """The layouts at hand from which the wanted one may be made.
+
+        What is whole is cut only where something that is cut already asks for it. Sums go straight
+        into a cut only where the plan scatters them, or the inputs are cut so.
+        """
+        made = self.made[operand]
+        if want.kind in "UM":
+            return []
+        if want.kind != "cut":
+            return made
+        driven = self._driven(operand, operands, strategy)
+        if made[0].kind in "UM" and self.scatter is None and not self.input_axis:
+            return []
+        if driven or self._scatters(operand, want):
+            return made
+        return [layout for layout in made if layout.kind == "cut"]
+
+    def _driven(self, operand: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
+        """Whether another operand is cut as the strategy wants it, or a sum is scattered so."""
+        return any(
+            (layout.kind == "cut" and layout in self.made[other])
+            or (self.made[other][0].kind == "U" and self._scatters(other, layout))
             for other, layout in zip(operands, strategy.ins, strict=True)
             if other is not operand
-        ):
-            return True
-        return any(
-            self.made[other][0].kind == "U" and self._scatters(other, layout)
-            for other, layout in zip(operands, strategy.ins, strict=True)
         )
 
     def _scatters(self, node: fx.Node, layout: Layout) -> bool:
         """Whether the plan's sequence parallelism scatters this unfinished activation so."""
-        return self.scatter is not None and layout == cut(self.scatter) and len(value(node).shape) > 2
+        return (
+            self.scatter is not None and layout == cut(self.scatter) and len(value(node).shape) > 2
+        )
 
     def _finishing(self, node: fx.Node, strategy: Strategy) -> float:
-        """Bytes that the results will still cost: unfinished sums, and gradients not yet as stored."""
+        """Bytes that the results will still cost: unfinished sums, and gradients not yet as
+        stored.
+        """
         cost = 0.0
         for fake, layout in zip(results_of(node), strategy.outs, strict=True):
             if fake is None:
@@ -184,7 +246,8 @@ class _AxisWalk:
             ratio = transition_cost(layout, final, self.num) if final is not None else None
             if ratio is None:
                 ratio = 0.0 if layout.kind not in "UM" else 1.0 if self.scatter is not None else 2.0
-            # among equals: a sum that only sums feed stays unfinished, any other is finished at once
+            # among equals: a sum that only sums feed stays unfinished, any other is finished at
+            # once
             tilt = 0.999 if all(i.kind == "U" for i in strategy.ins) else 1.001
             cost += ratio * tilt * self._bytes(node) if layout.kind in "UM" or final else 0.0
         return cost
@@ -203,22 +266,39 @@ class _AxisWalk:
         fake = next((f for f in results_of(node) if f is not None), None)
         if fake is None:
             return 0.0
-        cuts = prod(
+        return fake.numel() * fake.element_size() / self._cut_before(node)
+
+    def _cut_before(self, node: fx.Node) -> int:
+        """Into how many pieces the axes decided before have cut a value."""
+        return prod(
             self.graph.mesh.size(axis)
             for axis, strategy in self.choices.get(node, {}).items()
             if axis != self.axis and strategy.outs and strategy.outs[0].kind == "cut"
         )
-        return fake.numel() * fake.element_size() / cuts
 
     def _fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """Whether the cuts divide what the axes decided before have left of each operand and result."""
+        """Whether the cuts divide what the axes decided before have left of each operand and
+        result.
+        """
         mesh, before = self.graph.mesh, self.choices.get(node, {})
         for i, operand in enumerate(operands):
-            if not _divides(value(operand).shape, [(a, s.ins[i]) for a, s in before.items()], self.axis, strategy.ins[i], mesh):
+            if not _divides(
+                value(operand).shape,
+                [(a, s.ins[i]) for a, s in before.items()],
+                self.axis,
+                strategy.ins[i],
+                mesh,
+            ):
                 return False
         return all(
             fake is None
-            or _divides(tuple(fake.shape), [(a, s.outs[i]) for a, s in before.items()], self.axis, strategy.outs[i], mesh)
+            or _divides(
+                tuple(fake.shape),
+                [(a, s.outs[i]) for a, s in before.items()],
+                self.axis,
+                strategy.outs[i],
+                mesh,
+            )
             for i, fake in enumerate(results_of(node))
         )
 
@@ -247,9 +327,9 @@ def wanted_results(outputs: Outputs, plan: Plan) -> Iterator[tuple[fx.Node, Shar
     """Each result of the step and the sharding it has to end in."""
     for name, node in outputs.grads.items():
         yield node, plan.sharding(plan.stored(name))
-    for node in (outputs.loss, *outputs.buffers.values(), *outputs.results.values()):
-        if node is not None:
-            yield node, Sharding()
+    for result in (outputs.loss, *outputs.buffers.values(), *outputs.results.values()):
+        if result is not None:
+            yield result, Sharding()
 
 
 def placed(node: fx.Node, plan: Plan) -> Sharding:
@@ -267,7 +347,8 @@ def _write(graph: Graph, plan: Plan, choices: Choices) -> None:
         if node.op == "placeholder":
             update(node, sharding=placed(node, plan))
         elif node.target is operator.getitem:
-            outs = {axis: s.outs[node.args[1]] for axis, s in choices.get(node.args[0], {}).items()}
+            call, index = picked(node)
+            outs = {axis: s.outs[index] for axis, s in choices.get(call, {}).items()}
             update(node, sharding=Sharding.of(outs, graph.mesh))
         elif node.op == "call_function":
             outs = {axis: s.outs[0] for axis, s in choices.get(node, {}).items() if s.outs}

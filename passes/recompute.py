@@ -1,6 +1,8 @@
-"""Compute cheap values again in the backward instead of keeping them: those whose operands are kept anyway.
+"""Compute cheap values again in the backward instead of keeping them: those whose operands are
+kept anyway.
 
-Sums, products, casts and views of what is saved cost little time and most of the activation memory. Results of
+Sums, products, casts and views of what is saved cost little time and most of the activation
+memory. Results of
 ``exp``, ``tanh`` and the like are kept. A value is recomputed only inside the block that made it.
 """
 
@@ -16,14 +18,34 @@ from partc.passes.insert_collectives import block_of
 
 aten = torch.ops.aten
 _VIEWS = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.transpose.int, aten.t.default,
-    aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
-    aten.select.int, aten.slice.Tensor,
-)  # fmt: skip
-_CHEAP = frozenset({
-    *_VIEWS, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar,
-    aten.div.Tensor, aten.neg.default, aten._to_copy.default, aten.silu.default, aten.relu.default,
-})  # fmt: skip
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.select.int,
+    aten.slice.Tensor,
+)
+_CHEAP = frozenset(
+    {
+        *_VIEWS,
+        aten.add.Tensor,
+        aten.add.Scalar,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.div.Tensor,
+        aten.neg.default,
+        aten._to_copy.default,
+        aten.silu.default,
+        aten.relu.default,
+    }
+)
 
 
 def recompute(graph: Graph) -> Graph:
@@ -47,7 +69,9 @@ def _recomputable(graph: Graph) -> set[fx.Node]:
             continue
         operands = tensor_args(node)
         kept = [o for o in operands if o.op == "placeholder" or o in again or o in saved]
-        if len(kept) == len(operands) and all(_same_block(o, node) or o.op == "placeholder" or o in saved for o in operands):
+        if len(kept) == len(operands) and all(
+            _same_block(o, node) or o.op == "placeholder" or o in saved for o in operands
+        ):
             again.add(node)
     return {n for n in again if n in saved and _pays(n)} | _inner(again, saved)
 
@@ -71,9 +95,15 @@ def _read_backward(node: fx.Node) -> bool:
 
 
 def _copy(
-    graph: Graph, node: fx.Node, reader: fx.Node, again: set[fx.Node], copies: dict[fx.Node, fx.Node]
+    graph: Graph,
+    node: fx.Node,
+    reader: fx.Node,
+    again: set[fx.Node],
+    copies: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """The backward's copy of a value, written before its first reader, its own cheap operands first."""
+    """The backward's copy of a value, written before its first reader, its own cheap operands
+    first.
+    """
     if node not in copies:
         swap = {
             o: _copy(graph, o, reader, again, copies)

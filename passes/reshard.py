@@ -12,7 +12,8 @@ from partc import collectives
 from partc.mesh import Mesh
 from partc.sharding import Layout, R, Sharding
 
-# Bytes that cross the network, in units of the whole value's bytes, for axes of many ranks (ring algorithms).
+# Bytes that cross the network, in units of the whole value's bytes, for axes of many ranks (ring
+# algorithms).
 _COST = {("U", "R"): 2.0, ("M", "R"): 2.0, ("U", "cut"): 1.0, ("cut", "R"): 1.0, ("R", "cut"): 0.0}
 
 
@@ -40,7 +41,8 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
     """The collectives from ``have`` to ``want``, in order.
 
     Sums are finished first, straight into a cut where that cut ends up innermost. Then cuts that
-    ``want`` does not share are gathered from the inside out, and new ones taken from the outside in.
+    ``want`` does not share are gathered from the inside out, and new ones taken from the outside
+    in.
     """
     for axis in mesh.names:
         if have.on(axis).kind in "UM" and have.on(axis) != want.on(axis):
@@ -59,7 +61,9 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
     for axis, layout in want.cuts():
         if have.on(axis) != layout:
             have = have.with_(axis, layout, mesh)
-            yield _step(collectives.keep_piece, axis, layout, have.local_outer(axis, mesh), have, mesh)
+            yield _step(
+                collectives.keep_piece, axis, layout, have.local_outer(axis, mesh), have, mesh
+            )
     for axis in mesh.names:
         if want.on(axis).kind == "U" and have.on(axis) == R:
             have = have.with_(axis, want.on(axis), mesh)
@@ -68,7 +72,12 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
 
 
 def _step(
-    target: Callable[..., Tensor], axis: str, layout: Layout, outer: int, after: Sharding, mesh: Mesh
+    target: Callable[..., Tensor],
+    axis: str,
+    layout: Layout,
+    outer: int,
+    after: Sharding,
+    mesh: Mesh,
 ) -> Step:
     kwargs = {"axis": axis, "num": mesh.size(axis), "dim": layout.dim, "outer": outer}
     return Step(target, kwargs, after)
@@ -79,7 +88,12 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
     layout = want.on(axis)
     scattered = have.with_(axis, layout, mesh)
     settled = _on_dim(scattered, layout.dim) == _on_dim(want, layout.dim)
-    if layout.kind == "cut" and have.on(axis).kind == "U" and settled and _innermost(scattered, axis):
+    if (
+        layout.kind == "cut"
+        and have.on(axis).kind == "U"
+        and settled
+        and _innermost(scattered, axis)
+    ):
         outer = scattered.local_outer(axis, mesh)
         return _step(collectives.reduce_scatter, axis, layout, outer, scattered, mesh)
     op = "max" if have.on(axis).kind == "M" else "sum"
@@ -88,7 +102,9 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
 
 
 def _innermost(sharding: Sharding, axis: str) -> bool:
-    """Whether the cut on ``axis`` is the last that its dim gets, so that adding or dropping it moves no other."""
+    """Whether the cut on ``axis`` is the last that its dim gets, so that adding or dropping it
+    moves no other.
+    """
     return _on_dim(sharding, sharding.on(axis).dim)[-1][0] == axis
 
 
@@ -97,7 +113,9 @@ def _on_dim(sharding: Sharding, dim: int) -> list[tuple[str, Layout]]:
 
 
 def _swap(have: Sharding, want: Sharding, mesh: Mesh) -> Step | None:
-    """One all_to_all where a single axis moves its cut between dims that nothing else cuts differently."""
+    """One all_to_all where a single axis moves its cut between dims that nothing else cuts
+    differently.
+    """
     moved = [a for a in mesh.names if have.on(a) != want.on(a)]
     if len(moved) != 1 or have.on(moved[0]).kind != "cut" or want.on(moved[0]).kind != "cut":
         return None

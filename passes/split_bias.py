@@ -1,4 +1,5 @@
-"""Write linears with a bias as a product and an addition while shardings are decided, and join them again after.
+"""Write linears with a bias as a product and an addition while shardings are decided, and join
+them again after.
 
 A product cut along its contracted dim is an unfinished sum: the bias is added once it is finished.
 """
@@ -26,7 +27,9 @@ def split_bias(graph: Graph) -> Graph:
 
 
 def fuse_bias(graph: Graph) -> Graph:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where nothing else reads the product, in place."""
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where nothing else reads the product, in
+    place.
+    """
     for node in list(graph.calls()):
         if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
             product, bias = node.args

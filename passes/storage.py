@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.graph import Graph, held
-from partc.passes.workspaces import workspace_bytes
+from partc.passes.workspaces import workspace_of
 
 Storage = int  # names one piece of memory within a Replay
 
@@ -93,4 +93,6 @@ def _run(node: fx.Node, ran: Replay, watch: _Allocations) -> None:
     ran.results[node] = node.target(*args, **kwargs)
     kept = sum(b for s, b in ran.storages(node).items() if s not in watch.known)
     composite = max(0, watch.peak_bytes - kept)
-    ran.temporary_bytes[node] = composite + workspace_bytes(node, ran.results[node], args, kwargs)
+    ran.temporary_bytes[node] = composite + workspace_of(
+        node.target, ran.results[node], args, kwargs
+    )

@@ -5,6 +5,8 @@ polynomial, and accepted only if it also predicts sizes that took no part. Mesh 
 the shardings: a dim that an axis cuts is the whole's dim divided by that axis's size.
 """
 
+from __future__ import annotations
+
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,6 @@ from partc.sharding import Sharding
 
 Sizes = Mapping[str, int]
 Resized = Callable[[Sizes], Graph]  # makes the same graph, mesh and plan included, at other sizes
-Samples = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,35 @@ class _NotConfirmed(Exception):
     """Sizes do not follow polynomials of a low degree, or the graph differs with them."""
 
 
-def samples_for(size: int) -> tuple[int, ...]:
-    """Four sizes to make a graph at, the given one first, then parts of it, or else multiples."""
-    if size >= 8 and size % 4 == 0:
-        return size, size // 2, size // 4 * 3, size // 4
-    return size, 2 * size, 3 * size, 4 * size
+@dataclass(frozen=True)
+class Samples:
+    """Sizes of one symbol: three to fit a polynomial to, two that it must predict."""
+
+    fitted: tuple[int, ...]
+    held_out: tuple[int, ...]
+
+    @classmethod
+    def of(cls, size: int, step: int = 1) -> Samples:
+        """Sizes up to the given one where it is large, else beyond; all multiples of ``step``.
+
+        Those held out leave other remainders, so that what rounds does not pass for a polynomial.
+        """
+        n = size // step
+        if n >= 8:
+            fitted, held_out = (n, n // 2, 3 * n // 4), (n - 1, n // 4 + 1)
+        else:
+            fitted, held_out = (n, 2 * n, 3 * n), (2 * n + 1, 3 * n + 1)
+        return cls(tuple(x * step for x in fitted), tuple(x * step for x in held_out))
 
 
-def symbolic_costs(graph: Graph, resized: Resized, sizes: Sizes) -> SymbolicCosts:
-    """Costs of ``graph``, which was made at ``sizes`` (symbol -> number), as expressions."""
-    samples = {symbol: samples_for(size) for symbol, size in sizes.items()}
+def symbolic_costs(
+    graph: Graph, resized: Resized, sizes: Sizes, steps: Sizes | None = None
+) -> SymbolicCosts:
+    """Costs of ``graph``, which was made at ``sizes`` (symbol -> number), as expressions.
+
+    ``steps``: what sizes must be multiples of, the data axes' size for a batch say.
+    """
+    samples = {s: Samples.of(size, (steps or {}).get(s, 1)) for s, size in sizes.items()}
     try:
         shapes = _Shapes(graph, _fit(graph, resized, samples))
     except (PartcError, _NotConfirmed) as error:
@@ -88,21 +108,22 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(held(node)) if isinstance(x, Tensor)]
 
 
-def _fit(graph: Graph, resized: Resized, samples: Samples) -> Dims:
+def _fit(graph: Graph, resized: Resized, samples: Mapping[str, Samples]) -> Dims:
     """Shapes as polynomials: linear in each symbol, or quadratic if that is not enough."""
-    known = {tuple(sizes[0] for sizes in samples.values()): _dims(graph)}
+    known = {tuple(s.fitted[0] for s in samples.values()): _dims(graph)}
 
     def at(point: tuple[int, ...]) -> Dims:
         if point not in known:
             known[point] = _dims(resized(dict(zip(samples, point, strict=True))))
         return known[point]
 
+    held_out = list(zip(*(s.held_out for s in samples.values()), strict=True))
     for degree in (1, 2):
-        held_out = tuple(sizes[degree + 1] for sizes in samples.values())
-        fitted = _interpolate([s[: degree + 1] for s in samples.values()], list(samples), at)
-        if _predicts(fitted, dict(zip(samples, held_out, strict=True)), at(held_out)):
+        grid = [s.fitted[: degree + 1] for s in samples.values()]
+        fitted = _interpolate(grid, list(samples), at)
+        if all(_predicts(fitted, dict(zip(samples, p, strict=True)), at(p)) for p in held_out):
             return fitted
-    raise _NotConfirmed(f"sizes at {dict(zip(samples, held_out, strict=True))} are no polynomial")
+    raise _NotConfirmed("sizes in the graph are no polynomials of the input's sizes")
 
 
 def _interpolate(

@@ -9,9 +9,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from partc.passes.flops import op_name
+from partc.passes.flops import target_name
 from partc.registry import Registry
 
 Workspace = Callable[..., int]  # called with the results and the arguments, tensors among them
@@ -19,9 +19,9 @@ Workspace = Callable[..., int]  # called with the results and the arguments, ten
 WORKSPACES: Registry[Workspace] = Registry("kernel workspace")
 
 
-def workspace_bytes(node: fx.Node, result: Any, args: Any, kwargs: Any) -> int:
+def workspace_of(target: Any, result: Any, args: Any, kwargs: Any) -> int:
     """Bytes that one call's kernel takes beside its results, as far as known."""
-    name = op_name(node)
+    name = target_name(target)
     if name not in WORKSPACES or any(isinstance(a, Tensor) and a.is_cuda for a in args):
         return 0
     return WORKSPACES[name](result, *args, **kwargs)

@@ -1,7 +1,8 @@
 """A rank program written by hand, in the shape that partc emits, for tests of everything around it.
 
-The model is a gated MLP with every case that loading knows: a weight cut in halves (outer 2), one cut by
-two axes, a replicated one, a frozen one, a tied name, a buffer that a step changes, an unsaved buffer.
+The model is a gated MLP with every case that loading knows: a weight cut in halves (outer 2), one
+cut by two axes, a replicated one, a frozen one, a tied name, a buffer that a step changes, an
+unsaved buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from partc.program import Program
 BATCH, WIDTH, HIDDEN = 12, 8, 12
 
 SOURCE = '''\
-"""GatedMLP, {mesh}: hidden is cut by tp, the batch by dp; down.weight is gathered over dp before use."""
+"""GatedMLP, {mesh}: hidden is cut by tp, the batch by dp; down.weight is gathered over dp."""
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,8 @@ def example_batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def example_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).pow(2).mean()
+    loss: Tensor = (model(x) - y).pow(2).mean()
+    return loss
 
 
 def example_source(dp: int = 2, tp: int = 2) -> str:
@@ -165,3 +167,13 @@ def example_program(dp: int = 2, tp: int = 2) -> Program:
         constants={"scale": model.scale, "rows": model.rows},
         inputs={"x": ((BATCH, WIDTH), "float32"), "y": ((BATCH, WIDTH), "float32")},
     )
+
+
+def cli_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    """What ``tests.example_program:cli_target`` names on the command line."""
+    return example_model(), example_batch(), example_loss
+
+
+def other_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    """A model that the example program was not compiled for."""
+    return nn.Linear(WIDTH, WIDTH), example_batch(), example_loss

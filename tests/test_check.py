@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from partc import collectives
+from partc import collectives, ops
+from partc.api import partition
 from partc.check import check, check_roles, messages
 from partc.errors import CheckError
-from partc.graph import Graph, held, set_held, update
+from partc.graph import Graph, held, set_held, tensor_args, update
+from partc.mesh import Mesh
+from partc.plan import Plan
 from partc.sharding import U, cut
 from partc.simulate import simulate
+from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.mutate import NUMERIC, STATIC, mutants
+from tests.zoo import MODELS
 
 
 def gathers() -> Graph:
@@ -108,6 +116,52 @@ def test_messages(golden: Callable[..., None]) -> None:
     golden("\n".join(texts))
 
 
+@lru_cache
+def compiled() -> Graph:
+    """A scheduled graph with weights gathered over dp, cut over tp, and windows of indices."""
+    case = MODELS["llama"]()
+    graph = trace(case.model, case.inputs, case.loss)
+    graph.mesh = Mesh.parse("dp=2,tp=2")
+    return partition(graph, Plan(preset="fsdp+megatron"))[1]
+
+
+def copy_of(graph: Graph) -> Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph.fx, {}))
+    return replace(graph, fx=new)
+
+
+def test_compiled_graph_passes() -> None:
+    check(copy_of(compiled()))
+
+
+@pytest.mark.parametrize("mistake", [m for m in STATIC if m != "gradient of another parameter"])
+def test_mistakes_in_a_compiled_graph(mistake: str) -> None:
+    """One mistake of each kind, in the middle of the step."""
+    for i in range(len(list(compiled().calls())) // 3, len(list(compiled().calls()))):
+        graph = copy_of(compiled())
+        if STATIC[mistake](graph, list(graph.calls())[i]):
+            assert found(graph)
+            return
+    pytest.fail(f"{mistake} was made nowhere")
+
+
+@pytest.mark.parametrize("change", ["rows", "axis", "unwindowed"])
+def test_windows_of_indices(change: str) -> None:
+    graph = copy_of(compiled())
+    window = next(n for n in graph.calls() if n.target is ops.window)
+    given: Any = window.args
+    ids, index, rows, *rest = given
+    if change == "rows":
+        window.args = (ids, index, rows // 2, *rest)
+    elif change == "axis":
+        index.kwargs = {"axis": "dp", "num": 2}
+    else:
+        window.replace_all_uses_with(ids)
+    with pytest.raises(CheckError, match="window"):
+        check(graph)
+
+
 def test_reduced_before_the_last_contribution() -> None:
     b = Build("dp=2")
     x = b.tensor("input", "x", [8, 12])
@@ -161,7 +215,7 @@ def test_dtype_is_derived() -> None:
 def test_unscheduled_graphs_have_no_waits() -> None:
     graph = mlp()
     for node in [n for n in graph.calls() if n.target is collectives.wait]:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(tensor_args(node)[0])
         graph.fx.erase_node(node)
     check(graph, scheduled=False)
     with pytest.raises(CheckError, match="is waited for 0 times"):

@@ -23,7 +23,9 @@ def test_ranks_and_coordinates_are_inverse() -> None:
     assert str(mesh) == "a=2 b=3 c=2"
 
 
-@pytest.mark.parametrize("bad", ["dp", "dp=0", "dp=two", "2=dp", "d-p=2", "dp=2,dp=2", "", 'a"];x=2'])
+@pytest.mark.parametrize(
+    "bad", ["dp", "dp=0", "dp=two", "2=dp", "d-p=2", "dp=2,dp=2", "", 'a"];x=2']
+)
 def test_bad_meshes_are_refused(bad: str) -> None:
     with pytest.raises(PlanError):
         Mesh.of(bad)

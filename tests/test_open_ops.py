@@ -19,8 +19,14 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten._softmax.default, (X, 2, False)),
     (aten._log_softmax_backward_data.default, (X, X.log_softmax(1), 1, torch.float64)),
     (aten._softmax_backward_data.default, (X, X.softmax(2), 2, torch.float64)),
-    (aten._native_batch_norm_legit_functional.default, (X, C[0], C[1], C[2], C[3], True, 0.1, 1e-5)),
-    (aten.native_batch_norm_backward.default, (X, X.sin(), C[0], C[1], C[2], C[4], C[5], True, 1e-5, [True] * 3)),
+    (
+        aten._native_batch_norm_legit_functional.default,
+        (X, C[0], C[1], C[2], C[3], True, 0.1, 1e-5),
+    ),
+    (
+        aten.native_batch_norm_backward.default,
+        (X, X.sin(), C[0], C[1], C[2], C[4], C[5], True, 1e-5, [True] * 3),
+    ),
 ]
 
 
@@ -56,7 +62,10 @@ def _graph(target: Any, args: tuple[Any, ...]) -> tuple[Graph, fx.Node]:
         set_held(call, run_fake(target, tuple(nodes), {}))
         results = [call]
         if isinstance(call.meta["val"], (tuple, list)):
-            results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(call.meta["val"]))]
+            results = [
+                graph.call_function(operator.getitem, (call, i))
+                for i in range(len(call.meta["val"]))
+            ]
             for i, result in enumerate(results):
                 set_value(result, Value())
                 set_held(result, call.meta["val"][i])

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from partc.rules import Strategy, strategies
-from partc.rules.cases import b, cases_by_rule, f, i
+from partc.rules import Strategy
+from partc.rules.cases import cases_by_rule, why_not_run
 from partc.rules.experiment import cut_whole, piece_sizes, take_apart
-from partc.rules.prove import prove
-from partc.rules.report import UNPROVABLE
-from partc.rules.signature import Operand, Signature, Spec
+from partc.rules.prove import Claims, prove
+from partc.rules.report import as_json, proofs_of, prove_rule, rules_table
+from partc.rules.signature import Operand, Signature, Spec, b, f, i
 from partc.sharding import Layout, M, R, U, cut, join_pieces, take_piece
 
 aten = torch.ops.aten
 call = Signature.call
-NUMS = (2, 3, 4)
 X = f(12, 24)
 
 WRONG = [  # call, operand layouts, result layouts
@@ -66,19 +67,16 @@ WRONG = [  # call, operand layouts, result layouts
 ]
 
 
+def always(strategy: Strategy) -> Claims:
+    """A table that lists the strategy for every call."""
+    return lambda node, num: [strategy]
+
+
 @pytest.mark.parametrize("name", list(cases_by_rule()))
 def test_rule_holds_on_its_cases(name: str) -> None:
     cases = cases_by_rule()[name]
-    if name in UNPROVABLE:
-        assert not cases
-        return
-    assert cases, f"{name} has a rule and no case in partc/rules/cases.py"
-    proofs = [
-        prove(case, strategy, num)
-        for case in cases
-        for num in NUMS
-        for strategy in strategies(case.node(), num)
-    ]
+    assert cases or why_not_run(name), f"{name} has a rule and no case in partc/rules"
+    proofs = proofs_of(cases)
     assert [str(proof) for proof in proofs if not proof.holds] == []
 
 
@@ -86,7 +84,7 @@ def test_every_wrong_rule_is_caught() -> None:
     survivors = []
     for signature, ins, outs in WRONG:
         wrong = Strategy(tuple(ins), tuple(outs))
-        proof = prove(signature, wrong, 2, claims=lambda node, num, wrong=wrong: [wrong])
+        proof = prove(signature, wrong, 2, claims=always(wrong))
         survivors += [str(proof)] if proof.holds else []
     assert survivors == []
     assert len(WRONG) == 36
@@ -94,7 +92,7 @@ def test_every_wrong_rule_is_caught() -> None:
 
 def test_constant_below_the_tolerance_is_caught_by_redrawing_it() -> None:
     wrong = Strategy((U,), (U,))
-    proof = prove(call(aten.add.Tensor, X, 1e-15), wrong, 2, claims=lambda node, num: [wrong])
+    proof = prove(call(aten.add.Tensor, X, 1e-15), wrong, 2, claims=always(wrong))
     assert [(t.literals, t.holds) for t in proof.trials[:2]] == [("given", True), ("random", False)]
 
 
@@ -125,7 +123,7 @@ def test_uneven_pieces() -> None:
     assert piece_sizes(11, 3, uneven=True) == [6, 3, 2]
 
 
-@pytest.mark.parametrize("layout", [R, U, M, cut(1), cut(0, 2), cut(1, 3)])
+@pytest.mark.parametrize("layout", [R, U, M, cut(1), cut(0, 2), cut(1, 4)])
 def test_parts_make_the_whole(layout: Layout) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(12, 24, generator=generator, dtype=torch.float64)
@@ -150,3 +148,25 @@ def test_signature_of_a_node_is_the_case_it_was_made_from() -> None:
 def test_doubling_reaches_dtype_literals() -> None:
     case = call(aten._to_copy.default, Spec((4,), torch.bfloat16), dtype=torch.float16)
     assert str(case.in_float64()) == "aten._to_copy.default(f64[4], dtype=torch.float64)"
+
+
+def test_table_of_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = {"aten.mm": [call(aten.mm.default, X, f(24, 36))], "aten.nonzero": []}
+    monkeypatch.setattr("partc.rules.report.cases_by_rule", lambda: some)
+    told: list[str] = []
+    table = rules_table(lambda name, number, total: told.append(f"{name} {number}/{total}"))
+    heads, mm, nonzero = table.splitlines()[1:]
+    assert heads.split()[:4] == ["op", "rule", "cuts", "trials"]
+    assert mm.split()[:2] == ["aten.mm", "mk,kn->mn"]
+    assert mm.split()[4:8] == ["even", "uneven", "f64", "values"]
+    assert mm.endswith("proved")
+    assert nonzero.endswith("the shapes of its results depend on data")
+    assert told == ["aten.mm 1/2", "aten.nonzero 2/2"]
+    assert json.loads(as_json())[0]["result"] == "proved"
+
+
+def test_report_names_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Strategy((U,), (U,))
+    monkeypatch.setattr("partc.rules.report.strategies", lambda node, num, seen: [wrong])
+    line = prove_rule("aten.hardswish", [call(aten.hardswish.default, X)])
+    assert line.result.startswith("FAILS 3 times, first: aten.hardswish.default(f32[12,24]) on 2")

@@ -38,7 +38,9 @@ def _pieces(whole: torch.Tensor, sharding: Sharding) -> list[torch.Tensor]:
     num = {a: MESH.size(a) for a, layout in sharding.layouts if layout.kind == "U"}
     parts = {at: torch.randn_like(whole) for at in itertools.product(*map(range, num.values()))}
     first = (0,) * len(num)
-    parts[first] = whole - sum((p for at, p in parts.items() if at != first), torch.zeros_like(whole))
+    parts[first] = whole - sum(
+        (p for at, p in parts.items() if at != first), torch.zeros_like(whole)
+    )
     return [sharding.local(parts[tuple(at[a] for a in num)], at, MESH) for at in MESH.all_coords()]
 
 
@@ -56,6 +58,8 @@ def _pieces(whole: torch.Tensor, sharding: Sharding) -> list[torch.Tensor]:
         ({"tp": cut(0), "dp": cut(0)}, {"dp": cut(0)}, ["all_gather", "all_gather", "keep_piece"]),
     ],
 )
-def test_the_cheapest_collectives(have: dict[str, Layout], want: dict[str, Layout], names: list[str]) -> None:
+def test_the_cheapest_collectives(
+    have: dict[str, Layout], want: dict[str, Layout], names: list[str]
+) -> None:
     steps = reshard_steps(Sharding.of(have, MESH), Sharding.of(want, MESH), MESH)
     assert [step.target.__name__ for step in steps] == names

@@ -18,6 +18,8 @@ from partc.rules import Strategy, has_rule, localize, strategies
 from partc.rules.notation import parse, resolve
 from partc.rules.table import RULES, name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
+from partc.trace import trace
+from tests.zoo import MODELS
 
 aten = torch.ops.aten
 MODE = FakeTensorMode()
@@ -277,6 +279,30 @@ def test_causal_attention_keeps_its_queries(calls: Calls) -> None:
     assert len(texts(calls.call(op, q, q, q, 0.0, True))) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "num_cuts"),
+    [
+        ("flash", (0.0, False, False), 3),
+        ("flash", (0.0, True, False), 2),
+        ("efficient", (None, True), 2),
+        ("cudnn", (None, True), 3),
+    ],
+)
+def test_attention_of_other_devices(name: str, options: tuple[Any, ...], num_cuts: int) -> None:
+    graph = fx.Graph()
+    query, key = graph.placeholder("q"), graph.placeholder("k")
+    for node, heads in ((query, 4), (key, 2)):
+        set_value(node, Value("input", (2, heads, 64, 8), torch.bfloat16))
+        set_held(node, torch.empty(2, heads, 64, 8, dtype=torch.bfloat16, device="meta"))
+    target = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+    node = graph.call_function(target, (query, key, key, *options))
+    set_value(node, Value())
+    set_held(node, run_fake(target, node.args, {}))
+    found = strategies(node, 2)
+    assert len(found) == num_cuts
+    assert Strategy((cut(1),) * 3, (cut(1), cut(1)) + (R,) * (len(held(node)) - 2)) in found
+
+
 def test_an_unknown_op_has_no_rule(calls: Calls) -> None:
     assert not has_rule(aten.linalg_svd.default)
     assert strategies(calls.call(aten.linalg_svd.default, calls.tensor(4, 4)), 2) == []
@@ -381,6 +407,23 @@ def test_window_on_two_axes_counts_the_larger_blocks_first(calls: Calls) -> None
     assert sorted(held_rows) == list(range(12))
 
 
+def test_forward_and_backward_share_a_window(calls: Calls) -> None:
+    d_loss, scores, target = calls.tensor(), calls.tensor(4, 12), calls.tensor(4, dtype=torch.int64)
+    forward = calls.call(aten.nll_loss_forward.default, scores, target, None, 2, -100)
+    backward = calls.call(
+        aten.nll_loss_backward.default, d_loss, scores, target, None, 2, -100, d_loss
+    )
+    by_class = [next(s for s in strategies(n, 2) if s.variant) for n in (forward, backward)]
+    first = on_pieces(forward, by_class[0])
+    local_scores, local_target = first.graph.find_nodes(op="placeholder")
+    operands = [local_scores.graph.placeholder("d"), local_scores, local_target]
+    set_value(operands[0], value(d_loss))
+    set_held(operands[0], held(d_loss))
+    with MODE:
+        second = localize(first.graph, backward, [*operands, operands[0]], {"tp": by_class[1]}, TP2)
+    assert second.args[2] is first.args[1]
+
+
 def test_ignored_targets_are_outside_of_every_window(calls: Calls) -> None:
     scores, target = calls.tensor(4, 12), calls.tensor(4, dtype=torch.int64)
     node = calls.call(aten.nll_loss_forward.default, scores, target, None, 2, 7)
@@ -424,3 +467,16 @@ def test_maxima_pass_moves_only(calls: Calls) -> None:
     }
     assert passes == {M}
     assert all(s.outs[0] != M for s in strategies(calls.call(aten.exp.default, x), 2))
+
+
+# the table against real models ---------------------------------------------------------------
+FAMILIES = ("bert", "convnext", "deepseek_v3", "gpt2", "gpt_neox", "resnet", "swin", "t5")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_call_of_a_model_has_a_rule(family: str) -> None:
+    case = MODELS[family]()
+    nodes = list(trace(case.model, case.inputs, case.loss).calls())
+    assert sorted({name_of(n.target) for n in nodes if not has_rule(n.target)}) == []
+    cuttable = sum(bool(strategies(node, 2)) for node in nodes)
+    assert cuttable > 0.9 * len(nodes)  # the rest are counters, orders and constants

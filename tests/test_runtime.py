@@ -1,17 +1,29 @@
-"""Stage in real gloo processes: against the single-device model, and through torch's checkpoints."""
+"""Stage in real gloo processes: against the single-device model, through checkpoints."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from example_program import (
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from partc.errors import LoadError, RunError
+from partc.mesh import Mesh
+from partc.processes import Processes
+from partc.runtime import Stage
+from partc.tensorfile import write_tensors
+from tests.example_program import (
     BATCH,
     GatedMLP,
     example_batch,
@@ -19,17 +31,14 @@ from example_program import (
     example_model,
     example_program,
 )
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
-
-from partc.errors import LoadError, RunError
-from partc.processes import Processes
-from partc.runtime import Stage
-from partc.tensorfile import write_tensors
 
 pytestmark = pytest.mark.gloo
-CLOSE = {"rtol": 2e-5, "atol": 1e-6}
+
+
+def close(found: Tensor, expected: Tensor, name: str = "", exact: bool = False) -> None:
+    """Equal up to float32 rounding, or in every bit."""
+    rtol, atol = (0.0, 0.0) if exact else (2e-5, 1e-6)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=name or None)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +72,7 @@ def compare_grads(stage: Stage, model: GatedMLP, times: float = 1.0) -> None:
     expected = {n: p.grad * times for n, p in model.named_parameters() if p.grad is not None}
     assert whole_grads(stage).keys() == expected.keys()
     for name, grad in whole_grads(stage).items():
-        torch.testing.assert_close(grad, expected[name], **CLOSE, msg=name)
+        close(grad, expected[name], name)
 
 
 # a training run ------------------------------------------------------------------------------
@@ -75,17 +84,17 @@ def train_both() -> None:
     for _ in range(3):
         ours.zero_grad()
         theirs.zero_grad()
-        torch.testing.assert_close(stage.step(*example_batch()), eager_step(model), **CLOSE)
+        close(stage.step(*example_batch()), eager_step(model))
         compare_grads(stage, model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        torch.testing.assert_close(stage.clip_grad_norm_(0.1), norm, **CLOSE)
+        close(stage.clip_grad_norm_(0.1), norm)
         compare_grads(stage, model)
         ours.step()
         theirs.step()
     whole, expected = stage.full_state_dict(), model.state_dict()
     assert list(whole) == list(expected)
     for name, tensor in whole.items():
-        torch.testing.assert_close(tensor, expected[name], **CLOSE, msg=name)
+        close(tensor, expected[name], name)
     copy.deepcopy(model).load_state_dict(whole)
 
 
@@ -99,7 +108,7 @@ def backward_twice_over() -> None:
     for times in (3.0, 6.0):
         ours = stage(*example_batch())
         (3 * ours).backward()
-        torch.testing.assert_close(ours, loss, **CLOSE)
+        close(ours, loss)
         compare_grads(stage, model, times)
     with torch.no_grad():
         assert not stage(*example_batch()).requires_grad
@@ -121,7 +130,7 @@ def norms_of_every_kind() -> None:
         stage.step(*example_batch())
         eager_step(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2, kind)
-        torch.testing.assert_close(stage.clip_grad_norm_(1e-2, kind), norm, **CLOSE)
+        close(stage.clip_grad_norm_(1e-2, kind), norm)
         compare_grads(stage, model)
     next(p for p in stage.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
     with pytest.raises(RunError, match="not finite"):
@@ -149,12 +158,18 @@ def load_every_way(folder: Path) -> None:
     model = example_model(3)
     state = model.state_dict()
     untied = {name: tensor for name, tensor in state.items() if not name.startswith("up.")}
-    for source in (model, state, untied, folder / "one.safetensors", folder / "index.safetensors.index.json"):
+    for source in (
+        model,
+        state,
+        untied,
+        folder / "one.safetensors",
+        folder / "index.safetensors.index.json",
+    ):
         stage = stage_on(2, 2)
         stage.load_full(source)
         for name, tensor in stage.full_state_dict().items():
-            torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
-    torch.testing.assert_close(stage.get_buffer("scale"), model.scale, rtol=0, atol=0)
+            close(tensor, state[name], exact=True)
+    close(stage.get_buffer("scale"), model.scale, exact=True)
 
 
 def test_full_weights_come_from_anywhere(world: Processes, tmp_path: Path) -> None:
@@ -171,8 +186,12 @@ def test_full_weights_come_from_anywhere(world: Processes, tmp_path: Path) -> No
 
 def refused_weights() -> None:
     stage, state = stage_on(2, 2), example_model(3).state_dict()
-    with pytest.raises(LoadError, match=r"1 names are missing and 1 unexpected.*\n.*down.bias.*\n.*extra"):
-        stage.load_full({**{n: t for n, t in state.items() if n != "down.bias"}, "extra": torch.ones(1)})
+    with pytest.raises(
+        LoadError, match=r"1 names are missing and 1 unexpected.*\n.*down.bias.*\n.*extra"
+    ):
+        stage.load_full(
+            {**{n: t for n, t in state.items() if n != "down.bias"}, "extra": torch.ones(1)}
+        )
     with pytest.raises(LoadError, match=r"down.weight: \[8, 12\] compiled, \[8, 3\] given"):
         stage.load_full({**state, "down.weight": torch.ones(8, 3)})
     with pytest.raises(LoadError, match="meta device"):
@@ -180,8 +199,8 @@ def refused_weights() -> None:
     before = stage.full_state_dict()["down.bias"]
     stage.load_full({n: t for n, t in state.items() if n != "down.bias"}, strict=False)
     after = stage.full_state_dict()
-    torch.testing.assert_close(after["down.bias"], before, rtol=0, atol=0)
-    torch.testing.assert_close(after["down.weight"], state["down.weight"], rtol=0, atol=0)
+    close(after["down.bias"], before, exact=True)
+    close(after["down.weight"], state["down.weight"], exact=True)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(world: Processes) -> None:
@@ -193,7 +212,9 @@ def refused_inputs() -> None:
     x, y = example_batch()
     wrong: list[tuple[Any, ...]] = [(x,), (x[:6], y), (x.double(), y), (x, y, y)]
     for inputs in wrong:
-        with pytest.raises(RunError, match=r"expected \(x: float32\[12, 8\], y: .*\), got \("):
+        with pytest.raises(
+            RunError, match=r"expected \(x: float32\[12, 8\] on cpu, y: .*\), got \("
+        ):
             stage.step(*inputs)
 
 
@@ -207,20 +228,20 @@ def save_checkpoint(dp: int, tp: int, folder: Path) -> None:
     state = stage.state_dict()
     assert all(isinstance(value, DTensor) for value in state.values())
     for name, value in state.items():
-        torch.testing.assert_close(value.full_tensor(), example_model(5).state_dict()[name], rtol=0, atol=0)
-    if dist.get_world_size() > 1:
-        assert state["down.weight"].to_local().data_ptr() == stage.get_parameter("down.weight").data_ptr()
-    dcp.save({"model": state}, checkpoint_id=folder)
+        close(value.full_tensor(), example_model(5).state_dict()[name], name, exact=True)
+    local, param = state["down.weight"].to_local(), stage.get_parameter("down.weight")
+    assert local.data_ptr() == param.data_ptr()
+    save({"model": state}, checkpoint_id=folder)
 
 
 def load_checkpoint(dp: int, tp: int, folder: Path) -> None:
     stage = stage_on(dp, tp, seed=0)
     state = {"model": stage.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     stage.load_state_dict(state["model"])
     expected = example_model(5).state_dict()
     for name, tensor in stage.full_state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+        close(tensor, expected[name], name, exact=True)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +267,39 @@ def torchs_own_state_dict() -> None:
     set_model_state_dict(other, state)
     expected = example_model(5).state_dict()
     for name, tensor in other.full_state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+        close(tensor, expected[name], name, exact=True)
 
 
 def test_torchs_state_dict_functions_accept_a_stage(world: Processes) -> None:
     world.run(torchs_own_state_dict)
+
+
+def alone_without_a_mesh() -> None:
+    """One process, no launcher, no axes: partc then only writes the step out."""
+    program = replace(example_program(1, 1), mesh=Mesh(()), roles=((1, "role0.py"),))
+    source = program.source().replace('MESH = {"dp": 1, "tp": 1}', "MESH = {}")
+    for axis in ("dp", "tp"):
+        source = source.replace(f'mesh.get_group("{axis}")', "None")
+    source = source.replace('mesh.get_local_rank("dp")', "0")
+    source = re.sub(r'\("tp", \d, \d\),|\("dp", \d, \d\),?', "", source)
+    stage, model = replace(program, sources={"role0.py": source}).module(), example_model()
+    stage.load_full(model)
+    close(stage.step(*example_batch()), eager_step(model))
+    assert not any(isinstance(value, DTensor) for value in stage.state_dict().values())
+    stage.load_state_dict(stage.state_dict())
+    close(stage.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    compare_grads(stage, model)
+
+
+def test_one_rank_needs_no_mesh(world: Processes) -> None:
+    world.run(alone_without_a_mesh, num=1)
+
+
+def test_one_rank_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        stage, model = stage_on(1, 1), example_model()
+        close(stage.step(*example_batch()), eager_step(model))
+    finally:
+        dist.destroy_process_group()

@@ -22,7 +22,13 @@ def ranks(*values: float) -> Tensor:
 def collectives(rank: int, dist: ThreadDist) -> dict[str, Any]:
     group = ThreadMesh(MESH, rank).get_group("tp")
     mine, pair = ranks(float(rank)), ranks(float(rank), 10.0 + rank)
-    total, most, gathered, scattered, exchanged = mine.clone(), mine.clone(), torch.empty(2), mine.clone(), pair.clone()
+    total, most, gathered, scattered, exchanged = (
+        mine.clone(),
+        mine.clone(),
+        torch.empty(2),
+        mine.clone(),
+        pair.clone(),
+    )
     started = [
         dist.all_reduce(total, group=group, async_op=True),
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group, async_op=True),
@@ -109,19 +115,24 @@ def wrong_size(rank: int, dist: ThreadDist) -> None:
     dist.all_gather_into_tensor(torch.empty(7), torch.ones(4))
 
 
-@pytest.mark.parametrize(
-    ("run", "num", "message"),
-    [
-        (different_kinds, 2, r"rank 0: broadcast from rank 0 of float32\[4\] at test_threads.py:\d+\n  rank 1: all_reduce"),
-        (different_shapes, 2, r"float32\[4\] at .*\n.*float32\[5\]"),
-        (different_dtypes, 2, r"float32\[4\] at .*\n.*int64\[4\]"),
-        (one_skips, 2, r"rank 1 waits at test_threads.py:\d+ .*missing \[0\]\n  finished: \[0\]"),
-        (crossed, 4, r"the ranks wait for each other"),
-        (never_waits, 2, r"never waited for.*\n  all_reduce"),
-        (writes_in_flight, 2, r"written to before the wait"),
-        (wrong_size, 2, r"does not fit.*float32\[7\]"),
-    ],
-)  # fmt: skip
+LINE = r"test_threads.py:\d+"
+WRONG = [
+    (
+        different_kinds,
+        2,
+        rf"rank 0: broadcast from rank 0 of float32\[4\] at {LINE}\n  rank 1: all_",
+    ),
+    (different_shapes, 2, r"float32\[4\] at .*\n.*float32\[5\]"),
+    (different_dtypes, 2, r"float32\[4\] at .*\n.*int64\[4\]"),
+    (one_skips, 2, rf"rank 1 waits at {LINE} .*missing \[0\]\n  finished: \[0\]"),
+    (crossed, 4, r"the ranks wait for each other"),
+    (never_waits, 2, r"never waited for.*\n  all_reduce"),
+    (writes_in_flight, 2, r"written to before the wait"),
+    (wrong_size, 2, r"does not fit.*float32\[7\]"),
+]
+
+
+@pytest.mark.parametrize(("run", "num", "message"), WRONG)
 def test_wrong_programs_end_at_once_and_are_explained(run: Any, num: int, message: str) -> None:
     with pytest.raises(RunError, match=message):
         run_ranks(num, run)

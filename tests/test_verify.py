@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from example_program import example_batch, example_loss, example_model, example_program
 from torch import nn
 
 from partc.errors import CheckError, UsageError
 from partc.program import Program
 from partc.verify import Report, verify
+from tests.example_program import example_batch, example_loss, example_model, example_program
 
 
-def check(program: Program, **options: bool) -> Report:
-    return verify(program, example_model(), example_batch(), example_loss, **options)
+def check(program: Program, processes: bool = False) -> Report:
+    model, batch = example_model(), example_batch()
+    return verify(program, model, batch, example_loss, processes=processes)
 
 
 def edited(old: str, new: str) -> Program:
@@ -40,20 +41,26 @@ def test_processes_agree_with_threads() -> None:
     assert check(example_program(), processes=True).worst.error < 1e-14
 
 
+WAIT = "gathered_done.wait()\n        down_weight = gathered.T "
+LATE = "down_weight = gathered.T.clone()\n        gathered_done.wait() "
 MISTAKES = {  # edit -> what the worst rows must name
     "a gradient is not summed over dp": (
-        "dist.all_reduce(d_up_bias, group=self.dp", "dist.all_reduce(d_up_bias.clone(), group=self.dp",
-        "up.bias"),
+        "dist.all_reduce(d_up_bias, group",
+        "dist.all_reduce(d_up_bias.clone(), group",
+        "up.bias",
+    ),
     "a missing scale": ("(2 / 96)", "(1 / 96)", "gradient"),
     "the halves are swapped": ("a, b = up.chunk", "b, a = up.chunk", "up.weight"),
     "a buffer counts one rank": ("x.shape[0] * 2", "x.shape[0]", "rows"),
     "a gradient replaces": ("else param.grad.add_(grad)", "else grad", "accumulated"),
     "a frozen parameter gets a gradient": (
-        "        return loss\n", "        add_grad(self.shift, d_down_bias)\n        return loss\n", "shift"),
+        "        return loss\n",
+        "        add_grad(self.shift, d_down_bias)\n        return loss\n",
+        "shift",
+    ),
     "a gradient is lost": ("add_grad(self.down_bias, d_down_bias)", "pass", "down.bias"),
-    "a wait comes too late": (
-        "gathered_done.wait()\n        down_weight = gathered.T ", "down_weight = gathered.T.clone()\n        gathered_done.wait() ", "loss"),
-}  # fmt: skip
+    "a wait comes too late": (WAIT, LATE, "loss"),
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -73,9 +80,7 @@ def test_the_report_is_a_table_that_names_the_worst() -> None:
 
 
 def test_precision_of_its_own_is_an_option() -> None:
-    report = verify(
-        example_program(), example_model(), example_batch(), example_loss, dtype=None
-    )
+    report = verify(example_program(), example_model(), example_batch(), example_loss, dtype=None)
     assert 1e-9 < report.worst.error < 1e-5
 
 

@@ -1,6 +1,6 @@
-"""Tiny models of twenty families from their configurations: two layers, random weights, no dropout.
+"""Tiny models of twenty families from their configurations: two layers, no dropout.
 
-Sizes differ from dim to dim wherever a family allows it, and two ranks divide batch, heads and widths.
+Sizes differ from dim to dim where a family allows it; two ranks divide batch, heads and widths.
 """
 
 from __future__ import annotations

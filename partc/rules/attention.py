@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partc.rules.call import Call, Shape, parameters
-from partc.rules.table import rule
+from partc.rules.table import name_of, rule
 
 WHOLE = "=b=h=q"  # a result that every rank holds whatever is cut: random state, offsets
 QUERIES = {"query", "out", "grad_out", "grad_out_"}
@@ -17,7 +17,8 @@ def _terms(call: Call) -> dict[str, str]:
     query, key = shapes["query"] or (), shapes["key"] or ()
     heads = "h" if query[1] == key[1] else f"(h {query[1] // max(key[1], 1)})"
     statistics = shapes["logsumexp"] if "logsumexp" in shapes else (*call.results, None)[1]
-    tied = call["is_causal"] or (statistics is not None and statistics[2:3] != query[2:3])
+    padded = "efficient" in name_of(call.target)  # its statistics, to whole blocks of queries
+    tied = padded or call["is_causal"] or (statistics or ())[2:3] != query[2:3]
     place = f"b{heads}" + ("_" if tied else "q")
     return {"query": f"{place}_", "key": "bh__", "rank3": place, "rank4": f"{place}_"}
 

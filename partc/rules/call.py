@@ -85,7 +85,7 @@ def slot_nodes(target: Any, arguments: Mapping[str, Any]) -> tuple[fx.Node | Non
     slots: list[Any] = []
     for name, _, takes_tensors in parameters(target):
         given = arguments[name]
-        if takes_tensors or isinstance(given, fx.Node):
+        if takes_tensors:
             slots += given if isinstance(given, list | tuple) else [given]
     return tuple(s if isinstance(s, fx.Node) else None for s in slots)
 

@@ -49,7 +49,12 @@ for num_dims, space in enumerate(("_", "__", "___"), start=1):
         f"aten.max_pool{num_dims}d_with_indices aten.adaptive_max_pool{num_dims}d", f"{one}->{two}"
     )
     rule(f"aten.max_pool{num_dims}d_with_indices_backward", of_three, linear="0")
-    rule(f"aten.adaptive_max_pool{num_dims}d_backward", of_three, linear="0")
+    rule(
+        f"aten.adaptive_max_pool{num_dims}d_backward",
+        of_three,
+        linear="0",
+        contiguous=("grad_output", "self", "indices"),
+    )
 
 RESAMPLED = {
     "upsample_linear1d": "_",

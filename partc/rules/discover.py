@@ -1,4 +1,4 @@
-"""Rules by experiment: in goes a call whose op has no rule, out comes every cut that holds when it is run."""
+"""Rules by experiment: a call whose op has no rule in, every cut that holds when it is run out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import itertools
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
 
-import torch
 from torch import Tensor, fx
 
 from partc.errors import RuleError
@@ -47,7 +46,7 @@ def strategies_for(
 ) -> list[Strategy]:
     """How a call may be cut: by the table, else by discovery, else not at all.
 
-    An op that can only be replicated is told to ``warnings``, once; with ``strict`` it is a RuleError.
+    An op that can only be replicated is told to ``warnings`` once; with ``strict`` it is an error.
     """
     if has_rule(node.target):
         return strategies(node, num, seen)
@@ -71,7 +70,8 @@ def _replication(node: fx.Node) -> RuleError:
     return RuleError(
         where=where or str(node),
         what=f"{op} has no sharding rule and runs whole on every rank",
-        why=f"no cut was found by experiment; each rank reads {sum(operands)} and writes {sum(results)} bytes",
+        why="no cut was found by experiment; each rank reads "
+        f"{sum(operands)} and writes {sum(results)} bytes",
         do=f'Add a line to partc/rules, such as rule("{op}", "...->..."), to let it be cut.',
     )
 
@@ -90,9 +90,7 @@ def discover(node: fx.Node, num: int) -> list[Strategy]:
     ]
 
 
-def _fits(
-    layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...] | None], num: int
-) -> bool:
+def _fits(layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...] | None], num: int) -> bool:
     pairs = zip(layouts, shapes, strict=True)
     return all(s is None or lay.kind != "cut" or s[lay.dim] % num == 0 for lay, s in pairs)
 
@@ -137,9 +135,9 @@ def _same_pattern(node: fx.Node, candidate: Signature, small: dict[int, int]) ->
     return True
 
 
-@lru_cache(maxsize=None)
+@cache
 def discovered(signature: Signature) -> tuple[Strategy, ...]:
-    """What holds for a small call, found in a forked child, since kernels may crash on odd pieces."""
+    """What holds for a small call, found in forked children: kernels may crash on odd pieces."""
     candidates = list(itertools.islice(_candidates(signature), MOST_CANDIDATES))
     if getattr(getattr(signature.target, "_schema", None), "is_mutable", False):
         return ()
@@ -157,7 +155,7 @@ def discovered(signature: Signature) -> tuple[Strategy, ...]:
 
 
 def _candidates(signature: Signature) -> Iterator[tuple[Layout, ...]]:
-    """Layouts of the operands worth trying: equal dims cut together, some operands unfinished together."""
+    """Layouts of the operands worth trying: equal dims cut together, some operands as sums."""
     shapes = [spec.shape for spec in signature.operands]
     for size in sorted({s for shape in shapes for s in shape if s % UNIT == 0 and s}):
         dims = [[R, *(cut(d) for d, s in enumerate(shape) if s == size)] for shape in shapes]

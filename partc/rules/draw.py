@@ -1,4 +1,4 @@
-"""Random operands for a signature: in goes a call, out come tensors that it accepts and that tell things apart."""
+"""Random operands: a call in, tensors that it accepts and that tell things apart out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FREE_HIGH = 5  # integer operands that index nothing are drawn below this
 
 
 def draw(signature: Signature, domain: str, generator: torch.Generator) -> list[Tensor]:
-    """One tensor per operand; floats come from the domain, integers stay in the range the op needs."""
-    special = SPECIAL.get(signature.op, {})
-    highs = BOUNDS.get(signature.op, _no_bounds)(signature)
+    """One tensor per operand; floats come from the domain, integers from the op's range."""
+    special = SPECIAL.get(signature.packet, {})
+    highs = BOUNDS.get(signature.packet, _no_bounds)(signature)
     drawn = []
     for i, spec in enumerate(signature.operands):
         if i in special:
@@ -34,7 +34,7 @@ def _draw_one(spec: Spec, high: int, domain: str, generator: torch.Generator) ->
 
 
 def _mask(spec: Spec, generator: torch.Generator) -> Tensor:
-    """Sparse and dense lines, along the last dim or the first by the seed: else any and all say nothing."""
+    """Sparse and dense lines, along the last dim or the first by the seed, for any and all."""
     lines = list(spec.shape)
     if lines:
         lines[0 if generator.initial_seed() % 2 else -1] = 1
@@ -55,7 +55,7 @@ def _between(low: float, high: float) -> Callable[[Spec, torch.Generator], Tenso
     return sample
 
 
-# Tried in this order until the op's results are finite: log and rsqrt need the second, atanh the third.
+# Tried in this order until the op's results are finite: log needs the second, atanh the third.
 DOMAINS: dict[str, Callable[[Spec, torch.Generator], Tensor]] = {
     "normal": _normal,
     "positive": _between(0.3, 2.5),
@@ -80,7 +80,7 @@ def _literal(signature: Signature, position: int) -> int:
 
 
 def _index_bounds(signature: Signature) -> dict[int, int]:
-    """``aten.index(x, [i, None, j])`` and its relatives: every index tensor and the dim it indexes."""
+    """``aten.index(x, [i, None, j])`` and its relatives: each index and the dim it indexes."""
     pairs = enumerate(signature.args[1])
     return {i.index: _size(signature, 0, dim) for dim, i in pairs if isinstance(i, Operand)}
 
@@ -96,8 +96,10 @@ def _along_dim(position: int = 1) -> Callable[[Signature], dict[int, int]]:
 
 
 def _classes(operand: int) -> Callable[[Signature], dict[int, int]]:
-    """Targets of nll: ``operand`` holds log-probabilities with the classes in dim 1 (or the only dim)."""
-    return lambda s: {operand + 1: s.operands[operand].shape[0 if len(s.operands[operand].shape) == 1 else 1]}
+    """Targets of nll: ``operand`` has the classes in dim 1, or in its only dim."""
+    return lambda s: {
+        operand + 1: s.operands[operand].shape[0 if len(s.operands[operand].shape) == 1 else 1]
+    }
 
 
 # Values that integer operands may have, by operand: below the size of what they index.
@@ -108,6 +110,8 @@ BOUNDS: dict[str, Callable[[Signature], dict[int, int]]] = {
     "aten.nll_loss2d_forward": _classes(0),
     "aten.nll_loss_backward": _classes(1),
     "aten.nll_loss2d_backward": _classes(1),
+    "partc.ops.masked_embedding": lambda s: {1: _size(s, 0, 0)},
+    "partc.ops.masked_gather": _along_dim(),
     "aten.gather": _along_dim(),
     "aten.scatter": _along_dim(),
     "aten.scatter_add": _along_dim(),

@@ -21,5 +21,5 @@ rule(
     scales={"num_weights": "v"},
     windowed=Windowed(ignore="padding_idx", outside=-1),
 )
-rule("partc.ops.window", "...,->...")  # the second operand is this rank's number
-rule("partc.ops.masked_embedding", "vd,...->...d", linear="0")
+rule("partc.ops.masked_embedding", "vd,... @v->...d", linear="0", windowed=Windowed())
+rule("partc.ops.window", "...->...")

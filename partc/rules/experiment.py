@@ -1,4 +1,4 @@
-"""Cut, run, join, compare: in goes a call and layouts of its operands, out comes how far the pieces' results are off."""
+"""Cut, run, join, compare: a call and layouts in, how far the pieces' results are off out."""
 
 from __future__ import annotations
 
@@ -28,19 +28,15 @@ class Refused(Exception):
     """The experiment could not be made; says why."""
 
 
-class TooSmall(Refused):
-    """A dim has too few entries for unequal pieces."""
-
-
 def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
-    """How many of ``size`` entries each rank gets: ``12, 3 -> [4, 4, 4]`` or, uneven, ``[5, 4, 3]``."""
+    """How many of ``size`` entries each rank gets: ``12, 3 -> 4 4 4`` or, uneven, ``5 4 3``."""
     base, rest = divmod(size, num)
     if not uneven:
         if rest or not base:
             raise Refused(f"{num} does not divide {size}")
         return [base] * num
     if base < 2:
-        raise TooSmall(f"{size} is too small for {num} unequal pieces")
+        raise Refused(f"{size} is too small for {num} unequal pieces")
     return [base + 1 + rest, *[base] * (num - 2), base - 1]
 
 
@@ -57,19 +53,22 @@ def cut_shares(
 
 
 def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tensor]:
-    """The pieces of one dim, seen as ``(outer, rest)`` and cut in ``rest`` in proportion to the shares."""
+    """The pieces of one dim, seen as ``(outer, rest)``, ``rest`` cut in these proportions."""
     if layout.dim >= whole.dim() or whole.shape[layout.dim] % (layout.outer * sum(shares)):
         raise Refused(f"{layout} does not fit {list(whole.shape)}")
     parts = whole.unflatten(layout.dim, (layout.outer, -1))
     scale = parts.shape[layout.dim + 1] // sum(shares)
     pieces = parts.split([share * scale for share in shares], layout.dim + 1)
-    return [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
+    joined = [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
+    if len(set(shares)) == 1:
+        return joined
+    return [piece.contiguous() for piece in joined]  # strides are foreseen for even pieces only
 
 
 def take_apart(
     operands: Sequence[Tensor], layouts: Sequence[Layout], shares: Sequence[int], seed: int
 ) -> list[list[Tensor]]:
-    """For each operand what every rank holds: its piece, its copy, a random part of the sum or maximum."""
+    """For each operand what every rank holds: a piece, a copy, a random part of the sum or max."""
     generator = torch.Generator().manual_seed(seed + PARTS)
     pairs = zip(operands, layouts, strict=True)
     return [_take_one_apart(whole, layout, shares, generator) for whole, layout in pairs]
@@ -108,7 +107,7 @@ def whole_run(signature: Signature, seed: int) -> tuple[list[Tensor], Results]:
         try:
             results = signature.run(operands)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-            refusal = f"the whole call fails: {_first_line(error)}"
+            refusal = f"the whole call fails: {first_line(error)}"
             continue
         if all(_finite(result) for result in results):
             return operands, results
@@ -129,10 +128,10 @@ def is_random(signature: Signature, operands: Sequence[Tensor], results: Results
 
 
 def moments_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
-    """Standard errors, in units of six, between the first two moments of joined and of whole random draws.
+    """The gap between the first two moments of joined and of whole draws, in six standard errors.
 
-    Infinite where shapes differ, where ranks that should draw for themselves draw the same, and where
-    ranks that should hold the same do not.
+    Infinite where shapes differ, where ranks draw alike that should draw for themselves, and where
+    ranks do not that should.
     """
     if whole is None or any(piece is None for piece in pieces):
         return joined_error(pieces, layout, whole)
@@ -153,7 +152,7 @@ def _moment_gap(a: Tensor, b: Tensor) -> float:
 
 
 def shape_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
-    """0 where joined pieces have the whole's shape and dtype, else infinite; values count for nothing."""
+    """0 where joined pieces have the whole's shape and dtype, else infinite."""
     if whole is None or any(piece is None for piece in pieces):
         return joined_error(pieces, layout, whole)
     zeros = [torch.zeros_like(piece) for piece in pieces if piece is not None]
@@ -163,7 +162,7 @@ def shape_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor |
 def local_results(
     run: LocalRun, operands: Sequence[Sequence[Tensor]], num: int, seed: int | None = None
 ) -> list[Results]:
-    """Each rank's results from its pieces; ``operands`` holds one list of ``num`` pieces per operand.
+    """Each rank's results; ``operands`` holds one list of ``num`` pieces per operand.
 
     With a seed every rank draws the same random numbers, as ranks do for a value they all hold.
     """
@@ -171,15 +170,15 @@ def local_results(
     for rank in range(num):
         try:
             if seed is not None:
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
             results.append(run(rank, [pieces[rank] for pieces in operands]))
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-            raise Refused(f"the call on pieces fails: {_first_line(error)}") from None
+            raise Refused(f"the call on pieces fails: {first_line(error)}") from None
     return results
 
 
 def joined_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
-    """The largest deviation, relative to the whole's largest value, of pieces joined by a layout."""
+    """How far pieces joined by a layout are off, relative to the whole's largest value."""
     if whole is None or any(piece is None for piece in pieces):
         return 0.0 if whole is None and all(piece is None for piece in pieces) else float("inf")
     present = [piece for piece in pieces if piece is not None]
@@ -192,7 +191,7 @@ def joined_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """0 where equal, infinite where shape or dtype differ; NaN and infinities must match by place."""
+    """0 where equal, infinite where shape or dtype differ; infinities must match by place."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     if not want.numel():
@@ -209,11 +208,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return error if error != error or not scale else error / scale
 
 
-def tolerance(results: Results) -> float:
+def tolerance(results: Sequence[Tensor | None]) -> float:
     """What the coarsest floating dtype among the results is allowed to be off."""
     floating = [r.dtype for r in results if r is not None and r.dtype in TOLERANCE]
     return max((TOLERANCE[dtype] for dtype in floating), default=0.0)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

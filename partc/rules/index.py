@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partc import ops
+from partc.ops import masked_gather
 from partc.rules.call import Call
 from partc.rules.notation import dims
 from partc.rules.slicing import term
@@ -95,11 +95,6 @@ def gather(call: Call) -> str:
     return f"{term(letters, dim, 'V')},{picked} @V->{picked}"
 
 
-def masked_gather(call: Call) -> str:
-    """``a V, a I -> a I``: indices already point into this rank's elements, those of others give zeros."""
-    return gather(call).replace(" @V", "")
-
-
 def scatter(call: Call, letter: str = "_") -> str:
     """``a _, a _, a _ -> a _``; ``src`` may be absent."""
     if not call.rank() or not call.rank(1):
@@ -134,8 +129,8 @@ rule("aten.index_put aten._unsafe_index_put", place, linear=place_is_linear, add
 rule("aten.index_select", index_select, linear="0", moves=True)
 rule("aten.index_add", index_add, linear="0+2", added=0)
 rule("aten.index_copy", index_copy, linear="0+2")
-rule("aten.gather", gather, linear="0", moves=True, windowed=Windowed(ops.masked_gather))
-rule("partc.ops.masked_gather", masked_gather, linear="0")
+rule("aten.gather", gather, linear="0", moves=True, windowed=Windowed(masked_gather))
+rule("partc.ops.masked_gather", gather, linear="0", windowed=Windowed())
 rule("aten.take", "!...,...->...", linear="0", moves=True)
 rule("aten.scatter.src", scatter, linear="0+2", moves=True)
 rule("aten.scatter.value", scatter, linear=scatter_is_linear)

@@ -1,7 +1,7 @@
-"""Attempts that may kill their process: in goes a function of a number, out come the answers it lived to give.
+"""Attempts that may kill their process: a function of a number in, the answers it gave out.
 
-A native kernel that is fed wrong shapes can corrupt memory or abort, so attempts run in a forked child. The
-child says on a pipe which attempt it starts; the next child goes on behind the one that the last one died of.
+A native kernel that is fed wrong shapes can corrupt memory or abort, so attempts run in a forked
+child. It says on a pipe which attempt it starts; the next child goes on behind the fatal one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Attempt = Callable[[int], str]  # its number -> an answer of one line
 
 
 def answers_of(attempt: Attempt, num: int, seconds: float) -> list[str | None]:
-    """The answer of every attempt, None for those that crash or say nothing for ``seconds``.
+    """The answer of every attempt, None where it crashes or says nothing for ``seconds``.
 
-    An attempt that ended its child is made once more alone: an earlier one may have done the damage.
+    A fatal attempt is made once more alone: an earlier one may have done the damage.
     """
     answers: dict[int, str] = {}
     ended: list[int] = []
@@ -43,7 +43,7 @@ def answers_of(attempt: Attempt, num: int, seconds: float) -> list[str | None]:
 def _in_child(
     attempt: Attempt, numbers: Sequence[int], answers: dict[int, str], seconds: float
 ) -> int | None:
-    """Make attempts in one child and note the answers; the number it died of, None if it came through."""
+    """Make attempts in one child and note the answers; gives the fatal number, None without one."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child uses one thread only

@@ -161,21 +161,24 @@ class _Localizer:
             index = self._rank_on(axis, whole)
             extra = {} if ignore is None or ignore < 0 else {"ignore": ignore}
             extra |= {} if windowed.outside == -1 else {"outside": windowed.outside}
-            window = self.write.like(whole, ops.window, window, index, rows, **extra)
+            window = self._once(whole, ops.window, window, index, rows, **extra)
         self._set({name: window} | ({windowed.ignore: windowed.outside} if windowed.ignore else {}))
         if windowed.target is None:
             return self.write(self.node.target, *self.args, **self.kwargs)
         taken = len(inspect.signature(windowed.target).parameters)
         return self.write(windowed.target, *self.args[:taken])
 
+    def _once(self, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call on ``x``, or the same one where it stands: forward and backward share it."""
+        for user in x.users:
+            if user.target is target and user.args == (x, *args) and user.kwargs == kwargs:
+                return user
+        return self.write.like(like, target, x, *args, **kwargs)
+
     def _rank_on(self, axis: str, like: fx.Node) -> fx.Node:
         """This rank's coordinate, as a number in the graph."""
-        index = self.write.out.call_function(
-            axis_index, (like,), {"axis": axis, "num": self.mesh.size(axis)}
-        )
-        known = replace(value(self.node), kind="op", shape=(), dtype=torch.int64)
-        set_value(index, replace(known, sharding=REPLICATED))
-        set_held(index, 0)
+        index = self._once(like, axis_index, like, axis=axis, num=self.mesh.size(axis))
+        set_value(index, replace(value(index), shape=(), dtype=torch.int64, sharding=REPLICATED))
         return index
 
     def _indices(self) -> tuple[str, int]:

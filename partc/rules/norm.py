@@ -52,11 +52,16 @@ rule("aten._batch_norm_with_update_functional aten.cudnn_batch_norm", batch_norm
 rule("aten.native_batch_norm_backward", batch_norm, linear="0")
 
 GROUPS = {"N": "b", "C": "g", "group": "g"}
-rule("aten.native_group_norm", "b(g !c)!...,(g c),(g c)->b(g c)...,bg,bg", scales=GROUPS)
+rule(
+    "aten.native_group_norm",
+    "b(g !c)!...,(g c),(g c)->b(g c)...,bg,bg",
+    scales=GROUPS,
+    contiguous=("input",),
+)
 rule(
     "aten.native_group_norm_backward",
     "b(g !c)!...,b(g c)...,bg,bg,(g c)->b(g c)...,(g c),(g c)",
     linear="0",
     scales=GROUPS,
-    contiguous=STATISTICS,
+    contiguous=("grad_out", "input", *STATISTICS),
 )

@@ -1,46 +1,73 @@
-"""A call as one rank writes it: in goes a call and a strategy, out comes what every rank runs on its pieces."""
+"""A call as one rank writes it: a call and a strategy in, what ranks run on their pieces out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.rules.experiment import Results
-from partc.rules.signature import Signature, results_list
+from partc.graph import Value, held, set_held, set_value, tensor_args, value
+from partc.mesh import Mesh
+from partc.rules.experiment import Refused, Results, first_line
+from partc.rules.local import localize
+from partc.rules.signature import Signature, fake_mode, results_list
 from partc.rules.strategy import Strategy
+from partc.sharding import Layout, Sharding
+
+AXIS = "x"
 
 
 @dataclass(frozen=True)
 class LocalCall:
-    """The call on one rank's pieces as a small graph; ``unchanged`` where it reads as the whole's call."""
+    """The call on pieces as a small graph; ``unchanged`` where it reads as the whole's call."""
 
     graph: fx.Graph
     unchanged: bool
 
     @classmethod
+    @lru_cache(maxsize=32)
     def of(cls, signature: Signature, strategy: Strategy, num: int) -> LocalCall:
-        """The call written for pieces that are ``num`` equal ones."""
-        node = signature.node()
-        node.graph.output(node)
-        return cls(node.graph, unchanged=not strategy.variant)
+        """The call that the localiser writes for ``num`` equal pieces."""
+        node, mesh, out = signature.node(), Mesh(((AXIS, num),)), fx.Graph()
+        pairs = zip(tensor_args(node), strategy.ins, strict=True)
+        try:
+            operands = [_local_operand(out, whole, layout, mesh) for whole, layout in pairs]
+            with fake_mode():
+                local = localize(out, node, operands, {AXIS: strategy}, mesh)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise Refused(f"it cannot be written on pieces: {first_line(error)}") from None
+        out.output(local)
+        written_anew = len(out.nodes) != len(operands) + 2 or tensor_args(local) != operands
+        return cls(out, not written_anew and signature.has_text_of(Signature.of(local)))
 
     def run(self, rank: int, pieces: Sequence[Tensor]) -> Results:
         """What a rank gets from its pieces."""
-        return results_list(_OnRank(self.graph, rank).run(*pieces))
+        given = iter(pieces)
+        known: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = next(given)
+            elif node.target is collectives.axis_index:
+                known[node] = rank
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.target(*args, **kwargs)
+        return results_list(known[next(iter(self.graph.output_node().all_input_nodes))])
 
 
-class _OnRank(fx.Interpreter):
-    """Runs a graph as one rank of its only axis."""
-
-    def __init__(self, graph: fx.Graph, rank: int) -> None:
-        super().__init__(fx.GraphModule({}, graph), garbage_collect_values=False)
-        self.rank = rank
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is collectives.axis_index:
-            return self.rank
-        return super().call_function(target, args, kwargs)
+def _local_operand(out: fx.Graph, whole: fx.Node, layout: Layout, mesh: Mesh) -> fx.Node:
+    """A placeholder for a rank's piece of an operand."""
+    known = value(whole)
+    sharding = Sharding.of({AXIS: layout}, mesh)
+    if sharding.local_shape(known.shape, mesh) is None:
+        raise Refused(f"{layout} does not fit {list(known.shape)} on {mesh}")
+    place = out.placeholder(whole.name)
+    set_value(place, Value("input", known.shape, known.dtype, sharding, known.name))
+    with fake_mode():  # a piece of the whole, since the localiser looks at strides
+        set_held(place, sharding.local(torch.empty_like(held(whole)), {AXIS: 0}, mesh))
+    return place

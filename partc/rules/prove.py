@@ -1,10 +1,11 @@
-"""Proof of a rule by running it: in goes a call and a strategy, out comes whether pieces give the whole."""
+"""Proof of a rule by running it: a call and a strategy in, whether pieces give the whole out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +13,6 @@ from torch import Tensor, fx
 from partc.rules.experiment import (
     Refused,
     Results,
-    TooSmall,
     cut_shares,
     is_random,
     joined_error,
@@ -76,34 +76,45 @@ class Proof:
         return f"{head} FAILS with {bad.literals} literals and {bad.pieces} pieces: {why}"
 
 
-def prove(
-    call: fx.Node | Signature, strategy: Strategy, num: int, claims: Claims = strategies
-) -> Proof:
-    """Run the call on whole operands and on every rank's pieces, with given and with random literals.
+@dataclass(frozen=True)
+class Whole:
+    """One run of a call on whole operands, in double where the op exists in double."""
 
-    Pieces are even, and uneven where the call on pieces is written as the call on the whole. The
-    literals are redrawn only where ``claims`` lists the strategy for the redrawn call as well: some rules
-    rest on a literal, such as ``masked_fill`` with 0.
+    signature: Signature
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor | None, ...]
+    method: str
+
+    @property
+    def dtype(self) -> str:
+        names = {DTYPE_NAMES[r.dtype] for r in self.results if r is not None}
+        return ", ".join(sorted(names))
+
+
+def prove(
+    call: fx.Node | Signature,
+    strategy: Strategy,
+    num: int,
+    claims: Claims = strategies,
+    seeds: Sequence[int] = SEEDS,
+) -> Proof:
+    """Run the call on whole operands and on pieces, with given and with random literals.
+
+    Pieces are even, and uneven where the call on pieces is written as the call on the whole.
+    Literals are redrawn only where ``claims`` lists the strategy for the redrawn call as well: some
+    rules rest on a literal, such as ``masked_fill`` with 0.
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
     trials: list[Trial] = []
-    for seed in SEEDS:
-        for literals, variant in _variants(signature, strategy, num, seed, claims):
-            exact = _in_double(variant, seed)
-            trials += _trials(exact, strategy, num, seed, literals)
+    for seed in seeds:
+        trials += _trials(signature, strategy, num, seed, "given")
+        redrawn = signature.with_random_literals(seed)
+        if redrawn != signature and strategy in _claimed(redrawn, num, claims):
+            trials += _trials(redrawn, strategy, num, seed, "random")
     return Proof(signature, strategy, num, tuple(trials))
 
 
-def _variants(
-    signature: Signature, strategy: Strategy, num: int, seed: int, claims: Claims
-) -> Iterator[tuple[str, Signature]]:
-    """The call as given and, where it differs and the claim is the same, with random literals."""
-    yield "given", signature
-    redrawn = signature.with_random_literals(seed)
-    if redrawn != signature and strategy in _claimed(redrawn, num, claims):
-        yield "random", redrawn
-
-
+@lru_cache(maxsize=32)
 def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strategy]:
     try:
         return claims(signature.node(), num)
@@ -111,75 +122,65 @@ def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strateg
         return ()
 
 
-def _in_double(signature: Signature, seed: int) -> Signature:
-    """The call in double, or as it is where the op does not exist in double."""
-    exact = signature.in_float64()
-    try:
-        whole_run(exact, seed)
-    except Refused:
-        return signature
-    return exact
+@lru_cache(maxsize=32)
+def _whole(signature: Signature, seed: int) -> Whole:
+    """The call's whole run, and how its results can be compared."""
+    for exact in (signature.in_float64(), signature):
+        with torch.random.fork_rng(devices=[]), suppress(Refused):
+            torch.default_generator.manual_seed(seed)
+            operands, results = whole_run(exact, seed)
+            method = "moments" if is_random(exact, operands, results) else "values"
+            method = "shapes" if "empty" in exact.op else method
+            return Whole(exact, tuple(operands), tuple(results), method)
+    whole_run(signature, seed)  # tells why it is refused
+    raise AssertionError
 
 
 def _trials(
     signature: Signature, strategy: Strategy, num: int, seed: int, literals: str
 ) -> Iterator[Trial]:
-    """The even trial and, where the pieces' call is the whole's call and large enough, the uneven one."""
+    """The even trial and, where the call on pieces reads as the whole's, the uneven one.
+
+    A rule claims even pieces only, so an op that refuses uneven ones disproves nothing.
+    """
     try:
-        local = LocalCall.of(signature, strategy, num)
+        whole = _whole(signature, seed)
+        local = LocalCall.of(whole.signature, strategy, num)
     except Refused as refused:
         yield Trial(literals, "even", "", "values", float("inf"), 0.0, str(refused))
         return
-    yield _trial(signature, strategy, local, num, seed, (literals, "even"))
+    try:
+        yield _trial(whole, strategy, local, num, seed, (literals, "even"))
+    except Refused as refused:
+        yield Trial(literals, "even", "", whole.method, float("inf"), 0.0, str(refused))
     if local.unchanged and any(layout.kind == "cut" for layout in strategy.ins):
-        with suppress(TooSmall):
-            yield _trial(signature, strategy, local, num, seed, (literals, "uneven"))
+        with suppress(Refused):
+            yield _trial(whole, strategy, local, num, seed, (literals, "uneven"))
 
 
 def _trial(
-    signature: Signature,
-    strategy: Strategy,
-    local: LocalCall,
-    num: int,
-    seed: int,
-    varied: tuple[str, str],
+    whole: Whole, strategy: Strategy, local: LocalCall, num: int, seed: int, varied: tuple[str, str]
 ) -> Trial:
-    """Run the whole, cut, run the pieces, join and compare; TooSmall where no unequal cut exists."""
-    method, dtype = "values", ""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            operands, whole = whole_run(signature, seed)
-            dtype = ", ".join(sorted({DTYPE_NAMES[r.dtype] for r in whole if r is not None}))
-            method = _method(signature, operands, whole)
-            layouts = [*strategy.ins, *strategy.outs]
-            shares = cut_shares([*operands, *whole], layouts, num, varied[1] == "uneven")
-            pieces = take_apart(operands, strategy.ins, shares, seed)
-            alike = all(layout.kind != "cut" for layout in strategy.outs)
-            results = local_results(local.run, pieces, num, seed if alike else None)
-        error, allowed = _compare(results, strategy.outs, whole, method)
-    except TooSmall:
-        raise
-    except Refused as refused:
-        return Trial(*varied, dtype, method, float("inf"), 0.0, str(refused))
-    return Trial(*varied, dtype, method, error, allowed)
-
-
-def _method(signature: Signature, operands: Sequence[Tensor], whole: Results) -> str:
-    """How results can be compared: by value, by the moments of random draws, or only by shape."""
-    if "empty" in signature.op:
-        return "shapes"
-    return "moments" if is_random(signature, operands, whole) else "values"
+    """Cut the operands, run the pieces, join and compare."""
+    tensors = [*whole.operands, *whole.results]
+    alike = all(layout.kind != "cut" for layout in strategy.outs)
+    shares = cut_shares(tensors, [*strategy.ins, *strategy.outs], num, varied[1] == "uneven")
+    pieces = take_apart(whole.operands, strategy.ins, shares, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed + num)
+        results = local_results(local.run, pieces, num, seed if alike else None)
+    error, allowed = _compare(results, strategy.outs, whole)
+    return Trial(*varied, whole.dtype, whole.method, error, allowed)
 
 
 def _compare(
-    results: Sequence[Results], outs: Sequence[Layout], whole: Results, method: str
+    results: Sequence[Results], outs: Sequence[Layout], whole: Whole
 ) -> tuple[float, float]:
     """The largest error of all results, and what is allowed."""
-    measure = {"values": joined_error, "moments": moments_error, "shapes": shape_error}[method]
-    if any(len(local) != len(whole) for local in results):
+    measures = {"values": joined_error, "moments": moments_error, "shapes": shape_error}
+    if any(len(local) != len(whole.results) for local in results):
         return float("inf"), 0.0
-    by_result = zip(zip(*results, strict=True), outs, whole, strict=True)
-    errors = [measure(pieces, layout, joined) for pieces, layout, joined in by_result]
-    allowed = {"values": tolerance(whole), "moments": 1.0, "shapes": 0.0}[method]
-    return max(errors, default=0.0), allowed
+    by_result = zip(zip(*results, strict=True), outs, whole.results, strict=True)
+    errors = [measures[whole.method](*pieces_of_one) for pieces_of_one in by_result]
+    allowed = {"values": tolerance(whole.results), "moments": 1.0, "shapes": 0.0}
+    return max(errors, default=0.0), allowed[whole.method]

@@ -1,4 +1,4 @@
-"""Calls of elementwise ops made from their schemas: in goes an overload, out come signatures that run."""
+"""Calls of elementwise ops made from their schemas: an overload in, signatures that run out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from partc.rules.experiment import Refused, whole_run
 from partc.rules.signature import Signature, Spec
@@ -30,7 +31,7 @@ def elementwise_cases(overload: OpOverload) -> list[Signature]:
 
 
 def _first_that_runs(overload: OpOverload, last: tuple[int, ...]) -> Signature | None:
-    """The call with the first operand dtypes that the op takes: all alike, or a mask among floats."""
+    """The call with the first dtypes that the op takes: all alike, or a mask among floats."""
     for dtype in DTYPES:
         for mask, number in itertools.product((dtype, torch.bool), NUMBERS):
             signature = _written(overload, last, (dtype, mask), number)
@@ -49,7 +50,8 @@ def _written(
     tensors = [a.name for a in overload._schema.arguments if _takes_tensor(a)]
     if not tensors:
         return None
-    args, kwargs = [], {}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
     for argument in overload._schema.arguments:
         if argument.name in tensors:
             shape = last if argument.name == tensors[-1] and len(tensors) > 1 else SHAPE
@@ -73,11 +75,13 @@ def _takes_tensor(argument: Any) -> bool:
 
 
 def _runs(signature: Signature) -> bool:
+    """Whether the call runs and gives tensors whose shapes do not depend on data."""
     try:
-        whole_run(signature, seed=1)
-    except Refused:
+        _, results = whole_run(signature, seed=1)
+        signature.node()
+    except (Refused, DynamicOutputShapeException):
         return False
-    return True
+    return any(result is not None for result in results)
 
 
 def functional_overloads(packet: OpOverloadPacket) -> Iterator[OpOverload]:

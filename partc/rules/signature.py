@@ -1,11 +1,11 @@
-"""A call without its graph: in goes an fx node or a hand-written case, out comes something that can be run."""
+"""A call without its graph: an fx node or a hand-written case in, something that can be run out."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Signature:
 
     @classmethod
     def call(cls, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Signature:
-        """A case by hand: Specs stand where tensors go, ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
+        """A case by hand, Specs in tensors' places: ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
         specs: list[Spec] = []
 
         def operand(arg: Any) -> Any:
@@ -73,13 +73,19 @@ class Signature:
             specs.append(arg)
             return Operand(len(specs) - 1)
 
-        args, kwargs = map_aggregate((args, kwargs), operand)  # type: ignore[arg-type,assignment]
+        args, kwargs = map_aggregate((args, kwargs), operand)
         return cls(target, _frozen(args), tuple(kwargs.items()), tuple(specs))
 
     @property
     def op(self) -> str:
         """The op's name: ``aten.mm.default``, ``partc.ops.weight_grad``."""
         return name_of(self.target)
+
+    @property
+    def packet(self) -> str:
+        """The op's name without its overload."""
+        is_aten = isinstance(self.target, torch._ops.OpOverload)
+        return self.op.rpartition(".")[0] if is_aten else self.op
 
     def __str__(self) -> str:
         texts = [_text(arg, self.operands) for arg in self.args]
@@ -88,11 +94,11 @@ class Signature:
 
     def with_arguments(self, leaf: Callable[[Any], Any]) -> Signature:
         """The same call with every leaf of its arguments mapped."""
-        args, kwargs = map_aggregate((self.args, dict(self.kwargs)), leaf)  # type: ignore[arg-type]
-        return replace(self, args=_frozen(args), kwargs=tuple(kwargs.items()))  # type: ignore[union-attr]
+        args, kwargs = map_aggregate((self.args, dict(self.kwargs)), leaf)
+        return replace(self, args=_frozen(args), kwargs=tuple(kwargs.items()))
 
     def with_random_literals(self, seed: int) -> Signature:
-        """The same call with other scalars: a rule that rests on ``1e-6`` being small must not pass."""
+        """The same call with other scalars: a rule that needs ``1e-6`` to be small must fail."""
         draw = random.Random(seed)
         scalars = _scalar_arguments(self.target)
 
@@ -106,6 +112,10 @@ class Signature:
         kwargs = tuple((key, redraw(arg, key in scalars)) for key, arg in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
+    def has_text_of(self, other: Signature) -> bool:
+        """Whether both calls read the same, operands of whatever shape."""
+        return (self.target, self.args, self.kwargs) == (other.target, other.args, other.kwargs)
+
     def in_float64(self) -> Signature:
         """The same call with every floating dtype, operands and literals alike, made double."""
         operands = tuple(replace(spec, dtype=_double(spec.dtype)) for spec in self.operands)
@@ -113,11 +123,14 @@ class Signature:
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
         """The results on these operands, as a list like ``graph.results_of``."""
-        return results_list(self.target(*self._filled(self.args, operands), **self._kwargs(operands)))
+        return results_list(
+            self.target(*self.filled(self.args, operands), **self._kwargs(operands))
+        )
 
+    @lru_cache(maxsize=256)  # noqa: B019 - a signature is a value, and is kept as its own key only
     def node(self) -> fx.Node:
         """The call as the one op of a small joint graph, for code that works on nodes."""
-        graph, mode = fx.Graph(), _fake_mode()
+        graph, mode = fx.Graph(), fake_mode()
         placeholders = []
         for i, spec in enumerate(self.operands):
             place = graph.placeholder(f"x{i}")
@@ -125,34 +138,54 @@ class Signature:
             with mode:
                 set_held(place, torch.empty(spec.shape, dtype=spec.dtype))
             placeholders.append(place)
-        kwargs = self._filled(dict(self.kwargs), placeholders)
-        call = graph.call_function(self.target, self._filled(self.args, placeholders), kwargs)
+        kwargs = self.filled(dict(self.kwargs), placeholders)
+        call = graph.call_function(self.target, self.filled(self.args, placeholders), kwargs)
         set_value(call, Value())
         with mode:
             set_held(call, run_fake(self.target, call.args, call.kwargs))
         return call
 
     def _kwargs(self, operands: Sequence[Any]) -> dict[str, Any]:
-        kwargs: dict[str, Any] = self._filled(dict(self.kwargs), operands)
+        kwargs: dict[str, Any] = self.filled(dict(self.kwargs), operands)
         return kwargs
 
     @staticmethod
-    def _filled(arguments: Any, operands: Sequence[Any]) -> Any:
+    def filled(arguments: Any, operands: Sequence[Any]) -> Any:
+        """Arguments with the operands in their places."""
+
         def fill(arg: Any) -> Any:
             return operands[arg.index] if isinstance(arg, Operand) else arg
 
         return map_aggregate(arguments, fill)
 
 
+def f(*shape: int) -> Spec:
+    """A float operand of a case."""
+    return Spec(shape)
+
+
+def i(*shape: int, high: int = 0) -> Spec:
+    """An integer operand of a case, with values below ``high``."""
+    return Spec(shape, torch.int64, high)
+
+
+def b(*shape: int) -> Spec:
+    """A boolean operand of a case."""
+    return Spec(shape, torch.bool)
+
+
 def results_list(results: Any) -> list[Tensor | None]:
     """One entry for a tensor, one each for a tuple, None where a result is absent."""
     if isinstance(results, Tensor):
         return [results]
+    if not isinstance(results, list | tuple):
+        return [None]
     return [r if isinstance(r, Tensor) else None for r in results]
 
 
 @cache
-def _fake_mode() -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
+    """The one mode whose fake tensors these small graphs hold."""
     return FakeTensorMode()
 
 

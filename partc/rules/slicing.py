@@ -30,14 +30,24 @@ def parts(size: int, unit: int) -> str:
 
 def part(call: Call, whole: int, taken: int) -> tuple[str, str]:
     """The factors of a sliced dim and of what the slice takes of it."""
-    start, step = int(call["start"] or 0), int(call["step"])
-    start = max(0, start + whole if start < 0 else start)
+    step = int(call["step"])
     if taken == whole:
         return "N", "N"
     if step > 1:
-        return (f"(P {step})", "P") if whole == step * taken and start < step else ("_", "_")
-    unit = gcd(start, taken, whole)
+        fits = whole == step * taken and int(call["start"] or 0) < step
+        return (f"(P {step})", "P") if fits else ("_", "_")
+    unit = gcd(first(call, whole, taken), taken, whole)
     return parts(whole, unit), parts(taken, unit)
+
+
+def first(call: Call, whole: int, taken: int) -> int:
+    """Where a slice begins in the whole, its bounds being the whole's or one piece's."""
+    start, end = int(call["start"] or 0), call["end"]
+    if start == 0:
+        return 0
+    if start < 0 or end is None or end >= whole:
+        return whole - taken if end is None or end >= whole else start % whole
+    return start * taken // (end - start) if end > start else start
 
 
 def cut_out(call: Call) -> str:
@@ -50,7 +60,7 @@ def cut_out(call: Call) -> str:
 def put_back(call: Call) -> str:
     """The backward of a slice, zeros around the gradient: ``a (1 N) -> a (3 N)``."""
     dim, letters = call.dim(), dims(call.rank())
-    before, after = part(call, call["input_sizes"][dim], call.shape(0)[dim])
+    before, after = part(call, (call.results[0] or ())[dim], call.shape(0)[dim])
     return f"{term(letters, dim, after)}->{term(letters, dim, before)}"
 
 

@@ -54,9 +54,11 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     order = _operand_order(node, call)
     wishes = [(_wished(position, order, call), layout) for position, layout in seen]
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
-    picked = (Strategy(tuple(s.ins[i] for i in order), s.outs, s.variant) for s in found)
-    kept = [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
-    return kept
+    picked = (
+        Strategy(tuple(R if i is None else s.ins[i] for i in order), s.outs, s.variant)
+        for s in found
+    )
+    return [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
 
 
 def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
@@ -67,22 +69,23 @@ def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
     return notation, resolve(notation, shapes, call.results)
 
 
-def _operand_order(node: fx.Node, call: Call) -> list[int]:
-    """The slot of every entry of ``tensor_args(node)``, keywords being in any order."""
+def _operand_order(node: fx.Node, call: Call) -> list[int | None]:
+    """The slot of every entry of ``tensor_args(node)``, None for a number among them."""
     free = list(enumerate(call.slots))
-    order = []
+    order: list[int | None] = []
     for operand in tensor_args(node):
         pair = next((p for p in free if p[1] is operand), None)
-        assert pair is not None, f"{node} reads {operand} where its rule has no tensor"
-        free.remove(pair)
-        order.append(pair[0])
+        if pair is not None:
+            free.remove(pair)
+        order.append(None if pair is None else pair[0])
     return order
 
 
-def _wished(position: int, order: Sequence[int], call: Call) -> int:
+def _wished(position: int, order: Sequence[int | None], call: Call) -> int:
     """The slot of an operand position, or the number of slots plus the result's number."""
     if position < len(order):
-        return order[position]
+        slot = order[position]
+        return -1 if slot is None else slot
     return len(call.slots) + position - len(order)
 
 
@@ -139,13 +142,13 @@ class _View:
 
     def _outers(self, letter: str, wishes: Sequence[tuple[int, Layout]]) -> Iterator[int]:
         """The outer factors that wished layouts mean for a letter."""
-        tensors = [*self.factors.operands, *self.factors.results]
-        skipped = len(self.call.slots) - len(self.factors.operands)
+        num = len(self.call.slots)
+        operands = [*self.factors.operands, *[()] * num][:num]  # slots that the rule does not name
+        tensors = [*operands, *self.factors.results]
         for position, layout in wishes:
-            at = position if position < len(self.factors.operands) else position - skipped
-            if layout.kind != "cut" or layout.dim >= len(tensors[at]):
+            if layout.kind != "cut" or position < 0 or layout.dim >= len(tensors[position]):
                 continue
-            dim = tensors[at][layout.dim]
+            dim = tensors[position][layout.dim]
             if letter in dim and layout.outer % self.factors.before(dim, letter) == 0:
                 yield layout.outer // self.factors.before(dim, letter)
 
@@ -166,13 +169,16 @@ class _View:
         return not truncates and all(_adds_up(dtype, layout) for dtype in (*ins, *outs))
 
     def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
-        """Any layout of an operand of which only the shape matters, the rest replicated."""
+        """Any layout of an operand that is not read, the rest replicated.
+
+        The shape of a piece is read where no argument says how large the result is.
+        """
         slot = self.rule.unread
         if slot is None:
             return
         replicated = [R] * len(self.call.slots)
-        layouts = {U, M, *(layout for position, layout in wishes if position == slot)}
-        for layout in sorted(layouts):
+        wished = {layout for position, layout in wishes if position == slot}
+        for layout in sorted({U, M, *(wished if self.rule.sizes else ())}):
             ins = tuple(layout if i == slot else R for i in range(len(replicated)))
             yield Strategy(ins, tuple(R for _ in self.call.results))
 

@@ -1,0 +1,155 @@
+"""Seconds, memory and source lines of compiling a Llama-3 of full size, ahead of time.
+
+Run ``python -m benchmarks.compile_time``: the weights are on the meta device in bf16, the mesh is
+dp=8 x tp=8 under fsdp+megatron, and every case runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import partc
+from benchmarks.machine import machine
+from partc import api
+
+MESH, PLAN, BATCH = "dp=8,tp=8", "fsdp+megatron", 8
+WIDTHS: dict[int, dict[str, int]] = {  # by number of layers: Llama-3-8B and 70B
+    32: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    80: {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+}
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by stage of the compile, nested stages under the one that calls them."""
+
+    seconds: dict[tuple[str, ...], float] = field(default_factory=dict)
+    running: tuple[str, ...] = ()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with what it takes added to its stage."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outside, self.running = self.running, (*self.running, name)
+            here, start = self.running, time.perf_counter()
+            self.seconds.setdefault(here, 0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[here] += time.perf_counter() - start
+                self.running = outside
+
+        return run
+
+    @contextmanager
+    def on_stages(self) -> Iterator[None]:
+        """Time every function that ``partc.api`` calls by name."""
+        stages = {n: f for n, f in vars(api).items() if _is_stage(f)}
+        vars(api).update({name: self.timed(name, stage) for name, stage in stages.items()})
+        try:
+            yield
+        finally:
+            vars(api).update(stages)
+
+
+def _is_stage(entry: Any) -> bool:
+    """A function of partc, but not the entry point itself."""
+    module = str(getattr(entry, "__module__", ""))
+    is_function = callable(entry) and not isinstance(entry, type)
+    return is_function and module.startswith("partc.") and entry is not api.compile
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one compile took. ``lines`` by the name of the role's file."""
+
+    layers: int
+    total_s: float
+    peak_rss_bytes: int
+    before_rss_bytes: int
+    lines: dict[str, int]
+    stages: dict[tuple[str, ...], float]
+
+    def __str__(self) -> str:
+        roles = ", ".join(f"{name} {count} lines" for name, count in self.lines.items())
+        added = self.peak_rss_bytes - self.before_rss_bytes
+        lines = [
+            f"{self.layers} layers: {self.total_s:.1f} s from the model to saved sources; {roles}",
+            f"  peak memory {self.peak_rss_bytes / 1e9:.2f} GB, of it {added / 1e9:.2f} compiling",
+        ]
+        for stage, seconds in self.stages.items():
+            share = 100 * seconds / self.total_s
+            lines.append(
+                f"  {'  ' * (len(stage) - 1) + stage[-1]:<28}{seconds:7.2f} s {share:4.0f} %"
+            )
+        return "\n".join(lines)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """The model's own next-token loss."""
+    loss: Tensor = model(ids, labels=ids).loss
+    return loss
+
+
+def build_model(layers: int, seq: int) -> nn.Module:
+    """A Llama-3 on the meta device in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: Any = LlamaConfig(
+        num_hidden_layers=layers, num_key_value_heads=8, vocab_size=128256,
+        max_position_embeddings=seq, use_cache=False, **WIDTHS[layers],
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).train()
+
+
+def measure(layers: int, seq: int) -> Case:
+    """Compile and save once, in this process."""
+    model = build_model(layers, seq)
+    ids = torch.zeros(BATCH, seq, dtype=torch.long, device="meta")
+    before, start, watch = _peak_rss_bytes(), time.perf_counter(), Stopwatch()
+    with tempfile.TemporaryDirectory() as folder, watch.on_stages():
+        program = api.compile(model, MESH, (ids,), loss=loss_of, plan=PLAN)
+        watch.timed("save", program.save)(folder + "/program")
+    total_s = time.perf_counter() - start
+    lines = {name: len(text.splitlines()) for name, text in sorted(program.sources.items())}
+    return Case(layers, total_s, _peak_rss_bytes(), before, lines, watch.seconds)
+
+
+def _peak_rss_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def main() -> int:
+    """Print one case after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", nargs="+", type=int, choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--seq", type=int, default=4096)
+    options = parser.parse_args()
+    print(f"{machine()}; partc {partc.__version__}, mesh {MESH}, {PLAN}, seq {options.seq}, bf16\n")
+    for layers in options.layers:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            print(pool.submit(measure, layers, options.seq).result(), end="\n\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Which model of the zoo computes the same under which layout, in float64.
+
+Run ``python -m benchmarks.parity``; it prints a markdown table, ``--write`` puts it into
+docs/parity.md. A cell holds the worst relative error of the loss, of any gradient and of any
+parameter after an optimizer step, over all ranks; a layout that cannot be compiled says why below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import partc
+from partc.verify import TOLERANCE, Report
+from tests.zoo import FAMILIES, Case
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parity.md"
+LAYOUTS = {
+    "ddp": "dp=2",
+    "zero1": "dp=2",
+    "fsdp": "dp=2",
+    "megatron": "tp=2",
+    "megatron-sp": "tp=2",
+    "fsdp+megatron": "dp=2,tp=2",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model under one layout: its errors, or what stopped it."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    step: float = 0.0
+    failure: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure and max(self.loss, self.gradient, self.step) <= TOLERANCE
+
+    def __str__(self) -> str:
+        if self.failure:
+            return "**" + self.failure.partition(":")[0] + "**"
+        errors = f"{self.loss:.0e} {self.gradient:.0e} {self.step:.0e}"
+        return errors if self.ok else f"**{errors}**"
+
+
+def cell(case: Case, plan: str, mesh: str, processes: bool) -> Cell:
+    """Compile one model for one layout and verify it."""
+    try:
+        program = partc.compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+        report = partc.verify(
+            program, case.model, case.inputs, case.loss, processes=processes, timeout=100.0
+        )
+    except Exception as error:  # a table of what works says of everything else why not
+        text = " ".join(str(error).split()) or "no message"
+        return Cell(failure=f"{type(error).__name__}: {text[:300]}")
+    return Cell(_worst(report, "loss"), _worst(report, "gradient"), _worst(report, "after"))
+
+
+def _worst(report: Report, kind: str) -> float:
+    """The worst error of the kinds whose name holds this word."""
+    return max((row.error for row in report.rows if kind in row.kind), default=0.0)
+
+
+def table(models: Iterable[str], layouts: Iterable[str], processes: bool) -> tuple[str, bool]:
+    """The markdown text, and whether every cell is equal to the model."""
+    names = list(layouts)
+    head = [f"{name}<br>{LAYOUTS[name]}" for name in names]
+    lines = ["| model | " + " | ".join(head) + " |", "|---" * (len(names) + 1) + "|"]
+    failures: list[str] = []
+    good = True
+    for model in models:
+        case = FAMILIES[model].case(model)
+        row = [cell(case, name, LAYOUTS[name], processes) for name in names]
+        lines.append(f"| {model} | " + " | ".join(map(str, row)) + " |")
+        found = zip(names, row, strict=True)
+        failures += [f"- {model}, {name}: `{c.failure}`" for name, c in found if c.failure]
+        good = good and all(c.ok for c in row)
+        print(lines[-1], file=sys.stderr, flush=True)
+        gc.collect()
+    if failures:
+        lines += ["", "What stopped the others:", "", *failures]
+    return "\n".join(lines) + "\n", good
+
+
+def document(text: str, how: str) -> str:
+    """The page around the table."""
+    return (
+        "# Parity\n\n"
+        "Made by `python -m benchmarks.parity --write`. The models of tests/zoo.py in float64,\n"
+        f"every rank in {how}, against eager autograd on one device: the worst relative error of\n"
+        "the loss, of any gradient, and of any parameter after SGD or AdamW. Bold is not equal\n"
+        f"(over {TOLERANCE:.0e}) or not compiled.\n\n{text}"
+    )
+
+
+def main() -> int:
+    """Print or write the table; 1 if a cell is not equal."""
+    options = _options()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    text, good = table(options.models, options.layouts, options.processes)
+    print(text)
+    if options.write:
+        how = "a gloo process" if options.processes else "a thread"
+        DOCUMENT.write_text(document(text, how))
+    return 0 if good else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--processes", action="store_true", help="real gloo processes")
+    parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.name}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

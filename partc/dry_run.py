@@ -1,0 +1,173 @@
+"""A rank program executed line by line on tensors without data: what it holds at its worst, where.
+
+This is the program itself, so function boundaries, ``del``, in-place sums and handles count as they
+do at run time. It needs no process group, no other rank and no memory.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partc.mesh import Mesh
+from partc.passes.workspaces import workspace_of
+from partc.role import RankMesh, Role
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory that is live at the peak, by the source line that allocated it."""
+
+    line: int
+    text: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The most bytes live at a time beside parameters, buffers and inputs, and where that is."""
+
+    peak_bytes: int
+    line: int
+    holders: tuple[Holder, ...]  # largest first
+
+
+def dry_run(role: Role, rank: int = 0) -> DryRun:
+    """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``."""
+    file = role.module.Step.__init__.__code__.co_filename
+    watch = _Live(file)
+    with alone(role, rank) as here, torch.no_grad(), FakeTensorMode():
+        step: Any = role.build(here)
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
+        watch.leave_out([*step.parameters(), *step.buffers(), *inputs])
+        with watch:
+            kept = step(*inputs) if role.is_inference else step.step(*inputs)
+    del kept
+    holders = [Holder(line, _text(file, line), size) for size, line in watch.at_peak]
+    return DryRun(watch.peak_bytes, watch.peak_line, tuple(_joined(holders)))
+
+
+@contextmanager
+def alone(role: Role, rank: int) -> Iterator[RankMesh]:
+    """Let one rank of a role run without the others: its collectives then move nothing."""
+    dist = role.module.__dict__["dist"]
+    role.module.__dict__["dist"] = _Dist()
+    try:
+        yield _Here(role.mesh, rank)
+    finally:
+        role.module.__dict__["dist"] = dist
+
+
+def _text(file: str, line: int) -> str:
+    """A line of a loaded role, its comment left out."""
+    return linecache.getline(file, line).partition("  #")[0].strip()
+
+
+def _joined(holders: Sequence[Holder]) -> list[Holder]:
+    """One entry per line, loops having allocated in one line several times; largest first."""
+    total: dict[tuple[int, str], int] = {}
+    for holder in holders:
+        key = holder.line, holder.text
+        total[key] = total.get(key, 0) + holder.num_bytes
+    found = [Holder(line, text, size) for (line, text), size in total.items()]
+    return sorted(found, key=lambda h: (-h.num_bytes, h.line))
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages that are alive after every op."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.file = file
+        self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
+        self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self.peak_bytes = self.peak_line = 0
+        self.at_peak: list[tuple[int, int]] = []
+
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count these."""
+        self.outside += tensors
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.known[storage._cdata] = StorageWeakRef(storage), 0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    entry = StorageWeakRef(storage), storage.nbytes(), self._line()
+                    self.known[storage._cdata] = entry
+        live = sum(size for _, size, _ in self.known.values())
+        self._note(live + workspace_of(func, result, args, kwargs or {}))
+        return result
+
+    def _note(self, live: int) -> None:
+        if live > self.peak_bytes:
+            self.peak_bytes, self.peak_line = live, self._line()
+            self.at_peak = [(size, line) for _, size, line in self.known.values() if size]
+
+    def _line(self) -> int:
+        """The line of the program that is being executed."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame.f_lineno if frame is not None else 0
+
+
+@dataclass(frozen=True)
+class _Here:
+    """One rank's view of the mesh, as a DeviceMesh gives it."""
+
+    mesh: Mesh
+    rank: int
+
+    def get_group(self, mesh_dim: Any = None) -> str:
+        return str(mesh_dim)
+
+    def get_local_rank(self, mesh_dim: Any = None) -> int:
+        return self.mesh.coords(self.rank)[mesh_dim]
+
+
+class _Started:
+    """A collective under way: as c10d's handles do, it keeps its tensors until it is dropped."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Dist:
+    """The functions of torch.distributed that rank programs call, without effect."""
+
+    ReduceOp = c10d.ReduceOp
+
+    def all_reduce(self, tensor: Tensor, **named: Any) -> _Started:
+        return _Started(tensor)
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, **named: Any) -> _Started:
+        return _Started(output, input)
+
+    reduce_scatter_tensor = all_to_all_single = all_gather_into_tensor
+    all_gather_single = reduce_scatter_single = all_gather_into_tensor

@@ -1,0 +1,244 @@
+"""A model's name on the command line in, the model, example inputs and loss out.
+
+``package.module:callable`` gives a model or ``(model, inputs, loss)``, the loss optional; the
+current directory is searched too. ``hf:llama`` is a default Hugging Face configuration,
+``hf:path/config.json`` one of yours; nothing is downloaded. A configuration's parameters stay on
+the meta device unless values are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import UsageError
+
+AUTO = (  # first fitting class, what its inputs are called
+    ("AutoModelForCausalLM", "input_ids"),
+    ("AutoModelForSeq2SeqLM", "input_ids"),
+    ("AutoModelForMaskedLM", "input_ids"),
+    ("AutoModelForImageClassification", "pixel_values"),
+)
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a model's name stands for."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    loss: Callable[..., Any] | None = None
+    labels: int = 0  # how many of the last inputs only the loss reads
+
+    def for_inference(self) -> Target:
+        """The model in eval mode with the inputs that it alone reads, and no loss."""
+        return Target(self.model.eval(), self.inputs[: len(self.inputs) - self.labels])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the command line says of a configuration's model."""
+
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    dtype: torch.dtype = torch.float32
+    dropout: bool = True
+
+
+def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
+    """The model of a name; UsageError says what is wrong with it."""
+    kind, _, rest = name.partition(":")
+    if not rest:
+        raise _unknown(name, "it has no colon")
+    target = _configured(rest, sizes, values) if kind == "hf" else _called(kind, rest)
+    if not sizes.dropout:
+        _drop_nothing(target.model)
+    return target
+
+
+def _called(module: str, attribute: str) -> Target:
+    """Call ``attribute`` of an importable module."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise _unknown(f"{module}:{attribute}", str(error)) from error
+    finally:
+        sys.path.pop(0)
+    made = made() if callable(made) and not isinstance(made, nn.Module) else made
+    if isinstance(made, nn.Module):
+        return Target(made, _own_inputs(made, module, attribute))
+    if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        inputs = (made[1],) if isinstance(made[1], Tensor) else tuple(made[1])
+        return Target(made[0], inputs, made[2] if len(made) == 3 else None)
+    raise _unknown(f"{module}:{attribute}", f"it gives a {type(made).__name__}")
+
+
+def _own_inputs(model: nn.Module, module: str, attribute: str) -> tuple[Tensor, ...]:
+    """A model alone may bring ``example_inputs``, a tuple or a method that makes one."""
+    inputs = getattr(model, "example_inputs", None)
+    if inputs is None:
+        raise UsageError(
+            where=f"{module}:{attribute}",
+            what="gives a model without example inputs",
+            why="shapes and dtypes of the batch are needed",
+            do="Return (model, inputs, loss), or give the model an `example_inputs` attribute.",
+        )
+    return tuple(inputs() if callable(inputs) else inputs)
+
+
+def _configured(name: str, sizes: Sizes, values: bool) -> Target:
+    """A Hugging Face model from its configuration alone."""
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(
+            where=f"hf:{name}",
+            what="needs the transformers package",
+            why="it is an optional dependency",
+            do="pip install transformers",
+        ) from None
+    config = _config(transformers, name)
+    _set_layers(config, name, sizes.layers)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    auto, argument = _auto_class(transformers, config, name)
+    torch.manual_seed(0)
+    with nullcontext() if values else parameters_on_meta():
+        model = auto.from_config(config).to(sizes.dtype).train()
+    make = _images if argument == "pixel_values" else _tokens
+    try:
+        return Target(model, make(config, sizes), _labelled(argument), labels=1)
+    except AttributeError as error:
+        raise _no_inputs(name, str(error)) from error
+
+
+def _config(transformers: Any, name: str) -> Any:
+    try:
+        if name.endswith(".json") or Path(name).is_dir():
+            return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        return transformers.AutoConfig.for_model(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unknown(f"hf:{name}", str(error).splitlines()[0]) from error
+
+
+def _auto_class(transformers: Any, config: Any, name: str) -> tuple[Any, str]:
+    for auto, argument in AUTO:
+        found = getattr(transformers, auto)
+        if type(config) in found._model_mapping:
+            return found, argument
+    raise _no_inputs(name, f"{type(config).__name__} fits none of {', '.join(a for a, _ in AUTO)}")
+
+
+def _no_inputs(name: str, why: str) -> UsageError:
+    return UsageError(
+        where=f"hf:{name}",
+        what="is neither a language model nor an image classifier that needs only tokens or pixels",
+        why=why,
+        do="Name a function of yours that builds model, inputs and loss: package.module:callable.",
+    )
+
+
+def _set_layers(config: Any, name: str, layers: int | None) -> None:
+    if layers is None:
+        return
+    known = [field for field in LAYERS if hasattr(config, field)]
+    if not known:
+        raise UsageError(
+            where=f"hf:{name}",
+            what="--layers does not apply",
+            why=f"{type(config).__name__} has none of {', '.join(LAYERS)}",
+            do="Write a config.json with the depth you want.",
+        )
+    for field in known:
+        setattr(config, field, layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * layers)[:layers]
+
+
+def _tokens(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
+    """Random tokens, and the same as labels."""
+    shape = sizes.batch or 8, sizes.seq or 128
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(config.get_text_config().vocab_size, shape, generator=generator)
+    return ids, ids.clone()
+
+
+def _images(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
+    """Random pixels and classes."""
+    batch, size = sizes.batch or 8, sizes.seq or getattr(config, "image_size", 224)
+    height, width = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randn(batch, config.num_channels, height, width, generator=generator)
+    return pixels.to(sizes.dtype), torch.randint(config.num_labels, (batch,), generator=generator)
+
+
+def _labelled(argument: str) -> Callable[..., Any]:
+    def loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Any:
+        return model(**{argument: inputs}, labels=labels).loss
+
+    return loss
+
+
+def _drop_nothing(model: nn.Module) -> None:
+    """Set every dropout to 0: modules, their attributes, and the configuration's fields."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and type(value) is float:
+                setattr(module, name, 0.0)
+    config = getattr(model, "config", None)
+    for name in [n for n in vars(config or object) if "drop" in n or n.endswith("pdrop")]:
+        if type(getattr(config, name)) is float:
+            setattr(config, name, 0.0)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters made here have no values; buffers, which may be tables worth knowing, have."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _unknown(name: str, why: str) -> UsageError:
+    return UsageError(
+        where=name,
+        what="does not name a model",
+        why=why,
+        do="Write package.module:callable, hf:llama or another type, or hf:path/config.json.",
+    )
+
+
+def sizes_of_inputs(shapes: Sequence[tuple[int, ...]], sizes: Sizes) -> Sizes:
+    """Batch and sequence (or image) size as a program's inputs have them, where not given."""
+    first = shapes[0] if shapes else ()
+    batch = sizes.batch or (first[0] if first else None)
+    seq = sizes.seq or (first[-1] if len(first) > 1 else None)
+    return Sizes(batch, seq, sizes.layers, sizes.dtype, sizes.dropout)

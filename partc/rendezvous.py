@@ -1,0 +1,231 @@
+"""Where the threads of all ranks meet: collectives by group and number, and what goes wrong there.
+
+A group's members must enter the same collectives in the same order. Who enters another one, waits
+for ever, or leaves something unfinished is named together with its line.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.errors import RunError
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one process group, in group order, and which mesh axis they lie on."""
+
+    ranks: tuple[int, ...]
+    axis: str = ""
+    here: int = 0  # the global rank that holds this handle
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(self.here)
+
+    def __str__(self) -> str:
+        return f"{self.axis or 'ranks'} {list(self.ranks)}"
+
+
+@dataclass
+class Call:
+    """One rank's part in a collective: a copy of what it sent, and where the result goes."""
+
+    kind: str
+    detail: str
+    sent: Tensor
+    copy: Tensor
+    result: Tensor
+    line: str
+
+    @property
+    def agreed(self) -> tuple[str, str, tuple[int, ...], torch.dtype]:
+        """What must be equal on all members."""
+        return self.kind, self.detail, tuple(self.copy.shape), self.copy.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.copy.dtype).removeprefix("torch.")
+        detail = f" {self.detail}" if self.detail else ""
+        return f"{self.kind}{detail} of {dtype}{list(self.copy.shape)} at {self.line}"
+
+
+@dataclass
+class Meeting:
+    """The n-th collective of a group: complete when every member has called."""
+
+    group: Group
+    number: int
+    compute: Callable[[list[Tensor]], list[Tensor]]
+    calls: dict[int, Call] = field(default_factory=dict)
+    results: dict[int, Tensor] | None = None
+
+    def __str__(self) -> str:
+        missing = [rank for rank in self.group.ranks if rank not in self.calls]
+        return f"collective {self.number} of {self.group}, missing {missing}"
+
+
+class StopRank(Exception):
+    """Ends a rank's thread after another rank has failed."""
+
+
+class World:
+    """The meeting place of all rank threads; one lock guards everything."""
+
+    def __init__(self, num: int, timeout: float) -> None:
+        self.num, self.timeout = num, timeout
+        self.changed = threading.Condition()
+        self.here = threading.local()
+        self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self.counts: dict[tuple[tuple[int, ...], int], int] = {}  # (group, rank) -> calls so far
+        self.waiting: dict[int, Meeting] = {}
+        self.open: dict[int, list[Call]] = {rank: [] for rank in range(num)}
+        self.finished: set[int] = set()
+        self.failure: BaseException | None = None
+
+    def start(
+        self, group: Group, call: Call, compute: Callable[[list[Tensor]], list[Tensor]]
+    ) -> Done:
+        """Enter this rank's next collective of the group."""
+        rank = self.here.rank
+        with self.changed:
+            self._stop_if_failed()
+            number = self.counts.get((group.ranks, rank), 0)
+            self.counts[group.ranks, rank] = number + 1
+            key = (group.ranks, number)
+            meeting = self.meetings.setdefault(key, Meeting(group, number, compute))
+            meeting.calls[rank] = call
+            self.open[rank].append(call)
+            if len(meeting.calls) == len(group.ranks):
+                self._complete(meeting)
+                del self.meetings[key]
+            return Done(self, meeting, call, rank)
+
+    def wait(self, meeting: Meeting, rank: int) -> Tensor:
+        """Block until the meeting is complete; RunError if it never can be."""
+        with self.changed:
+            self.waiting[rank] = meeting
+            self._fail_if_stuck()
+            done = self.changed.wait_for(lambda: meeting.results or self.failure, self.timeout)
+            del self.waiting[rank]
+            if not done:
+                self.fail(self._hang(f"nothing happened for {self.timeout:g} s"))
+            self._stop_if_failed()
+            assert meeting.results is not None
+            return meeting.results[rank]
+
+    def finish(self, rank: int) -> None:
+        """The rank's function returned: it must have waited for everything that it started."""
+        with self.changed:
+            if self.open[rank]:
+                self.fail(_unwaited(rank, self.open[rank]))
+            self.finished.add(rank)
+            self._fail_if_stuck()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first failure and wake everyone."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def _complete(self, meeting: Meeting) -> None:
+        ranks = meeting.group.ranks
+        calls = [meeting.calls[rank] for rank in ranks]
+        if len({call.agreed for call in calls}) > 1:
+            self.fail(_disagreement(meeting))
+        else:
+            results = meeting.compute([call.copy for call in calls])
+            meeting.results = dict(zip(ranks, results, strict=True))
+        self.changed.notify_all()
+        self._stop_if_failed()
+
+    def _stop_if_failed(self) -> None:
+        if self.failure is not None:
+            raise StopRank
+
+    def _fail_if_stuck(self) -> None:
+        """Everyone waits or has finished, and no awaited meeting is complete: this is the end."""
+        idle = self.finished | set(self.waiting)
+        stuck = not any(meeting.results for meeting in self.waiting.values())
+        if self.waiting and len(idle) == self.num and stuck:
+            self.fail(self._hang("every rank waits or has finished"))
+
+    def _hang(self, why: str) -> RunError:
+        lines = [
+            f"  rank {rank} waits at {meeting.calls[rank].line} in {meeting}"
+            for rank, meeting in sorted(self.waiting.items())
+        ]
+        ended = f"\n  finished: {sorted(self.finished)}" if self.finished else ""
+        return RunError(
+            where="ranks in threads",
+            what="the ranks wait for each other",
+            why=why,
+            do="The members of a group must call the same collectives:\n"
+            + "\n".join(lines)
+            + ended,
+        )
+
+
+@dataclass
+class Done:
+    """A started collective, as ``dist.Work``."""
+
+    world: World
+    meeting: Meeting
+    call: Call
+    rank: int
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Put the result where the program expects it; a second wait does nothing."""
+        opened = self.world.open[self.rank]
+        if not any(call is self.call for call in opened):
+            return True
+        result = self.world.wait(self.meeting, self.rank)
+        opened[:] = [call for call in opened if call is not self.call]
+        if self.call.sent is not self.call.result:
+            self._check_sent()
+        self.call.result.copy_(result.view(self.call.result.shape))
+        return True
+
+    def is_completed(self) -> bool:
+        return self.meeting.results is not None
+
+    def _check_sent(self) -> None:
+        """A buffer that is being sent must not change: the network may read it at any time."""
+        if not torch.equal(_as_bytes(self.call.sent), _as_bytes(self.call.copy)):
+            raise RunError(
+                where=f"rank {self.rank}, {self.call.line}",
+                what="the tensor being sent was written to before the wait",
+                why=f"it is in flight: {self.call}",
+                do="Wait first, or write to a copy.",
+            )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _disagreement(meeting: Meeting) -> RunError:
+    lines = [f"  rank {rank}: {call}" for rank, call in sorted(meeting.calls.items())]
+    return RunError(
+        where=f"collective {meeting.number} of {meeting.group}",
+        what="its members do not call the same collective",
+        why="each rank runs its own order",
+        do="Compare these lines:\n" + "\n".join(lines),
+    )
+
+
+def _unwaited(rank: int, calls: list[Call]) -> RunError:
+    return RunError(
+        where=f"rank {rank}",
+        what=f"{len(calls)} started collectives are never waited for",
+        why="their results are not there when the step ends",
+        do="Wait for:\n" + "\n".join(f"  {call}" for call in calls),
+    )

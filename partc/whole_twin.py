@@ -1,0 +1,103 @@
+"""A call of a local graph in, the call on the whole's shapes that it stands for out.
+
+Rules speak of whole shapes. What ``partc.rules.local`` wrote smaller (sizes, bounds) is made large
+again, and an op that reads a window of indices becomes the one it was written for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc.graph import held, is_tensor, results_of, set_held, set_value, value
+from partc.rules.call import local_call, parameters
+from partc.rules.notation import resolve
+from partc.rules.strategy import applied
+from partc.rules.table import RULES, Rule, find
+
+
+def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
+    """The whole's call, in a graph of its own; ``outs`` carry its results, None where unread.
+
+    Has to run under a FakeTensorMode.
+    """
+    graph = fx.Graph()
+    twins = {operand: _placeholder(graph, operand) for operand in node.all_input_nodes}
+    twin = graph.node_copy(node, twins.__getitem__)
+    twin.target = _unwindowed(node.target)
+    results = [
+        None if carrier is None else _whole_fake(carrier, fake)
+        for carrier, fake in zip(outs, results_of(node), strict=True)
+    ]
+    twin.meta = dict(node.meta)
+    set_held(twin, results[0] if is_tensor(node) else results)
+    entry = find(node.target)
+    if entry is not None and (entry.sizes or entry.scales):
+        _set(twin, dict(_literals(node, entry, [_shape(r) for r in results])))
+    return twin
+
+
+def _placeholder(graph: fx.Graph, operand: fx.Node) -> fx.Node:
+    twin = graph.placeholder(operand.name)
+    set_value(twin, value(operand))
+    set_held(twin, _whole_fake(operand, held(operand)))
+    return twin
+
+
+def _whole_fake(node: fx.Node, fake: Any) -> Any:
+    if not isinstance(fake, Tensor):
+        return fake
+    return torch.empty(value(node).shape, dtype=fake.dtype, device=fake.device)
+
+
+def _unwindowed(target: Any) -> Any:
+    """The op that a window's reader stands for: ``aten.embedding`` for ``masked_embedding``."""
+    for name in RULES:
+        windowed = RULES[name].windowed
+        if windowed is not None and windowed.target is target:
+            namespace, op = name.split(".")[:2]
+            return getattr(getattr(torch.ops, namespace), op).default
+    return target
+
+
+def _literals(
+    node: fx.Node, entry: Rule, results: list[tuple[int, ...] | None]
+) -> Iterator[tuple[str, Any]]:
+    """Sizes and bounds of the whole's call, by argument."""
+    if entry.sizes:
+        yield entry.sizes, list(results[0] or ())
+    if not entry.scales:
+        return
+    here = [_shape(r) for r in results_of(node)]
+    local = local_call(node, here, node.args, node.kwargs)
+    notation, factors = applied(entry, local)
+    shapes = [None if s is None else value(s).shape for s in local.slots]
+    whole = resolve(notation, shapes[: len(notation.operands)], results).sizes
+    for name, letters in entry.scales.items():
+        known = [letter for letter in letters if letter in whole]
+        times = prod(whole[x] for x in known), prod(factors.sizes[x] for x in known)
+        if local[name] is not None:
+            yield name, _scaled(local[name], *times)
+
+
+def _scaled(given: Any, large: int, small: int) -> Any:
+    """A size, bound or list of sizes, proportionally larger; "to the end" stays what it is."""
+    if isinstance(given, list | tuple):
+        return [_scaled(each, large, small) for each in given]
+    return given if given >= 2**62 else given * large // small
+
+
+def _set(twin: fx.Node, changes: dict[str, Any]) -> None:
+    """Put changed arguments where they stand, or add them as keywords."""
+    names = [name for name, _, _ in parameters(twin.target)]
+    twin.args = tuple(changes.get(n, a) for n, a in zip(names, twin.args, strict=False))
+    named = {name: x for name, x in changes.items() if name not in names[: len(twin.args)]}
+    twin.kwargs = {**twin.kwargs, **named}
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

@@ -1,0 +1,54 @@
+"""Compare what a traced graph computes with what eager PyTorch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.graph import Graph
+from partc.interpret import run_graph
+from partc.trace import trace
+
+LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
+NOISE = 1e-6  # gradients below this part of the largest are compared with that part
+
+
+def run(graph: Graph, model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """One step of the graph on the model's own tensors."""
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    return run_graph(graph, params, buffers, dict(zip(graph.inputs, inputs, strict=True)))
+
+
+def check(
+    model: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[..., Tensor] | None = None
+) -> Graph:
+    """Trace a step and compare loss, gradients and buffers with eager; returns the graph."""
+    graph = trace(model, inputs, loss)
+    torch.manual_seed(0)
+    got = run(graph, model, inputs)
+    torch.manual_seed(0)
+    expected = loss(model, *inputs) if loss is not None else model(*inputs)
+    model.zero_grad()
+    expected.backward()
+    limit = LIMIT[next(model.parameters()).dtype]
+    assert distance(got["loss"], expected, 0.0) < limit
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    largest = max(float(p.grad.abs().max()) for p in params.values() if p.grad is not None)
+    assert set(got["grads"]) == set(params)
+    for name, param in params.items():
+        assert param.grad is not None
+        assert distance(got["grads"][name], param.grad, NOISE * largest) < limit, name
+    for name, after in got["buffers"].items():
+        assert distance(after, model.get_buffer(name), 0.0) < limit, name
+    return graph
+
+
+def distance(a: Tensor, b: Tensor, floor: float) -> float:
+    """The largest difference relative to the largest element of ``b``, or to ``floor``."""
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    scale = max(float(b.detach().abs().max()), floor)
+    return float((a - b).detach().abs().max()) / scale if scale else 0.0

@@ -1,0 +1,237 @@
+"""What is damaged, edited, foreign or started wrongly is refused, in words, before it does harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from partc import program as program_module
+from partc.errors import LoadError, PartcError, RunError, UsageError
+from partc.manifest import _digest_of
+from partc.processes import Processes
+from partc.program import load
+from partc.tensorfile import TensorFile
+from tests.example_program import example_model, example_program
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    example_program().save(tmp_path / "build")
+    return tmp_path / "build"
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change program.json as someone would who also makes its digest right."""
+    path = folder / "program.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    fields.pop("sha256")
+    path.write_text(json.dumps({**fields, "sha256": _digest_of(fields)}))
+
+
+# folders -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name", ["plan.toml", "role0.py", "run.py", "constants.safetensors", "program.json"]
+)
+@pytest.mark.parametrize("damage", ["truncated", "edited", "missing", "linked"])
+def test_a_damaged_folder_is_refused_by_file(folder: Path, name: str, damage: str) -> None:
+    path = folder / name
+    content = path.read_bytes()
+    if damage in ("missing", "linked"):
+        path.unlink()
+    if damage == "linked":
+        (folder.parent / "elsewhere").write_bytes(content)
+        path.symlink_to(folder.parent / "elsewhere")
+    elif damage != "missing":
+        path.write_bytes(content[:-20] if damage == "truncated" else content.replace(b"e", b"a", 1))
+    with pytest.raises(LoadError, match=name) as caught:
+        load(folder)
+    assert caught.value.do
+
+
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another schema": (lambda m: m.update(schema=2), "schema 2, this partc reads 1"),
+    "a file outside": (lambda m: m["files"].update({"../x.py": ""}), r"'../x.py' is not the name"),
+    "an absolute file": (lambda m: m["files"].update({"/etc/x.py": ""}), "is not the name"),
+    "a role without a file": (lambda m: m.update(roles=[[4, "b.py"]]), "a role has no file"),
+    "too few ranks": (lambda m: m.update(roles=[[3, "role0.py"]]), "do not cover its mesh"),
+    "a later torch": (lambda m: m.update(torch=["99.0", "99.1"]), r"needs torch 99\.0"),
+    "an unknown field": (lambda m: m.update(run="rm"), r"its fields differ in .'run'."),
+    "a missing field": (lambda m: m.pop("cost"), r"its fields differ in .'cost'."),
+    "a hostile axis": (lambda m: m.update(mesh=[["a b", 4]]), "cannot name an axis"),
+    "a wrong type": (lambda m: m.update(inputs=[1]), "malformed"),
+    "a negative size": (lambda m: m.update(inputs={"x": [[-1], "float32"]}), "not a size"),
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_out_of_order_is_refused(folder: Path, case: str) -> None:
+    change, message = MANIFESTS[case]
+    rewrite_manifest(folder, change)
+    with pytest.raises(LoadError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"schema": 1}', "[" * 100_000, "\x00", "NaN"])
+def test_what_is_no_manifest_is_refused(folder: Path, text: str) -> None:
+    (folder / "program.json").write_text(text)
+    with pytest.raises(LoadError, match=r"program\.json"):
+        load(folder)
+
+
+def test_another_model_is_refused_with_a_table(folder: Path) -> None:
+    other = example_model()
+    other.down = nn.Linear(12, 9)
+    other.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(LoadError) as caught:
+        load(folder, model=other)
+    assert "down.weight: param float32[8, 12] compiled, param float32[9, 12] given" in str(
+        caught.value
+    )
+    assert "extra: absent compiled, param float32[1] given" in str(caught.value)
+    assert "3 of its tensors differ" in str(caught.value)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a program"])
+def test_an_interrupted_save_leaves_what_was_there(
+    tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "build"
+    if before == "a program":
+        example_program(1, 2).save(target)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program_module, "write_tensors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        example_program().save(target)
+    if before == "nothing":
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert [path.name for path in tmp_path.iterdir()] == ["build"]
+        assert load(target).mesh.num_ranks == 2
+
+
+def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="will not be replaced"):
+        example_program().save(tmp_path)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+# tensor files --------------------------------------------------------------------------------
+def tensor_file(path: Path, header: object, data: bytes = b"\0" * 8) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HEADERS = {
+    "no table": [],
+    "an unknown dtype": {"a": {**ENTRY, "dtype": "PICKLE"}},
+    "a negative size": {"a": {**ENTRY, "shape": [-2]}},
+    "past the end": {"a": {**ENTRY, "shape": [4], "data_offsets": [0, 16]}},
+    "sizes that do not fit": {"a": {**ENTRY, "shape": [3]}},
+    "an entry that is no table": {"a": 3},
+    "backwards": {"a": {**ENTRY, "data_offsets": [8, 0]}},
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_malformed_tensor_file_is_refused(tmp_path: Path, case: str) -> None:
+    path = tensor_file(tmp_path / "t.safetensors", HEADERS[case])
+    with pytest.raises(LoadError, match=r"t.safetensors: not a whole safetensors file"):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\xff" * 100])
+def test_bytes_that_are_no_tensor_file_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.safetensors").write_bytes(content)
+    with pytest.raises(LoadError, match="not a whole safetensors file"):
+        TensorFile(tmp_path / "t.safetensors")
+
+
+# runs ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def world() -> Iterator[Processes]:
+    with Processes(4, timeout=30) as processes:
+        yield processes
+
+
+def refusal_of(difference: str) -> str:
+    """What this rank is told when rank 2 differs; nothing else may happen in the group."""
+    program = example_program()
+    if dist.get_rank() == 2 and difference == "sources":
+        program = replace(program, sources={"role0.py": program.source() + "# edited\n"})
+    elif dist.get_rank() == 2:
+        program = replace(program, plan=program.plan + "# edited\n")
+    try:
+        program.module()
+    except RunError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("difference", ["sources", "plan"])
+def test_ranks_that_differ_are_all_refused_with_a_table(world: Processes, difference: str) -> None:
+    told = world.run(refusal_of, difference)
+    for rank, message in enumerate(told):
+        assert f"rank {rank}: the ranks do not run the same program: {difference} differ" in message
+        rows = [line.split() for line in message.splitlines()[1:]]
+        assert [row[1] for row in rows] == ["0:", "1:", "2:", "3:"]
+        digests = [row[3] for row in rows]
+        assert digests[0] == digests[1] == digests[3] != digests[2]
+
+
+def module_refusal() -> str:
+    with pytest.raises(PartcError) as caught:
+        example_program().module()
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_a_world_of_another_size_than_the_mesh_is_refused(world: Processes) -> None:
+    for message in world.run(module_refusal, num=2):
+        assert "mesh dp=2 tp=2: 2 processes were started for 4 ranks" in message
+        assert "torchrun --nproc-per-node 4" in message
+
+
+def test_the_world_is_checked_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(RunError, match="8 processes were started for 4 ranks"):
+        example_program().module()
+    assert not dist.is_initialized()
+
+
+def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, folder / "run.py", "--device", "cpu"], check=False, text=True,
+        env={**os.environ, **environment}, capture_output=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_run_py_refuses_a_wrong_world_with_exit_code_2(folder: Path) -> None:
+    done = run_script(folder, WORLD_SIZE="3")
+    assert done.returncode == 2
+    assert "has 4 ranks, but 3 processes were started" in done.stderr
+
+
+def test_run_py_refuses_an_edited_role_with_exit_code_2(folder: Path) -> None:
+    (folder / "role0.py").write_text("import os\n")
+    done = run_script(folder, WORLD_SIZE="4")
+    assert done.returncode == 2
+    assert "role0.py: missing, damaged or edited" in done.stderr

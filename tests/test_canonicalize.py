@@ -1,0 +1,349 @@
+"""Each canonicalising pass from text to text, and that what it makes computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from partc.graph import Graph, drop_dead, is_tensor, value
+from partc.graph_parse import parse_graph
+from partc.interpret import run_graph
+from partc.passes.cancel_transposes import cancel_transposes
+from partc.passes.canonicalize import PASSES, canonicalize
+from partc.passes.drop_noops import drop_noops
+from partc.passes.fold_dropout import fold_dropout
+from partc.passes.fold_linear import fold_linear
+from partc.passes.fold_masks import fold_masks
+from partc.passes.join_scatters import join_scatters
+from partc.passes.merge_reshapes import merge_reshapes
+from partc.passes.narrow_expands import narrow_expands
+from partc.passes.open_means import open_means
+from partc.passes.open_strides import open_strides
+from partc.passes.pad_slices import pad_slices
+from partc.passes.raise_precision import raise_precision
+from partc.passes.squeeze_sums import squeeze_sums
+from partc.trace import trace
+from tests.compare import distance
+from tests.zoo import MODELS
+
+CASES: dict[str, tuple[Callable[[Graph], None], str]] = {
+    "drop_noops": (
+        drop_noops,
+        """\
+graph M
+input x : f64[4,6]
+forward (loss)
+  detach = detach(x) : f64[4,6]
+  view = view(detach, [4, 6]) : f64[4,6]
+  same = permute(view, [0, 1]) : f64[4,6]
+  part = slice.Tensor(same, 1, 0, 9223372036854775807) : f64[4,6]
+  one = mul.Tensor(part, 1) : f64[4,6]
+  cast = _to_copy(one, dtype=f64) : f64[4,6]
+  flat = view(cast, [24]) : f64[24]
+  twice = mul.Tensor(flat, 2) : f64[24]
+outputs
+  result y = twice
+""",
+    ),
+    "cancel_transposes": (
+        cancel_transposes,
+        """\
+graph M
+input x : f64[4,6]
+input w : f64[5,6]
+forward (loss)
+  a = t(w) : f64[6,5]
+  b = mm(x, a) : f64[4,5]
+  c = t(b) : f64[5,4]
+  d = unsqueeze(c, 0) : f64[1,5,4]
+  e = permute(d, [0, 2, 1]) : f64[1,4,5]
+  f = transpose.int(e, 1, 2) : f64[1,5,4]
+  g = permute(f, [1, 2, 0]) : f64[5,4,1]
+outputs
+  result y = g
+""",
+    ),
+    "fold_linear": (
+        fold_linear,
+        """\
+graph M
+param w : f64[5,6]
+param b : f64[5]
+input x : f64[2,3,6]
+input d : f64[2,3,5]
+forward (loss)
+  rows = reshape(x, [6, 6]) : f64[6,6]
+  turned = t(w) : f64[6,5]
+  product = addmm(b, rows, turned) : f64[6,5]
+  y = reshape(product, [2, 3, 5]) : f64[2,3,5]
+backward (loss)
+  flat = reshape(d, [6, 5]) : f64[6,5]
+  d_x = mm(flat, w) : f64[6,6]
+  d_x3 = reshape(d_x, [2, 3, 6]) : f64[2,3,6]
+  across = t(flat) : f64[5,6]
+  d_w = mm(across, rows) : f64[5,6]
+  d_b = sum.dim_IntList(flat, [0]) : f64[5]
+outputs
+  grad w = d_w
+  grad b = d_b
+  result y = y
+  result d_x = d_x3
+""",
+    ),
+    "fold_linear of the other layout": (
+        fold_linear,
+        """\
+graph M
+param w : f64[6,5]
+param b : f64[5]
+input x : f64[2,3,6]
+input q : f64[2,3,4,6]
+input k : f64[2,3,6,5]
+forward (loss)
+  rows = reshape(x, [6, 6]) : f64[6,6]
+  product = addmm(b, rows, w, beta=2) : f64[6,5]
+  plain = addmm(b, rows, w) : f64[6,5]
+  y = reshape(plain, [2, 3, 5]) : f64[2,3,5]
+  queries = reshape(q, [6, 4, 6]) : f64[6,4,6]
+  keys = reshape(k, [6, 6, 5]) : f64[6,6,5]
+  scores = bmm(queries, keys) : f64[6,4,5]
+  heads = reshape(scores, [2, 3, 4, 5]) : f64[2,3,4,5]
+outputs
+  result y = y
+  result scaled = product
+  result heads = heads
+""",
+    ),
+    "merge_reshapes": (
+        merge_reshapes,
+        """\
+graph M
+input x : f64[4,6]
+forward (loss)
+  a = reshape(x, [24]) : f64[24]
+  b = reshape(a, [2, 12]) : f64[2,12]
+  c = reshape(b, [4, 6]) : f64[4,6]
+  d = mul.Tensor(c, 2) : f64[4,6]
+outputs
+  result y = d
+  result z = b
+""",
+    ),
+    "squeeze_sums": (
+        squeeze_sums,
+        """\
+graph M
+input x : f64[4,6]
+forward (loss)
+  a = sum.dim_IntList(x, [0], True) : f64[1,6]
+  b = reshape(a, [6]) : f64[6]
+  c = sum.dim_IntList(x, [-1], True) : f64[4,1]
+  d = squeeze.dim(c, 1) : f64[4]
+outputs
+  result y = b
+  result z = d
+""",
+    ),
+    "open_means": (
+        open_means,
+        """\
+graph M
+input x : f64[4,6]
+input y : f64[4,6]
+input t : i64[4]
+input d : f64[]
+forward (loss)
+  a = mean(x) : f64[]
+  b = mean.dim(x, [-1], True) : f64[4,1]
+  c = mse_loss(x, y) : f64[]
+  e = nll_loss_forward(x, t, None, 1, 2) : (f64[], f64[])
+  f = e[0] : f64[]
+  g = e[1] : f64[]
+backward (loss)
+  h = nll_loss_backward(d, x, t, None, 1, 2, g) : f64[4,6]
+  i = mse_loss_backward(d, x, y, 1) : f64[4,6]
+outputs
+  result a = a
+  result b = b
+  result c = c
+  result f = f
+  result h = h
+  result i = i
+""",
+    ),
+    "open_means in half precision": (
+        open_means,
+        """\
+graph M
+input x : bf16[4,6]
+forward (loss)
+  a = mean.dim(x, [0]) : bf16[6]
+outputs
+  result a = a
+""",
+    ),
+    "pad_slices": (
+        pad_slices,
+        """\
+graph M
+input x : f64[4,2]
+input y : f64[4,3]
+backward (loss)
+  a = slice_backward(x, [4, 5], -1, 3, 9223372036854775807, 1) : f64[4,5]
+  b = slice_backward(y, [4, 5], 1, 0, 3, 1) : f64[4,5]
+  c = add.Tensor(a, b) : f64[4,5]
+  d = slice_backward(x, [4, 7], 1, -5, -3, 1) : f64[4,7]
+outputs
+  result c = c
+  result d = d
+""",
+    ),
+    "join_scatters": (
+        join_scatters,
+        """\
+graph M
+input x : f64[4,2]
+input y : f64[4,3]
+forward (loss)
+  a = zeros([4, 5], dtype=f64) : f64[4,5]
+  b = slice_scatter(a, x, 1, 3, 9223372036854775807) : f64[4,5]
+  c = slice_scatter(b, y, 1, 0, 3) : f64[4,5]
+  d = slice_scatter(c, x, 1, 1, 3) : f64[4,5]
+outputs
+  result c = c
+  result d = d
+""",
+    ),
+    "narrow_expands": (
+        narrow_expands,
+        """\
+graph M
+input x : f64[4,1]
+input y : f64[4,6]
+backward (loss)
+  a = expand(x, [4, 6]) : f64[4,6]
+  b = div.Scalar(a, 6) : f64[4,6]
+  c = mul.Tensor(b, y) : f64[4,6]
+  d = add.Tensor(b, a) : f64[4,6]
+outputs
+  result c = c
+  result d = d
+""",
+    ),
+    "fold_masks": (
+        fold_masks,
+        """\
+graph M
+input q : f64[2,3,4,8]
+input m : bool[1,1,4,4]
+forward (loss)
+  rows = arange(4) : i64[4]
+  below = unsqueeze(rows, 1) : i64[4,1]
+  triangle = le.Tensor(rows, below) : bool[4,4]
+  yes = scalar_tensor(0.0, dtype=f64) : f64[]
+  no = scalar_tensor(-inf, dtype=f64) : f64[]
+  mask = where.self(triangle, yes, no) : f64[4,4]
+  given = where.self(m, yes, no) : f64[1,1,4,4]
+  a = _scaled_dot_product_flash_attention_for_cpu(q, q, q, attn_mask=mask) : ()
+  b = a[0] : f64[2,3,4,8]
+  c = _scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, False, attn_mask=given) : ()
+  d = c[0] : f64[2,3,4,8]
+outputs
+  result b = b
+  result d = d
+""",
+    ),
+    "open_strides": (
+        open_strides,
+        """\
+graph M
+input x : f64[4,6]
+forward (loss)
+  a = as_strided(x, [24, 1], [1, 5]) : f64[24,1]
+  b = as_strided(x, [6, 4], [1, 6]) : f64[6,4]
+outputs
+  result a = a
+  result b = b
+""",
+    ),
+}
+
+
+def random_inputs(graph: Graph) -> Iterator[tuple[str, Tensor]]:
+    """A tensor for each parameter and input; integers and truths are small."""
+    generator = torch.Generator().manual_seed(0)
+    for name, node in (graph.params | graph.inputs).items():
+        known = value(node)
+        if known.dtype.is_floating_point:
+            yield name, torch.randn(known.shape, generator=generator).to(known.dtype)
+        else:
+            yield name, torch.randint(2, known.shape, generator=generator).to(known.dtype)
+
+
+def results(graph: Graph) -> list[Tensor]:
+    given = dict(random_inputs(graph))
+    return [t for t in tree_leaves(run_graph(graph, given, {}, given)) if t is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pass(name: str, golden: Callable[..., None]) -> None:
+    rewrite, text = CASES[name]
+    graph = parse_graph(text)
+    before = results(graph)
+    rewrite(graph)
+    graph.fx.lint()
+    for old, new in zip(before, results(graph), strict=True):
+        assert distance(new, old, 1e-9) < (1e-14 if old.dtype == torch.float64 else 1e-2)
+    golden(str(graph))
+
+
+def test_dropout_mask_is_one_op(golden: Callable[..., None]) -> None:
+    graph = parse_graph("""\
+graph M
+input x : f32[4,6]
+forward (loss)
+  a = empty_like(x) : f32[4,6]
+  b = bernoulli.p(a, 0.75) : f32[4,6]
+  c = div.Scalar(b, 0.75) : f32[4,6]
+  d = mul.Tensor(x, c) : f32[4,6]
+backward (loss)
+  e = div.Scalar(b, 0.75) : f32[4,6]
+  f = mul.Tensor(d, e) : f32[4,6]
+outputs
+  result f = f
+""")
+    fold_dropout(graph)
+    golden(str(graph))
+
+
+def test_canonical_graphs_stay_as_they_are() -> None:
+    case = MODELS["llama"]()
+    graph = trace(case.model, case.inputs, case.loss)
+    text = str(graph)
+    canonicalize(graph)
+    assert str(graph) == text
+    assert len({rewrite.__name__ for rewrite in PASSES}) >= 12
+    drop_dead(graph)
+    assert str(graph) == text
+
+
+def test_raised_graph_computes_in_float64() -> None:
+    case = MODELS["llama"]()
+    graph = trace(case.model, case.inputs, case.loss)
+    params, inputs = (
+        dict(case.model.named_parameters()),
+        dict(zip(graph.inputs, case.inputs, strict=True)),
+    )
+    narrow = run_graph(graph, params, {}, inputs)
+    raise_precision(graph)
+    floats = [n for n in graph.calls() if is_tensor(n) and value(n).dtype.is_floating_point]
+    dtypes = {value(n).dtype for n in floats}
+    raised: dict[str, Any] = run_graph(graph, params, {}, inputs)
+    assert dtypes == {torch.float64}
+    assert 0 < distance(raised["loss"].float(), narrow["loss"], 0.0) + 1e-12 < 1e-5
+    assert raised["loss"].dtype == torch.float64

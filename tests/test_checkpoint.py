@@ -1,0 +1,136 @@
+"""Checkpoints: training resumes on any mesh as if nothing had happened; damage is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from partc import checkpoint
+from partc.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.errors import LoadError, RunError
+from partc.processes import Processes
+from partc.runtime import Stage
+from tests.example_program import example_batch, example_model, example_program
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Processes]:
+    with Processes(4, timeout=40) as processes:
+        yield processes
+
+
+def begin(dp: int, tp: int, seed: int) -> tuple[Stage, torch.optim.Optimizer]:
+    stage = example_program(dp, tp).module()
+    stage.load_full(example_model(seed))
+    return stage, torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=1e-3)
+
+
+def train(stage: Stage, optimizer: torch.optim.Optimizer, num_steps: int) -> float:
+    loss = torch.zeros(())
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = stage.step(*example_batch())
+        optimizer.step()
+    return loss.item()
+
+
+def run_and_save(dp: int, tp: int, folder: Path) -> float:
+    """Two steps, a checkpoint, two more steps: the last loss."""
+    stage, optimizer = begin(dp, tp, seed=0)
+    train(stage, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 5e-4
+    save_checkpoint(folder, stage, optimizer, step=2)
+    return train(stage, optimizer, 2)
+
+
+def resume(dp: int, tp: int, folder: Path) -> tuple[int, float]:
+    stage, optimizer = begin(dp, tp, seed=1)
+    step = load_checkpoint(folder, stage, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    return step, train(stage, optimizer, 2)
+
+
+def test_training_resumes_on_any_mesh(world: Processes, tmp_path: Path) -> None:
+    (expected, *_) = world.run(run_and_save, 2, 2, tmp_path)
+    names = sorted(path.name for path in tmp_path.rglob("*"))
+    assert names == [
+        "checkpoint.json", *(f"rank-0000{r}.safetensors" for r in range(4)), "step-00000002"
+    ]  # fmt: skip
+    for dp, tp in ((2, 2), (4, 1), (1, 3), (1, 1)):
+        for step, loss in world.run(resume, dp, tp, tmp_path, num=dp * tp):
+            assert step == 2
+            assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def save_twice(folder: Path) -> None:
+    stage, _ = begin(1, 2, seed=0)
+    save_checkpoint(folder, stage, step=1)
+    with pytest.raises(RunError, match="never overwritten"):
+        save_checkpoint(folder, stage, step=1)
+    save_checkpoint(folder, stage, step=12)
+    assert latest(folder).name == "step-00000012"
+
+
+def cut_off(folder: Path) -> None:
+    """A save that dies before its commit leaves the older step the newest; the next save works."""
+    stage, _ = begin(1, 2, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(folder, stage, step=30)
+    assert latest(folder).name == "step-00000012"
+    dist.barrier()
+    save_checkpoint(folder, stage, step=30)
+    assert latest(folder).name == "step-00000030"
+
+
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_steps_commit_or_leave_no_trace(world: Processes, tmp_path: Path) -> None:
+    world.run(save_twice, tmp_path, num=2)
+    world.run(cut_off, tmp_path, num=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001", "step-00000012", "step-00000030"
+    ]  # fmt: skip
+
+
+def refusals(folder: Path) -> None:
+    stage, _ = begin(1, 2, seed=0)
+    with pytest.raises(LoadError, match="no committed step"):
+        load_checkpoint(folder, stage)
+    path = save_checkpoint(folder, stage, step=0)
+    if dist.get_rank() == 0:
+        damage(path)
+    dist.barrier()
+    with pytest.raises(
+        LoadError, match=r"rank-00001\.safetensors: cannot be loaded .it is missing or dam"
+    ):
+        load_checkpoint(folder, stage)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (path / "checkpoint.json").write_text(json.dumps({"schema": 7}))
+    dist.barrier()
+    with pytest.raises(LoadError, match="schema 7"):
+        load_checkpoint(path, stage)
+
+
+def damage(path: Path) -> None:
+    """Flip one bit of a weight."""
+    file = path / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_damage_is_refused_by_file(world: Processes, tmp_path: Path) -> None:
+    world.run(refusals, tmp_path, num=2)

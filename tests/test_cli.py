@@ -1,0 +1,190 @@
+"""The command line: text and JSON, exit codes, errors in four parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from partc.cli import main
+from partc.errors import UsageError
+from partc.models import Sizes, find_model, parameters_on_meta
+from tests.example_program import example_batch, example_loss, example_model, example_program
+
+MODEL = "tests.example_program:cli_target"
+
+
+def build(folder: Path, edit: tuple[str, str] = ("", "")) -> str:
+    from dataclasses import replace
+
+    program = example_program()
+    source = program.source().replace(*edit)
+    replace(program, sources={"role0.py": source}).save(folder)
+    return str(folder)
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_explain_shows_the_plan_and_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = build(tmp_path)
+    assert main(["explain", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "GatedMLP on dp=2 tp=2" in shown
+    assert "ranks 0 to 3: role0.py" in shown
+    assert main(["explain", folder, "--source", "--rank", "3"]) == 0
+    assert capsys.readouterr().out.strip() == example_program().source(3).strip()
+    assert main(["explain", folder, "--json"]) == 0
+    assert last_json(capsys)["mesh"] == {"dp": 2, "tp": 2}
+
+
+def test_explain_shows_error_codes_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "ptc030"]) == 0
+    assert "PTC030: sharding" in capsys.readouterr().out
+    assert main(["explain", "--rules", "--json"]) == 0
+    assert last_json(capsys)["aten.mm"] == "mk,kn->mn"
+
+
+def test_verify_says_equal_or_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", build(tmp_path / "right"), "--model", MODEL]) == 0
+    assert "equal within 1.0e-09" in capsys.readouterr().out
+    wrong = build(tmp_path / "wrong", ("(2 / 96)", "(1 / 96)"))
+    assert main(["verify", wrong, "--model", MODEL, "--json"]) == 1
+    report = last_json(capsys)
+    assert not report["ok"]
+    assert report["worst"]["error"] == pytest.approx(0.5)
+
+
+def test_verify_refuses_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", build(tmp_path), "--model", "tests.example_program:other_target"]) == 2
+    assert "compiled for another model" in capsys.readouterr().err
+
+
+def test_check_accepts_edits_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = build(tmp_path)
+    assert main(["check", folder]) == 0
+    with (tmp_path / "role0.py").open("a") as file:
+        file.write("# mine\n")
+    assert main(["check", folder]) == 2
+    assert main(["check", folder, "--accept-edits"]) == 0
+    assert main(["check", folder]) == 0
+    capsys.readouterr()
+
+
+def test_diff_shows_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = build(tmp_path / "one"), build(tmp_path / "two", ("(2 / 96)", "(1 / 96)"))
+    assert main(["diff", one, one]) == 0
+    assert main(["diff", one, two]) == 1
+    assert "+        d_down = sub * (1 / 96) * self.scale" in capsys.readouterr().out
+
+
+def test_errors_have_a_code_and_four_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(tmp_path), "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("PTC060 ")
+    assert set(json.loads(told.out)["error"]) == {"code", "where", "what", "why", "do"}
+    assert main(["explain"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["compile"])
+    assert caught.value.code == 2
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``partc.api`` with a compile that gives the example: these tests are about the command."""
+    import partc
+
+    api = ModuleType("partc.api")
+    api.compile = lambda *args, **options: example_program()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "partc.api", api)
+    monkeypatch.setattr(partc, "api", api, raising=False)
+    return api
+
+
+def test_compile_writes_a_folder(
+    tmp_path: Path, compiles: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "build")
+    command = ["compile", MODEL, "--mesh", "dp=2,tp=2", "--plan", "megatron", "--out", out]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert f"torchrun --nproc-per-node 4 {out}/run.py" in told.out
+    assert "compiling for dp=2,tp=2, plan megatron" in told.err
+    assert main(["check", out]) == 0
+
+
+def test_an_interrupt_is_one_line_and_writes_nothing(
+    tmp_path: Path, compiles: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    compiles.compile = interrupt
+    assert main(["compile", MODEL, "--mesh", "dp=2", "--out", str(tmp_path / "build")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# models --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("llama", "no colon"),
+        ("nowhere:setup", "No module named"),
+        ("tests.example_program:nothing", "no attribute 'nothing'"),
+        ("tests.example_program:example_batch", "it gives a tuple"),
+        ("tests.example_program:example_model", "without example inputs"),
+        ("hf:nothing", "nothing"),
+        ("hf:no/config.json", "no/config.json"),
+        ("hf:clip", "num_channels"),
+        ("hf:sam", "SamConfig fits none of"),
+    ],
+)
+def test_names_that_are_no_model_are_explained(name: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        find_model(name, Sizes())
+
+
+def test_a_configuration_becomes_a_small_model_without_values() -> None:
+    target = find_model("hf:llama", Sizes(batch=2, seq=8, layers=1))
+    assert all(param.is_meta for param in target.model.parameters())
+    assert not any(buffer.is_meta for buffer in target.model.buffers())
+    assert len(target.model.model.layers) == 1  # type: ignore[union-attr, arg-type]
+    assert [tuple(x.shape) for x in target.inputs] == [(2, 8), (2, 8)]
+
+
+def test_dropout_can_be_left_out(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 16,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = Sizes(batch=2, seq=4, dropout=False)
+    target = find_model(f"hf:{tmp_path}/config.json", sizes, values=True)
+    assert target.loss is not None
+    state = torch.get_rng_state()
+    assert target.loss(target.model, *target.inputs).isfinite()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_parameters_on_meta_is_undone() -> None:
+    with parameters_on_meta():
+        assert torch.nn.Linear(2, 2).weight.is_meta
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+def test_the_command_line_target_is_the_example() -> None:
+    target = find_model(MODEL, Sizes())
+    assert target.loss is example_loss
+    assert torch.equal(target.inputs[0], example_batch()[0])
+    assert type(target.model) is type(example_model())

@@ -1,0 +1,154 @@
+"""Programs: roles, the round trip through a folder, run.py, tensor files."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from partc.errors import LoadError, UsageError
+from partc.fingerprint import Fingerprint
+from partc.mesh import Mesh
+from partc.program import SavedCost, accept_edits, load
+from partc.role import Role
+from partc.tensorfile import TensorFile, TensorFiles, write_tensors
+from tests.example_program import example_model, example_program
+
+
+def test_a_saved_program_loads_as_it_was(tmp_path: Path) -> None:
+    program = replace(example_program(), cost=SavedCost("3 GFLOP", {"flops": 3e9}))
+    program.save(tmp_path / "build")
+    loaded = load(tmp_path / "build", model=example_model(seed=9))
+    assert {n: t.tolist() for n, t in loaded.constants.items()} == {
+        n: t.tolist() for n, t in program.constants.items()
+    }
+    assert replace(loaded, constants=program.constants) == program
+    assert sorted(path.name for path in (tmp_path / "build").iterdir()) == [
+        "constants.safetensors", "plan.toml", "program.json", "role0.py", "run.py",
+    ]  # fmt: skip
+
+
+def test_saving_is_deterministic_and_replaces(tmp_path: Path) -> None:
+    for folder in ("one", "two", "two"):
+        example_program().save(tmp_path / folder)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_roles_are_runs_of_ranks() -> None:
+    program = replace(
+        example_program(),
+        mesh=Mesh((("pp", 2), ("dp", 100_000))),
+        roles=((100_000, "a.py"), (100_000, "b.py")),
+        sources={"a.py": "A", "b.py": "B"},
+    )
+    assert program.role_of(99_999) == "a.py"
+    assert program.source(100_000) == "B"
+    with pytest.raises(UsageError, match="rank 200000: there is no such rank"):
+        program.source(200_000)
+
+
+def test_accepted_edits_load_again(tmp_path: Path) -> None:
+    example_program().save(tmp_path)
+    role = tmp_path / "role0.py"
+    role.write_text(role.read_text() + "\n# mine\n")
+    with pytest.raises(LoadError, match=r"role0.py: was changed.*--accept-edits"):
+        load(tmp_path)
+    assert "# mine" in accept_edits(tmp_path).source()
+    assert "# mine" in load(tmp_path).source()
+    role.write_text("MESH = {}\n")
+    with pytest.raises(LoadError, match="is not a rank program"):
+        accept_edits(tmp_path)
+
+
+def test_an_error_inside_a_role_shows_its_line() -> None:
+    source = example_program().source().replace("self.dp, self.tp =", "missing; self.dp, self.tp =")
+    with pytest.raises(NameError) as caught:
+        Role.load(source, "role0.py").build(mesh=None)
+    import traceback
+
+    assert "missing; self.dp" in "".join(traceback.format_exception(caught.value))
+
+
+def test_run_py_imports_torch_and_the_standard_library_only(tmp_path: Path) -> None:
+    example_program().save(tmp_path)
+    names = set()
+    for node in ast.walk(ast.parse((tmp_path / "run.py").read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).split(".")[0])
+    assert names - {"torch"} <= sys.stdlib_module_names
+
+
+@pytest.mark.gloo
+def test_run_py_trains_under_torchrun(tmp_path: Path) -> None:
+    example_program(1, 2).save(tmp_path / "build")
+    write_tensors(tmp_path / "w.safetensors", example_model().state_dict())
+    run = [str(tmp_path / "build" / "run.py"), "--device", "cpu", "--steps", "4", "--lr", "0.02"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--standalone", *run, "--weights", str(tmp_path / "w.safetensors")],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines()]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+
+
+# tensor files --------------------------------------------------------------------------------
+def test_tensor_files_round_trip(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7), "none": torch.empty(0, 3),
+        "c": torch.tensor([True, False]), "d": torch.randn(5).to(torch.bfloat16),
+        "e": torch.arange(4.0).view(2, 2).T,
+    }  # fmt: skip
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    found = TensorFile(tmp_path / "t.safetensors")
+    assert list(found) == sorted(tensors)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def test_tensor_files_agree_with_the_safetensors_package(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "h": torch.randn(2).half()}
+    write_tensors(tmp_path / "ours.safetensors", tensors)
+    package.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    theirs = package.load_file(tmp_path / "ours.safetensors")
+    ours = TensorFile(tmp_path / "theirs.safetensors")
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=0)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_tensors(tmp_path / f"{name}.safetensors", {"w": torch.ones(1)})
+    with pytest.raises(LoadError, match="'w' stands also in"):
+        TensorFiles(tmp_path)
+
+
+# fingerprints --------------------------------------------------------------------------------
+def test_fingerprints_differ_by_name_shape_and_dtype() -> None:
+    mine = Fingerprint.of(example_model())
+    assert mine.tensors["scale"].kind == "unsaved buffer"
+    assert list(mine.saved_names()) == list(example_model().state_dict())
+    assert mine.differences(Fingerprint.of(example_model(7).to("meta"))) == []
+    other = example_model().double()
+    del other.shift
+    assert mine.differences(Fingerprint.of(other))[0] == (
+        "down.bias: param float32[8] compiled, param float64[8] given"
+    )
+    assert "shift: param float32[8] compiled, absent given" in mine.differences(
+        Fingerprint.of(other)
+    )
