@@ -171,9 +171,7 @@ def _read_outside(
     readers = set(node.users) - set(group.nodes) - served.get(node, set()) - following
     if graph.fx.output_node() in readers and _is_own_result(graph, node, group):
         readers.discard(graph.fx.output_node())
-    return any(not ends_step(graph, reader) for reader in readers if reader.op == "call_function") or any(
-        reader.op == "output" for reader in readers
-    )
+    return any(reader.op == "output" or not ends_step(graph, reader) for reader in readers)
 
 
 def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:

@@ -133,15 +133,15 @@ class Block(nn.Module):
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         gelu, w1, norm, x, mean, rstd = saved
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
-        d_matmul = d_y @ w2_weight                                    # f64[4@dp,8,10]
+        d_gelu = d_y @ w2_weight                                      # f64[4@dp,8,10]
         d_w2_weight = weight_grad(d_y, gelu)                          # f64[6,10]{U:dp}
         d_w2_weight, done = scatter_sum(d_w2_weight, 2, self.dp)      # f64[6@dp,10]
         reduced.append((self.w2_weight, d_w2_weight, done))
         d_w2_bias = d_y.sum((0, 1))                                   # f64[6]{U:dp}
         d_w2_bias, done = scatter_sum(d_w2_bias, 2, self.dp)          # f64[6@dp]
         reduced.append((self.w2_bias, d_w2_bias, done))
-        d_w1 = torch.ops.aten.gelu_backward(d_matmul, w1)             # f64[4@dp,8,10]
-        d_matmul_1 = d_w1 @ w1_weight                                 # f64[4@dp,8,6]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
+        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
         d_w1_weight = weight_grad(d_w1, norm)                         # f64[10,6]{U:dp}
         d_w1_weight, done = scatter_sum(d_w1_weight, 2, self.dp)      # f64[10@dp,6]
         reduced.append((self.w1_weight, d_w1_weight, done))
@@ -149,7 +149,7 @@ class Block(nn.Module):
         d_w1_bias, done = scatter_sum(d_w1_bias, 2, self.dp)          # f64[10@dp]
         reduced.append((self.w1_bias, d_w1_bias, done))
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_matmul_1, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
+            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
         )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
         d_norm_weight, done = scatter_sum(d_norm_weight, 2, self.dp)  # f64[6@dp]
         reduced.append((self.norm_weight, d_norm_weight, done))
