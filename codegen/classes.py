@@ -93,7 +93,9 @@ class BlockClass:
                     x = Text(f"self.{self.suffixes[suffix]}")
                     call = c10d.start(node, x, "w", self.helpers).partition(" = ")[2]
                     lines.append(Line(f"{call},", comment(typed(node)), indent=1))
-                methods.append({"name": name, "body": block([*lines, Line("]")], 2)})
+                purpose = "" if name == "gather" else " for its backward"
+                body = block([*lines, Line("]")], 2)
+                methods.append({"name": name, "purpose": purpose, "body": body})
         return (
             methods if len(methods) < 2 or methods[0]["body"] != methods[1]["body"] else methods[:1]
         )
@@ -141,14 +143,13 @@ class BlockClass:
         if unpacked:
             seen |= {n: Text(scope.fresh(wish[n])) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
-            names = f"({names},)" if len(unpacked) == 1 or len(names) > 80 else names
-            lines.append(Line(f"{names} = saved"))
+            lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = saved"))
             arguments.append("saved")
         whole = self.gathered(side)
         if whole:
             seen |= {n: Text(scope.fresh(wish[n])) for n in whole}
             names = ", ".join(str(seen[n]) for n in whole)
-            names = f"({names},)" if len(whole) == 1 or len(names) > 60 else names
+            names += "," if len(whole) == 1 else ""
             lines.append(Line(f"{names} = {self.helpers.use('take')}(self.whole)"))
         if self.reduces(side):
             self.helpers.use("finish")

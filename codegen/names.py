@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ RESERVED = {
     "reduced",
     "before",
     "done",
+    *dir(builtins),
     *helpers.names(),
 }
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
@@ -40,6 +42,7 @@ COMMON = {
     "outputs",
     "result",
 }  # say nothing about the value
+PLAIN = {"to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part"}
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
 )
@@ -141,7 +144,7 @@ def op_name(node: fx.Node) -> str:
     name = name.split("::")[-1].strip("_")
     if name.startswith("scaled_dot_product"):
         return "attention"
-    return {"to_copy": "cast", "unsafe_view": "view", "sym_size": "size"}.get(name, name)
+    return PLAIN.get(name, name)
 
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:

@@ -36,12 +36,8 @@ class StepBody(Body):
             found += [s for node in early for s in self.one(node)]
             following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
             if following is not None and self._gather(following):
-                first = self._first(following)
-                found.append(
-                    Statement(
-                        [Line(f"{first}.{self._gather(following)}()", "the first block's weights")]
-                    )
-                )
+                call = f"{self._first(following)}.{self._gather(following)}()"
+                found.append(Statement([Line(call, "what the next loop begins with")]))
             found += [s for node in nodes if node not in early for s in self.one(node)]
         return found
 

@@ -82,7 +82,7 @@ def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node,
 def _is_fresh(node: fx.Node) -> bool:
     """Whether a value lies in memory of its own that its call has written."""
     moved = node.target in (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
-    return not moved and owner(node) is node and node.target is not operator.getitem
+    return not moved and owner(node) is node
 
 
 def _alike(*nodes: fx.Node) -> bool:
