@@ -70,7 +70,7 @@ def killed(rank: int) -> None:
 
 
 def test_a_killed_rank_is_named_and_replaced(world: Processes) -> None:
-    with pytest.raises(RunError, match="rank 1: its process ended .exit code -9") as caught:
+    with pytest.raises(RunError, match=r"rank 1: its process ended .exit code -9") as caught:
         world.run(killed, 1)
     assert "on rank 1" in caught.value.__notes__[0]
     assert world.run(sum_of_ranks, 0) == [3.0] * 3
