@@ -1,4 +1,4 @@
-"""What values are called: after their module, the user's variable or their op; gradients ``d_<value>``."""
+"""What values are called: after their module, variable or op; gradients ``d_<value>``."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def module_name(path: str) -> str:
     >>> module_name("encoder.layers.3.fc.1")
     'fc_3_1'
     """
-    words, numbers = [], []
+    words: list[str] = []
+    numbers: list[str] = []
     for part in path.split("."):
         (numbers if part.isdigit() else words).append(part)
     return "_".join([*(words[-1:] or ["m"]), *numbers])
@@ -145,7 +146,7 @@ def op_name(node: fx.Node) -> str:
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
     for kind in ("param", "buffer", "input"):
-        for name, node in graph.placeholders(kind).items():  # type: ignore[arg-type]
+        for name, node in graph.placeholders(kind).items():
             yield node, identifier(inside(name, prefix))
 
 
@@ -190,7 +191,7 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _is_argument(node: fx.Node, source: str) -> bool:
-    """Whether a value goes into a module that is called on its own source line: not yet the line's result."""
+    """Whether a module that the line itself calls reads a value: it is not the line's result."""
     path = value(node).module
     readers = [inside(value(u).module, path) for u in node.users if value_or_none(u)]
     return any(

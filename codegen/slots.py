@@ -1,4 +1,4 @@
-"""How a block's function is fed: for each value from outside, where every iteration of the loop finds it."""
+"""How a block's function is fed: where every iteration finds each value from outside."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Kind = Literal["own", "shared", "carried", "saved", "listed"]
 class Slot:
     """One outside value of a block: ``nodes`` has it per group in the order of execution.
 
-    own: the block's parameter; shared: the same for all; carried: from the group before (its call at
-    ``position``); saved: from the block's own forward, where the first block calls it ``source``; listed:
-    from anywhere.
+    own: the block's parameter; shared: the same for all; carried: from the group before (its call
+    at ``position``); saved: from the block's own forward, where the first block calls it
+    ``source``; listed: from anywhere.
     """
 
     kind: Kind
@@ -122,7 +122,7 @@ def _is_own(node: fx.Node, group: Group) -> bool:
 
 
 def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:
-    """What the first block's forward calls a value that every block's backward has from its own forward."""
+    """A value that every block's backward has from its own forward, as the first block calls it."""
     run = loop.run
     mine = dict(zip((g.layer for g in loop.groups), nodes, strict=True))
     groups = {g.layer: g for g in forward.loop.groups}
@@ -157,7 +157,7 @@ def _give(graph: Graph, interface: Interface) -> None:
 def _read_outside(
     graph: Graph, loop: Loop, group: Group, position: int, own_backward: set[fx.Node]
 ) -> bool:
-    """Whether anything but the group, its backward and the next iteration reads one of its values."""
+    """Whether anything but the group, its backward and the next one reads one of its values."""
     node = group.nodes[position]
     at = loop.groups.index(group)
     following = set(loop.groups[at + 1].nodes) if at + 1 < len(loop.groups) else set()

@@ -39,7 +39,7 @@ class Line:
 
 
 def block(lines: Iterable[Line], indent: int) -> str:
-    """Lines as text: wrapped to the page, remarks aligned, each line indented by ``indent`` levels."""
+    """Lines as text: wrapped to the page, remarks aligned, indented by ``indent`` levels."""
     wrapped = [(wrap(line.code, 4 * (indent + line.indent)), line.remark) for line in lines]
     ends = [len(rows[-1]) for rows, remark in wrapped if remark]
     column = max([end for end in ends if end <= COMMENT_COLUMN], default=0)

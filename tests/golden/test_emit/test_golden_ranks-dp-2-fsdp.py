@@ -76,8 +76,8 @@ def scatter_sum(
 
 
 def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
-    """The `num` pieces of `dim`, seen as (outer, rest) and cut in rest, one after the other on dim 0."""
-    pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+    """The `num` pieces of `dim`, cut in the rest of (outer, rest), in a row on dim 0."""
+    pieces: Tensor = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
     return pieces.flatten(dim + 1, dim + 2).flatten(0, 1).contiguous()
 
 
