@@ -46,9 +46,9 @@ def compile(
 
     ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors
     of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
-    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, or a
-    plan.toml's path. Raises a PartcError in four parts: TraceError, PlanError, ShardingError or
-    CheckError.
+    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
+    text, or a plan.toml's path. Raises a PartcError in four parts: TraceError, PlanError,
+    ShardingError or CheckError.
     """
     mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
@@ -85,11 +85,13 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:
-    """A Plan from a Plan, a preset's words or the path of a plan.toml."""
+    """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, Path) or plan.endswith(".toml"):
         return Plan.load(plan)
+    if "\n" in plan:
+        return Plan.parse(plan)
     if plan == "auto":
         return Plan(preset="auto")
     if not plan:

@@ -29,7 +29,7 @@ from partc.passes.propagate import Choices, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
 from partc.rules import localize
-from partc.sharding import Sharding
+from partc.sharding import R, Sharding
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
@@ -112,8 +112,11 @@ class _Partition:
             call, index = picked(node)
             for axis, strategy in self.choices.get(call, {}).items():
                 if keeps_first(call, strategy, index):
+                    unfinished = value(new).sharding
+                    own = unfinished.with_(axis, R, self.graph.mesh)
+                    set_value(new, replace(value(new), sharding=own))
                     kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
-                    step = Step(collectives.keep_first, kwargs, value(new).sharding)
+                    step = Step(collectives.keep_first, kwargs, unfinished)
                     new = self._step(new, step, value(new), value(new))
         return new
 

@@ -37,13 +37,15 @@ def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
 
 
 def fits_locally(node: fx.Node, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> bool:
-    """Whether a call lies as local batch statistics have it; None for results that nothing reads."""
+    """Whether a call lies as local statistics have it; None for results that nothing reads.
+
+    The running statistics are each rank's own until all but the first rank's are zeroed.
+    """
     local = local_batch_norm(node, ins[0])
-    return (
-        local is not None
-        and local.ins == tuple(ins)
-        and all(out in (None, mine) for out, mine in zip(outs, local.outs, strict=True))
-    )
+    if local is None or local.ins != tuple(ins):
+        return False
+    made = [R if keeps_first(node, local, i) else out for i, out in enumerate(local.outs)]
+    return all(out in (None, mine) for out, mine in zip(outs, made, strict=True))
 
 
 def keeps_first(node: fx.Node, strategy: Strategy | None, result: int) -> bool:
