@@ -207,7 +207,8 @@ class Images(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))  # type: ignore[no-any-return]
+        y: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+        return y
 
 
 def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
@@ -215,7 +216,8 @@ def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
     model, x = Images().double(), torch.randn(8, 3, 6, 6, dtype=torch.float64)
 
     def loss(m: nn.Module, images: Tensor) -> Tensor:
-        return (m(images) ** 2).mean()
+        squares: Tensor = m(images) ** 2
+        return squares.mean()
 
     program = partc.compile(model, "dp=2", (x,), loss=loss, plan="ddp")
     partc.verify(program, model, (x,), loss).check(1e-11)
@@ -228,7 +230,8 @@ def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
         copies = {name: buffer.clone() for name, buffer in m.named_buffers()}
         second = torch.func.functional_call(m, copies, (images[4:],))
         first = loss(m, images[:4])
-        return (first + (second**2).mean()) / 2
+        halves: Tensor = first + (second**2).mean()
+        return halves / 2
 
     reference = eager(model, (x,), as_ddp, torch.float64, True)
     partc.verify(local, model, (x,), as_ddp, reference=reference).check(1e-11)
