@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.workload import build_optimizer
+from benchmarks.workload import build_optimizer, norm_of
 from partc.resident import peak_resident_bytes, process_table, resident_bytes
 
 
@@ -140,8 +140,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_grad_norm(parameters: list[nn.Parameter]) -> float:
     """The norm of all gradients, DTensors gathered."""
-    grads = [full(p.grad) for p in parameters if p.grad is not None]
-    return float(nn.utils.get_total_norm(grads))
+    return norm_of(full(p.grad) for p in parameters if p.grad is not None)
 
 
 def rows_of(tensor: Tensor, index: int, num: int) -> Tensor:

@@ -8,11 +8,9 @@ parameter after an optimizer step, over all ranks; a layout that cannot be compi
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -70,25 +68,30 @@ def _worst(report: Report, kind: str) -> float:
     return max((row.error for row in report.rows if kind in row.kind), default=0.0)
 
 
-def table(models: Iterable[str], layouts: Iterable[str], processes: bool) -> tuple[str, bool]:
-    """The markdown text, and whether every cell is equal to the model."""
-    names = list(layouts)
-    head = [f"{name}<br>{LAYOUTS[name]}" for name in names]
-    lines = ["| model | " + " | ".join(head) + " |", "|---" * (len(names) + 1) + "|"]
-    failures: list[str] = []
-    good = True
-    for model in models:
-        case = FAMILIES[model].case(model)
-        row = [cell(case, name, LAYOUTS[name], processes) for name in names]
-        lines.append(f"| {model} | " + " | ".join(map(str, row)) + " |")
-        found = zip(names, row, strict=True)
-        failures += [f"- {model}, {name}: `{c.failure}`" for name, c in found if c.failure]
-        good = good and all(c.ok for c in row)
-        print(lines[-1], file=sys.stderr, flush=True)
-        gc.collect()
-    if failures:
-        lines += ["", "What stopped the others:", "", *failures]
-    return "\n".join(lines) + "\n", good
+@dataclass
+class Table:
+    """The cells so far, by model and layout."""
+
+    layouts: list[str]
+    rows: dict[str, list[Cell]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(cell.ok for row in self.rows.values() for cell in row)
+
+    def __str__(self) -> str:
+        """Markdown, with the reasons of the failures below."""
+        head = [f"{name}<br>{LAYOUTS[name]}" for name in self.layouts]
+        lines = ["| model | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
+        lines += [f"| {m} | " + " | ".join(map(str, row)) + " |" for m, row in self.rows.items()]
+        failures = [
+            f"- {model}, {layout}: `{cell.failure}`"
+            for model, row in self.rows.items()
+            for layout, cell in zip(self.layouts, row, strict=True)
+            if cell.failure
+        ]
+        lines += ["", "What stopped the others:", "", *failures] if failures else []
+        return "\n".join(lines) + "\n"
 
 
 def document(text: str, how: str) -> str:
@@ -107,12 +110,18 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    text, good = table(options.models, options.layouts, options.processes)
-    print(text)
-    if options.write:
-        how = "a gloo process" if options.processes else "a thread"
-        DOCUMENT.write_text(document(text, how))
-    return 0 if good else 1
+    found = Table(options.layouts)
+    for model in options.models:
+        case = FAMILIES[model].case(model)
+        found.rows[model] = [
+            cell(case, layout, LAYOUTS[layout], options.processes) for layout in options.layouts
+        ]
+        print(model, *found.rows[model], sep="  ", file=sys.stderr, flush=True)
+        if options.write:
+            how = "a gloo process" if options.processes else "a thread"
+            DOCUMENT.write_text(document(str(found), how))
+    print(found)
+    return 0 if found.ok else 1
 
 
 def _options() -> argparse.Namespace:

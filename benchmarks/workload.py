@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +77,12 @@ def build_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameter_groups(parameters), lr=LEARNING_RATE, fused=True)
 
 
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The norm of all elements. In float64: torch's own of a million float32 is 1e-5 off."""
+    squares = [t.detach().double().pow(2).sum().item() for t in tensors]
+    return math.sqrt(sum(squares))
+
+
 @dataclass(frozen=True)
 class Reference:
     """What one process computes: each step's loss, and the norm of the first gradient."""
@@ -93,9 +101,7 @@ def reference(size: Size, num_steps: int) -> Reference:
         loss = loss_of(model, *batch)
         loss.backward()
         if step == 0:
-            norm = float(
-                nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            )
+            norm = norm_of(p.grad for p in model.parameters() if p.grad is not None)
         optimizer.step()
         losses.append(loss.item())
     return Reference(tuple(losses), norm)
