@@ -64,7 +64,7 @@ class Body:
         }
         self.accumulated = accumulations(self.order, self.kept | set(self.stored))
         fixed = self.kept | set(self.stored) | set(self.accumulated.values())
-        self.inlined = inlined(self.order, fixed, named)
+        self.inlined = inlined(self.order, fixed, named, self.accumulated)
         self.in_place = overwritable(self.graph, self.order)
         self.place = {node: i for i, node in enumerate(self.order)}
         paths = {inside(value(n).module, self.prefix) for n in self.order}
