@@ -323,12 +323,15 @@ def free_early(
     for name, i in sorted(last.items()):
         if sizes.get(name, 0) > biggest // SMALL and name.isidentifier():
             dying.setdefault(i, []).append(name)
+    codes = (line.code for statement in statements for line in statement.lines)
+    waited = {code.removesuffix(".wait()") for code in codes if code.endswith("_done.wait()")}
     dead: list[str] = []
     for i, (statement, following) in enumerate(pairwise(statements)):
         dead += dying.get(i, [])
         now = any(sizes[name] > biggest // BIG for name in dead)
         if dead and (now or following.section != statement.section):
-            names = ", ".join(dead)
+            handles = [f"{name}_done" for name in dead if f"{name}_done" in waited]
+            names = ", ".join([*dead, *handles])  # a handle keeps what it moved
             statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
             dead = []
     return statements

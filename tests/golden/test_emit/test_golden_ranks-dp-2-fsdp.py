@@ -178,7 +178,7 @@ class ToyStep(nn.Module):
         ids_1 = ids.chunk(2)[self.dp_rank]                              # i64[4@dp,8]
         embed_weight_done.wait()                                        # hidden behind ids_1
         x = F.embedding(ids_1, embed_weight)                            # f64[4@dp,8,6]
-        del embed_weight
+        del embed_weight, embed_weight_done
         # blocks
         blocks_saved = []
         for layer, following in with_next([*self.blocks]):
@@ -219,7 +219,7 @@ class ToyStep(nn.Module):
         d_head_weight, done = scatter_sum(d_head_weight, 2, self.dp)    # f64[14@dp,6]
         reduced.append((self.head_weight, d_head_weight, done))
         d_x = d_head @ head_weight                                      # f64[4@dp,8,6]
-        del x, d_head_weight, d_head, head_weight
+        del x, d_head_weight, d_head, head_weight, head_weight_done
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []

@@ -171,12 +171,12 @@ class ToyStep(nn.Module):
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
         amax_done.wait()                                             # hidden behind window_2
         sub = reshape - amax                                         # f64[32@dp,14@tp]
-        del reshape_1, amax, reshape
+        del reshape_1, amax, reshape, amax_done
         total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
         total_done = dist.all_reduce(total, group=self.tp, async_op=True)  # f64[32@dp,1]
         total_done.wait()                                            # exposed: its result is needed next
         sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
-        del sub, total
+        del sub, total, total_done
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             sub_1, window_2, None, 2, -100,
         )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
@@ -196,11 +196,11 @@ class ToyStep(nn.Module):
         del window_2, sub_1
         d_total_done.wait()                                          # exposed: its result is needed next
         d_sub_1 = d_sub - d_exp * d_total                            # f64[32@dp,14@tp]
-        del d_exp, d_sub, d_total
+        del d_exp, d_sub, d_total, d_total_done
         d_head = d_sub_1.reshape(2, 8, 7)                            # f64[4@dp,8,14@tp]
         del d_sub_1
         d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
-        del masked_embedding_1
+        del masked_embedding_1, masked_embedding_1_done
         done = dist.all_reduce(d_head_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.head_weight, d_head_weight, done))
         d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
@@ -216,7 +216,7 @@ class ToyStep(nn.Module):
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False,
         )                                                            # f64[14@tp,6]{U:dp}
-        del d_blocks_1, window_1
+        del d_blocks_1, window_1, d_blocks_1_done
         done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.embed_weight, d_embed_weight, done))
         del d_embed_weight
