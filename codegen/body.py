@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from partc.codegen.storage import accumulations, overwritable, owner
 from partc.codegen.text import ATOM, NONE, Line, Text
 from partc.graph import Graph, held, is_tensor, results_of, typed, value
 from partc.quoting import comment, literal
+
+SMALL, BIG = 64, 2  # fractions of the biggest value: not worth a `del`, worth one at once
 
 
 @dataclass
@@ -305,20 +308,42 @@ def with_sections(statements: Iterable[Statement]) -> list[Line]:
 def free_early(
     statements: list[Statement], seen: Callable[[fx.Node], Text], kept: set[fx.Node]
 ) -> list[Statement]:
-    """The statements, at each section's end a ``del`` for the values that nobody reads later."""
-    last: dict[str, int] = {}
-    for i, statement in enumerate(statements):
-        for node in [*statement.reads, *statement.binds]:
-            last[str(seen(node))] = i
+    """The statements, with a ``del`` for the values that nobody reads later.
+
+    It stands at the end of a section, for the biggest values at once; what is small is left.
+    """
+    last = _last_uses(statements, seen)
     for node in kept:
         last.pop(str(seen(node)), None)
-    bound = {str(seen(n)) for s in statements for n in s.binds}
+    sizes: dict[str, int] = {}
+    for node in (n for s in statements for n in s.binds):
+        sizes[str(seen(node))] = max(sizes.get(str(seen(node)), 0), num_bytes(node))
+    biggest = max(sizes.values(), default=0)
+    dying: dict[int, list[str]] = {}
+    for name, i in sorted(last.items()):
+        if sizes.get(name, 0) > biggest // SMALL and name.isidentifier():
+            dying.setdefault(i, []).append(name)
     dead: list[str] = []
-    for i, statement in enumerate(statements):
-        dead += sorted(name for name in bound if last.get(name) == i and name.isidentifier())
-        ends = i + 1 == len(statements) or statements[i + 1].section != statement.section
-        if dead and ends and i + 1 < len(statements):
+    for i, (statement, following) in enumerate(pairwise(statements)):
+        dead += dying.get(i, [])
+        now = any(sizes[name] > biggest // BIG for name in dead)
+        if dead and (now or following.section != statement.section):
             names = ", ".join(dead)
             statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
             dead = []
     return statements
+
+
+def _last_uses(statements: list[Statement], seen: Callable[[fx.Node], Text]) -> dict[str, int]:
+    """The last statement that reads or binds each name."""
+    return {
+        str(seen(node)): i
+        for i, statement in enumerate(statements)
+        for node in [*statement.reads, *statement.binds]
+    }
+
+
+def num_bytes(node: fx.Node) -> int:
+    """The size of what a rank holds of a value."""
+    fake = held(node)
+    return fake.numel() * fake.element_size() if is_tensor(node) else 0

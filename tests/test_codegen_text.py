@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 import pytest
 import torch
@@ -82,13 +83,14 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
 def test_spelled_calls_mean_the_op(
-    case: tuple[object, tuple[object, ...], dict[str, object]],
+    case: tuple[Any, tuple[Any, ...], dict[str, Any]],
 ) -> None:
     target, args, kwargs = case
-    graph, values = fx.Graph(), {}
+    graph = fx.Graph()
+    values: dict[str, Tensor] = {}
     with FakeTensorMode() as mode:
 
-        def placed(arg: object) -> object:
+        def placed(arg: Any) -> Any:
             if isinstance(arg, list):
                 return [placed(a) for a in arg]
             if not isinstance(arg, Tensor):
@@ -98,9 +100,9 @@ def test_spelled_calls_mean_the_op(
             set_held(node, mode.from_tensor(arg))
             return node
 
-        node = graph.call_function(target, tuple(placed(a) for a in args), dict(kwargs))  # type: ignore[arg-type]
+        node = graph.call_function(target, tuple(placed(a) for a in args), dict(kwargs))
         set_value(node, Value())
         set_held(node, run_fake(target, node.args, node.kwargs))
     text = str(spell(node, lambda n: Text(n.name), 'torch.device("cpu")'))
     scope = {**values, "torch": torch, "F": torch.nn.functional}
-    torch.testing.assert_close(eval(text, scope), target(*args, **kwargs), rtol=0, atol=0)  # type: ignore[operator]
+    torch.testing.assert_close(eval(text, scope), target(*args, **kwargs), rtol=0, atol=0)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from emitted import check_ranks, check_single, loaded, planned, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import MODELS
 
 from partc.codegen.emit import emit
 from partc.codegen.load import load_source
 from partc.codegen.safety import check_source
 from partc.errors import CheckError
+from tests.emitted import check_ranks, check_single, loaded, planned, traced
+from tests.zoo import MODELS
 
 EXACT = [
     "gpt2",

@@ -111,6 +111,7 @@ class ToyStep(nn.Module):
         head = F.linear(x, self.head_weight)                      # f64[4,8,14]
         reshape = labels.reshape(32)                              # i64[32]
         log_softmax = torch.log_softmax(head.reshape(32, 14), 1)  # f64[32,14]
+        del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             log_softmax, reshape, None, 2, -100,
         )                                                         # f64[], f64[]
@@ -123,11 +124,9 @@ class ToyStep(nn.Module):
         d_reshape = torch.ops.aten._log_softmax_backward_data(
             d_log_softmax, log_softmax, 1, torch.float64,
         )                                                         # f64[32,14]
+        del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(4, 8, 14)                      # f64[4,8,14]
-        del (
-            head, nll_loss_forward, ones_like, count, d_div, reshape, d_log_softmax,
-            log_softmax, d_reshape,
-        )
+        del d_reshape
         add_weight_grad(self.head_weight, d_head, x)              # f64[14,6]
         d_x = d_head @ self.head_weight                           # f64[4,8,6]
         del x, d_head

@@ -195,6 +195,7 @@ class ToyStep(nn.Module):
         head_weight_done.wait()                                         # hidden behind reshape
         head = F.linear(x, head_weight)                                 # f64[4@dp,8,14]
         log_softmax = torch.log_softmax(head.reshape(16, 14), 1)        # f64[32@dp,14]
+        del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             log_softmax, reshape, None, 2, -100,
         )                                                               # f64[]{U:dp}, f64[]{U:dp}
@@ -211,11 +212,9 @@ class ToyStep(nn.Module):
         d_reshape = torch.ops.aten._log_softmax_backward_data(
             d_log_softmax, log_softmax, 1, torch.float64,
         )                                                               # f64[32@dp,14]
+        del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(2, 8, 14)                            # f64[4@dp,8,14]
-        del (
-            head, nll_loss_forward, loss, ones_like, count, d_div, reshape, d_log_softmax,
-            log_softmax, d_reshape,
-        )
+        del d_reshape
         d_head_weight = weight_grad(d_head, x)                          # f64[14,6]{U:dp}
         d_head_weight, done = scatter_sum(d_head_weight, 2, self.dp)    # f64[14@dp,6]
         reduced.append((self.head_weight, d_head_weight, done))

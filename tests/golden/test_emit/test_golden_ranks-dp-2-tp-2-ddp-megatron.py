@@ -154,7 +154,7 @@ class ToyStep(nn.Module):
             masked_embedding_1, group=self.tp, async_op=True,
         )                                                            # f64[4@dp,8,6]
         masked_embedding_1_done.wait()                               # exposed: its result is needed next
-        del window_1
+        del ids_1
         # blocks
         blocks_saved = []
         for layer in self.blocks:
@@ -164,16 +164,19 @@ class ToyStep(nn.Module):
         # head
         head = F.linear(masked_embedding_1, self.head_weight)        # f64[4@dp,8,14@tp]
         reshape = head.reshape(16, 7)                                # f64[32@dp,14@tp]
+        del head
         reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)        # i64[32@dp]
         amax = torch.amax(reshape, 1, keepdim=True)                  # f64[32@dp,1]{M:tp}
         amax_done = dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp, async_op=True)  # f64[32@dp,1]
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
         amax_done.wait()                                             # hidden behind window_2
         sub = reshape - amax                                         # f64[32@dp,14@tp]
+        del reshape_1, amax, reshape
         total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
         total_done = dist.all_reduce(total, group=self.tp, async_op=True)  # f64[32@dp,1]
         total_done.wait()                                            # exposed: its result is needed next
         sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
+        del sub, total
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             sub_1, window_2, None, 2, -100,
         )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
@@ -190,20 +193,20 @@ class ToyStep(nn.Module):
         d_total = d_sub.sum(1, keepdim=True)                         # f64[32@dp,1]{U:tp}
         d_total_done = dist.all_reduce(d_total, group=self.tp, async_op=True)  # f64[32@dp,1]
         d_exp = torch.exp(sub_1)                                     # f64[32@dp,14@tp]
+        del window_2, sub_1
         d_total_done.wait()                                          # exposed: its result is needed next
         d_sub_1 = d_sub - d_exp * d_total                            # f64[32@dp,14@tp]
+        del d_exp, d_sub, d_total
         d_head = d_sub_1.reshape(2, 8, 7)                            # f64[4@dp,8,14@tp]
-        del (
-            head, reshape_1, amax, reshape, sub, total, nll_loss_forward, loss, ones_like,
-            count, d_div, window_2, sub_1, d_exp, d_sub, d_total, d_sub_1,
-        )
+        del d_sub_1
         d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
+        del masked_embedding_1
         done = dist.all_reduce(d_head_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.head_weight, d_head_weight, done))
         d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
+        del d_head_weight, d_head
         d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         d_blocks_1_done.wait()                                       # exposed: its result is needed next
-        del masked_embedding_1, d_head_weight, d_head
         # blocks
         for layer in reversed(self.blocks):
             before, reduced = reduced, []
@@ -211,12 +214,12 @@ class ToyStep(nn.Module):
             finish(before)                                           # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_blocks_1, ids_1, 14, -1, scale_grad_by_freq=False,
-        )                                                            # f64[14,6]{U:dp}
-        d_embed_weight_done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14,6]
-        d_embed_weight_done.wait()                                   # exposed: its result is needed next
-        add_grad(self.embed_weight, d_embed_weight.chunk(2)[self.tp_rank].clone())  # f64[14@tp,6]
-        del d_blocks_1, ids_1, d_embed_weight
+            d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False,
+        )                                                            # f64[14@tp,6]{U:dp}
+        del d_blocks_1, window_1
+        done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
+        reduced.append((self.embed_weight, d_embed_weight, done))
+        del d_embed_weight
         loss_1_done.wait()                                           # hidden behind ones_like, d_sub, d_total ...
         loss_1_done = dist.all_reduce(loss_1, group=self.tp, async_op=True)  # f64[]
         loss_1_done.wait()                                           # exposed: its result is needed next
