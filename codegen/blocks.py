@@ -1,6 +1,6 @@
-"""Find a model's equal blocks: which calls stand in a block, and which blocks run one after the other.
+"""Find a model's equal blocks: which calls stand in one, and which run one after the other.
 
-In: a scheduled graph. Out: its calls in an order in which every run of equal blocks is one item, a Loop.
+In: a scheduled graph. Out: its calls, in an order where a run of equal blocks is one item.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Neighbouring blocks that do the same; ``forward[i]`` and ``backward[i]`` belong to ``layers[i]``."""
+    """Neighbouring blocks that do the same; ``forward`` and ``backward`` by layer."""
 
     layers: tuple[str, ...]
     forward: tuple[Group, ...]
@@ -44,8 +44,8 @@ Item = fx.Node | Loop
 def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[Item]:
     """All calls in execution order, those of equal blocks as Loops.
 
-    A run that cannot be one item, as something else has to happen in its middle, is given up, as those
-    in ``given_up`` are: its calls stand in line with the others.
+    A run that cannot be one item, as something else has to happen in its middle, is given up, as
+    those in ``given_up`` are: its calls stand in line with the others.
     """
     loops = [loop for loop in _loops(graph) if loop.run.layers not in given_up]
     while True:
@@ -58,7 +58,7 @@ def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[It
 
 # which block a call belongs to --------------------------------------------------------------------
 def _loops(graph: Graph) -> list[Loop]:
-    """The loops of all runs; blocks are looked for at the outermost list index first, then further in."""
+    """The loops of all runs; blocks are looked for at the outermost list index, then further in."""
     loops: list[Loop] = []
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
@@ -75,9 +75,11 @@ def _loops(graph: Graph) -> list[Loop]:
 
 
 def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
-    """Whether the blocks run in reverse order; judged by their middle calls, as single ones may stand apart."""
+    """Whether the blocks run in reverse, judged by their middle calls: others may stand apart."""
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
-    first, last = (sorted(order[n] for n in g.nodes)[len(g.nodes) // 2] for g in (groups[0], groups[-1]))
+    first, last = (
+        sorted(order[n] for n in g.nodes)[len(g.nodes) // 2] for g in (groups[0], groups[-1])
+    )
     return first > last
 
 
@@ -117,7 +119,7 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
 
 
 def gathers_param(node: fx.Node) -> bool:
-    """Whether a collective gathers a parameter as it is stored, so that it may start at any time."""
+    """Whether a collective gathers a parameter as it is stored: it may start at any time."""
     return node.target is collectives.all_gather and node.all_input_nodes[0].op == "placeholder"
 
 
@@ -131,7 +133,10 @@ def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
 
 
 def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
-    """Calls without a module path join a block: sums of gradients that of their latest operand, others their readers'."""
+    """Calls without a module path join a block.
+
+    Sums of gradients join that of their latest operand, others that of all their readers.
+    """
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     for node in pathless:
         if value(node).phase == "B":
@@ -163,7 +168,10 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
         members[owner].append(node)
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     groups = {o: Group(o[0], tuple(sorted(ns, key=order.__getitem__))) for o, ns in members.items()}
-    layers = sorted({layer for layer, phase in groups if phase == "F"}, key=lambda p: order[groups[p, "F"].nodes[0]])
+    layers = sorted(
+        {layer for layer, phase in groups if phase == "F"},
+        key=lambda p: order[groups[p, "F"].nodes[0]],
+    )
     equal = Equal(graph, owners)
     while layers:
         first, *layers = layers
@@ -199,9 +207,11 @@ class _Order:
 
 
 def _sorted(graph: Graph, loops: list[Loop]) -> tuple[list[Item], list[Loop]]:
-    """The items in dependency order, nearest to the given one; and the loops that could not be placed."""
+    """The items in dependency order, near the given one, and the loops that found no place."""
     inside = {n: loop for loop in loops for g in loop.groups for n in g.nodes}
-    order = _Order({n: inside.get(n, n) for n in graph.calls()}, {})
+    item_of: dict[fx.Node, Item] = {n: n for n in graph.calls()}
+    item_of |= inside
+    order = _Order(item_of, {})
     for i, node in enumerate(graph.calls()):
         order.rank.setdefault(order.item_of[node], i)
     pairs = {

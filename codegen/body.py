@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,9 +38,9 @@ class Statement:
 class Body:
     """Writes the statements of one function.
 
-    ``seen`` has the texts of what comes from outside (parameters, arguments); ``wishes`` what values would
-    like to be called; ``kept`` what is read outside; ``stored`` the final gradients by node, as the text of
-    their parameter.
+    ``seen`` has the texts of what comes from outside: parameters, arguments; ``wishes`` what values
+    would like to be called; ``kept`` what is read outside; ``stored`` the parameters, as texts,
+    whose final gradient a node is.
     """
 
     graph: Graph
@@ -154,7 +155,9 @@ class Body:
 
     def _several(self, node: fx.Node) -> Statement:
         """``a, b, _ = call`` for a call with several results."""
-        by_index = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        by_index: dict[Any, fx.Node] = {
+            u.args[1]: u for u in node.users if u.target is operator.getitem
+        }
         call = self.expression(node)
         names = [
             self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))
@@ -176,23 +179,17 @@ class Body:
         operand = node.all_input_nodes[0]
         lines = []
         x = self.text(operand)
-        if (
-            node in self.in_place
-            if node.target is collectives.all_reduce
-            else self._gives_up(operand, node)
-        ):
+        overwrites = node.target is collectives.all_reduce
+        if node in self.in_place if overwrites else self._gives_up(operand, node):
             self.seen[node] = x
-        elif node.target is collectives.all_reduce:
-            copy = (
-                "clone()"
-                if held(operand).is_contiguous()
-                else "clone(memory_format=torch.contiguous_format)"
-            )
-            lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.{copy}"))
-        params = self.stored.get(self._waited(node), [])
+        elif overwrites:
+            dense = "" if held(operand).is_contiguous() else "memory_format=torch.contiguous_format"
+            lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
+        waited = self._waited(node)
+        params = self.stored.get(waited, []) if waited is not None else []
         if params:
             name = str(self.seen[node]) if node in self.seen else self.bind(node)
-            start = c10d.start(node, x, name, self.helpers).replace(f"{name}_done =", "done =")
+            start = c10d.start(node, x, name, self.helpers, done="done")
             lines.append(Line(start, comment(typed(node))))
             lines.append(Line(f"reduced.append(({params[0]}, {name}, done))"))
             return Statement(lines, binds=[node])
@@ -202,7 +199,7 @@ class Body:
         return Statement(lines, binds=[node])
 
     def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
-        """Whether a value is read by nothing but the collective that moves it: the result takes its name."""
+        """Whether only the collective that moves a value reads it: the result takes its name."""
         return (
             operand in self.place
             and operand in self.seen
@@ -308,7 +305,7 @@ def with_sections(statements: Iterable[Statement]) -> list[Line]:
 def free_early(
     statements: list[Statement], seen: Callable[[fx.Node], Text], kept: set[fx.Node]
 ) -> list[Statement]:
-    """The same statements with a ``del`` at the end of each section for the values that nobody reads later."""
+    """The statements, at each section's end a ``del`` for the values that nobody reads later."""
     last: dict[str, int] = {}
     for i, statement in enumerate(statements):
         for node in [*statement.reads, *statement.binds]:

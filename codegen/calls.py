@@ -17,7 +17,7 @@ _PLACE = ("device", "layout", "pin_memory")  # decided by the operands or by the
 
 @dataclass(frozen=True)
 class Call:
-    """A call with ``given`` arguments in the schema's order; those equal to their default are left out.
+    """A call with its ``given`` arguments, those that differ from the default, in order.
 
     ``operand`` gives the text of a node, ``device`` the text of the device that new tensors go to.
     """
@@ -72,7 +72,7 @@ class Call:
         return Text(text, 14) if text.startswith("-") else Text(text)
 
     def arguments(self, skip: int = 0, place: bool = False) -> str:
-        """The given arguments after the first ``skip`` as a call's text, flags and late ones by name."""
+        """The given arguments after the first ``skip`` as text, flags and late ones by name."""
         arguments = list(self.node.target._schema.arguments)  # type: ignore[union-attr]
         texts, by_name = [], False
         for arg in arguments[skip:]:

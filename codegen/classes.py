@@ -51,7 +51,7 @@ class BlockClass:
         return [self.forward] + ([self.backward] if self.backward is not None else [])
 
     def attributes(self) -> dict[str, str]:
-        """Where the step module finds each parameter and buffer of all blocks: ``layers.0.w`` by name."""
+        """Where the step module finds the parameters and buffers of all blocks: ``layers.0.w``."""
         return {
             f"{layer}.{suffix}": f"{self.attribute}.{i}.{attribute}"
             for i, layer in enumerate(self.run.layers)
@@ -70,7 +70,7 @@ class BlockClass:
         return sorted(starts, key=lambda n: order.index(value(n.all_input_nodes[0]).name))
 
     def gather_name(self, side: Interface) -> str:
-        """The method that starts the gathers of a phase: one for both phases where they gather the same."""
+        """The method that starts a phase's gathers; one for both where they gather the same."""
 
         def params(side: Interface) -> list[str]:
             return [value(n.all_input_nodes[0]).name for n in self.gathered(side)]
@@ -93,7 +93,9 @@ class BlockClass:
                     x = Text(f"self.{self.suffixes[suffix]}")
                     call = c10d.start(node, x, "w", self.helpers).partition(" = ")[2]
                     lines.append(Line(f"{call},", comment(typed(node)), indent=1))
-                methods.append({"name": name, "body": block([*lines, Line("]")], 2)})
+                purpose = "" if name == "gather" else " for its backward"
+                body = block([*lines, Line("]")], 2)
+                methods.append({"name": name, "purpose": purpose, "body": body})
         return (
             methods if len(methods) < 2 or methods[0]["body"] != methods[1]["body"] else methods[:1]
         )
@@ -141,14 +143,13 @@ class BlockClass:
         if unpacked:
             seen |= {n: Text(scope.fresh(wish[n])) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
-            names = f"({names},)" if len(unpacked) == 1 or len(names) > 80 else names
-            lines.append(Line(f"{names} = saved"))
+            lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = saved"))
             arguments.append("saved")
         whole = self.gathered(side)
         if whole:
             seen |= {n: Text(scope.fresh(wish[n])) for n in whole}
             names = ", ".join(str(seen[n]) for n in whole)
-            names = f"({names},)" if len(whole) == 1 or len(names) > 60 else names
+            names += "," if len(whole) == 1 else ""
             lines.append(Line(f"{names} = {self.helpers.use('take')}(self.whole)"))
         if self.reduces(side):
             self.helpers.use("finish")
@@ -188,12 +189,12 @@ class BlockClass:
             else f"self.{next(iter(self.suffixes.values()))}.device"
         )
         return Body(
-            self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group), device,
-            prefix=group.layer, taken=set(self.gathered(side)),
+            self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
+            device,            prefix=group.layer, taken=set(self.gathered(side)),
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
-        """The parameters whose final gradient a call of the block is (or whose reduction it starts)."""
+        """The parameters whose final gradient a call of the block is, or starts to reduce."""
         inside = set(group.nodes)
         stored: dict[fx.Node, list[str]] = {}
         for name, node in self.graph.grads.items():
@@ -258,7 +259,10 @@ def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
 
 
 def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Class and attribute of each run: ``Layer`` and ``layers`` of ``model.layers.*``; parents tell them apart."""
+    """Class and attribute of each run: ``Layer`` and ``layers`` of ``model.layers.*``.
+
+    Where two runs would be called the same, their parents tell them apart.
+    """
     parents = [run.layers[0].split(".")[:-1] for run in runs]
     found = []
     scope, classes = Scope(dir(nn.Module)), Scope(dir(nn.Module))

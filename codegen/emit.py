@@ -42,7 +42,7 @@ TABLES = {
 
 
 def emit(graph: Graph, *, header: str) -> str:
-    """The text of one role's file: data, helper functions, block classes and ``class <Model>Step``."""
+    """The text of a role's file: data, helpers, block classes and ``class <Model>Step``."""
     graph = copied(graph)
     items, sides = arranged(graph)
     text = _Program(graph, header, items, sides).text()
@@ -51,7 +51,7 @@ def emit(graph: Graph, *, header: str) -> str:
 
 
 def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
-    """The items of the step, and how its loops are fed; a run that one text cannot feed stands in line."""
+    """The items of the step and how its loops are fed; a run that no text feeds stands in line."""
     given_up: set[Run] = set()
     while True:
         items = arrange(graph, {run.layers for run in given_up})
@@ -146,7 +146,7 @@ class _Program:
                 f"{literal(a)}: {literal(b)}" for a, b in sorted(self.graph.aliases.items())
             ],
             "INPUTS": [
-                f"{literal(name)}: {literal((tuple(value(n).shape), str(value(n).dtype).removeprefix('torch.')))}"
+                f"{literal(name)}: {literal((tuple(value(n).shape), dtype_name(n)))}"
                 for name, n in self.graph.inputs.items()
             ],
         }
@@ -236,6 +236,11 @@ class _Program:
             return f"return {body.text(outputs.loss)}"
         items = (f"{literal(name)}: {body.text(node)}" for name, node in outputs.results.items())
         return f"return {{{', '.join(items)}}}"
+
+
+def dtype_name(node: fx.Node) -> str:
+    """``float32``."""
+    return str(value(node).dtype).removeprefix("torch.")
 
 
 def _read(path: str) -> str:

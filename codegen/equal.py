@@ -32,7 +32,7 @@ class Equal:
         self.numbers: dict[Any, int] = {}  # equal values of different blocks have one number
 
     def aligned(self, first: Group | None, other: Group | None) -> Group | None:
-        """``other`` with its calls in the order of the equal ones of ``first``; None if they differ."""
+        """``other`` with its calls ordered as the equal ones of ``first``; None if they differ."""
         if first is None or other is None or len(first.nodes) != len(other.nodes):
             return None
         if self._signature(first) == self._signature(other):
@@ -72,7 +72,9 @@ class Equal:
 
         return tuple(self._call(node, group, known_as) for node in group.nodes)
 
-    def _call(self, node: fx.Node, group: Group, known_as: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+    def _call(
+        self, node: fx.Node, group: Group, known_as: Callable[[fx.Node], Any]
+    ) -> tuple[Any, ...]:
         return (
             str(node.target),
             _mapped(node.args, known_as),
@@ -90,7 +92,7 @@ class Equal:
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node only waits for one parameter's reduced gradient, which the step does at its end."""
+    """Whether a node only waits for one parameter's gradient, which the step does at its end."""
     if node.target is not collectives.wait or set(node.users) != {graph.fx.output_node()}:
         return False
     start = node.all_input_nodes[0]
@@ -99,11 +101,11 @@ def ends_step(graph: Graph, node: fx.Node) -> bool:
     outputs = graph.outputs
     grads = [n for n in outputs.grads.values() if n is node]
     others = [outputs.loss, *outputs.buffers.values(), *outputs.results.values()]
-    return whole and len(grads) == 1 and node not in others
+    return bool(whole) and len(grads) == 1 and node not in others
 
 
 def _written(graph: Graph) -> dict[fx.Node, list[str]]:
-    """Per node the parameters whose gradient, and the buffers whose new value, it is (through its wait)."""
+    """Per node the parameters and buffers whose gradient or new value it is, or its wait is."""
     found: dict[fx.Node, list[str]] = defaultdict(list)
     outputs = graph.outputs
     for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
@@ -123,7 +125,7 @@ def _mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
 
 
 def _kind(node: fx.Node, layer: str) -> tuple[Any, ...]:
-    """What an operand from outside a block is like: a parameter of the block's own by its name there."""
+    """What an operand from outside a block is like; its own parameters by their names there."""
     own = node.op == "placeholder" and value(node).name.startswith(f"{layer}.")
     name = value(node).name.removeprefix(layer) if own else ""
     return (name, _shapes(held(node)), str(value(node).sharding))

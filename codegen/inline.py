@@ -1,4 +1,4 @@
-"""Which values need no line of their own because they read well inside the one statement that uses them."""
+"""Which values need no line of their own: they read well inside the statement that uses them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _REDUCE = {"sum", "mean", "rsqrt"}
 def inlined(order: Sequence[fx.Node], kept: set[fx.Node], named: set[fx.Node]) -> set[fx.Node]:
     """The nodes of one function that are written inside their only user.
 
-    Views always; a pointwise value inside the very next pointwise statement of the same module, unless the
-    user gave it a name (``named``). ``kept`` are read outside the function.
+    Views always; a pointwise value inside the very next pointwise statement of the same module,
+    unless the user gave it a name (``named``). ``kept`` are read outside the function.
     """
     inside = set(order)
     chosen: set[fx.Node] = set()

@@ -26,9 +26,6 @@ class _TextLoader(importlib.machinery.SourceFileLoader):
     def path_stats(self, path: str) -> dict[str, float]:
         raise OSError  # so that no bytecode cache is looked for
 
-    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
-        return None
-
 
 def load_source(text: str, name: str) -> ModuleType:
     """The module that a generated program defines, new on each call."""

@@ -1,7 +1,8 @@
-"""What values are called: after their module, the user's variable or their op; gradients ``d_<value>``."""
+"""What values are called: after their module, variable or op; gradients ``d_<value>``."""
 
 from __future__ import annotations
 
+import builtins
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ RESERVED = {
     "reduced",
     "before",
     "done",
+    *dir(builtins),
     *helpers.names(),
 }
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
@@ -40,6 +42,7 @@ COMMON = {
     "outputs",
     "result",
 }  # say nothing about the value
+PLAIN = {"to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part"}
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
 )
@@ -122,7 +125,8 @@ def module_name(path: str) -> str:
     >>> module_name("encoder.layers.3.fc.1")
     'fc_3_1'
     """
-    words, numbers = [], []
+    words: list[str] = []
+    numbers: list[str] = []
     for part in path.split("."):
         (numbers if part.isdigit() else words).append(part)
     return "_".join([*(words[-1:] or ["m"]), *numbers])
@@ -140,12 +144,12 @@ def op_name(node: fx.Node) -> str:
     name = name.split("::")[-1].strip("_")
     if name.startswith("scaled_dot_product"):
         return "attention"
-    return {"to_copy": "cast", "unsafe_view": "view", "sym_size": "size"}.get(name, name)
+    return PLAIN.get(name, name)
 
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
     for kind in ("param", "buffer", "input"):
-        for name, node in graph.placeholders(kind).items():  # type: ignore[arg-type]
+        for name, node in graph.placeholders(kind).items():
             yield node, identifier(inside(name, prefix))
 
 
@@ -190,7 +194,7 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _is_argument(node: fx.Node, source: str) -> bool:
-    """Whether a value goes into a module that is called on its own source line: not yet the line's result."""
+    """Whether a module that the line itself calls reads a value: it is not the line's result."""
     path = value(node).module
     readers = [inside(value(u).module, path) for u in node.users if value_or_none(u)]
     return any(

@@ -1,4 +1,4 @@
-"""Functions that generated programs carry: whatever a program calls is printed into it as it stands here.
+"""Functions that generated programs carry: those a program calls are printed as they stand here.
 
 They may use torch and one another, nothing else.
 """
@@ -71,20 +71,21 @@ def exchange(
 
 
 def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
-    """The ``num`` pieces of ``dim``, seen as (outer, rest) and cut in rest, one after the other on dim 0."""
-    pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+    """The ``num`` pieces of ``dim``, cut in the rest of (outer, rest), in a row on dim 0."""
+    pieces: Tensor = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
     return pieces.flatten(dim + 1, dim + 2).flatten(0, 1).contiguous()
 
 
 def join(pieces: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
     """The whole from pieces that lie one after the other on dim 0: the inverse of ``in_pieces``."""
-    parts = pieces.unflatten(0, (num, -1)).unflatten(dim + 1, (outer, -1))
+    parts: Tensor = pieces.unflatten(0, (num, -1)).unflatten(dim + 1, (outer, -1))
     return parts.movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def piece(x: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
     """Piece ``index`` of ``num`` of a dim seen as (outer, rest) and cut in rest."""
-    return x.unflatten(dim, (outer, num, -1)).select(dim + 1, index).flatten(dim, dim + 1)
+    pieces: Tensor = x.unflatten(dim, (outer, num, -1))
+    return pieces.select(dim + 1, index).flatten(dim, dim + 1)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:

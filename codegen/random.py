@@ -39,7 +39,8 @@ def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
             index = f"{before}self.{axis}_rank"
         lines.append(
             Line(
-                f"self.{name} = torch.Generator(device).manual_seed({_mixed(number, len(masks), index)})"
+                f"self.{name} = torch.Generator(device)"
+                f".manual_seed({_mixed(number, len(masks), index)})"
             )
         )
     for attribute in blocks:

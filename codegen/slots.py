@@ -1,4 +1,4 @@
-"""How a block's function is fed: for each value from outside, where every iteration of the loop finds it."""
+"""How a block's function is fed: where every iteration finds each value from outside."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Kind = Literal["own", "shared", "carried", "saved", "listed"]
 class Slot:
     """One outside value of a block: ``nodes`` has it per group in the order of execution.
 
-    own: the block's parameter; shared: the same for all; carried: from the group before (its call at
-    ``position``); saved: from the block's own forward, where the first block calls it ``source``; listed:
-    from anywhere.
+    own: the block's parameter; shared: the same for all; carried: from the group before (its call
+    at ``position``); saved: from the block's own forward, where the first block calls it
+    ``source``; listed: from anywhere.
     """
 
     kind: Kind
@@ -74,8 +74,9 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
         found[loop] = Interface(loop, _slots(loop, forward))
         if forward is not None:
             forward.saved = [s.source for s in found[loop].of("saved") if s.source is not None]
+    served = _served(found)
     for interface in found.values():
-        _give(graph, interface)
+        _give(graph, interface, served)
     return found
 
 
@@ -122,7 +123,7 @@ def _is_own(node: fx.Node, group: Group) -> bool:
 
 
 def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:
-    """What the first block's forward calls a value that every block's backward has from its own forward."""
+    """A value that every block's backward has from its own forward, as the first block calls it."""
     run = loop.run
     mine = dict(zip((g.layer for g in loop.groups), nodes, strict=True))
     groups = {g.layer: g for g in forward.loop.groups}
@@ -137,36 +138,40 @@ def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> f
     return None
 
 
-def _give(graph: Graph, interface: Interface) -> None:
+def _give(graph: Graph, interface: Interface, served: dict[fx.Node, set[fx.Node]]) -> None:
     """Fill in what a loop returns: what the next iteration, or anything outside, reads."""
     loop = interface.loop
     carried = {slot.position for slot in interface.of("carried")}
     last = loop.groups[-1]
-    own_backward = {g.layer: set(g.nodes) for g in loop.run.backward} if loop.phase == "F" else {}
     for position in range(len(last.nodes)):
-        read_of = [
-            group for group in loop.groups
-            if _read_outside(graph, loop, group, position, own_backward.get(group.layer, set()))
-        ]  # fmt: skip
+        read_of = [g for g in loop.groups if _read_outside(graph, loop, g, position, served)]
         if position in carried or read_of == [last]:
             interface.carried.append(position)
         if any(group is not last for group in read_of):
             interface.listed.append(position)
 
 
+def _served(found: dict[Loop, Interface]) -> dict[fx.Node, set[fx.Node]]:
+    """Per saved value the backward calls that find it among what their own forward saved."""
+    served: dict[fx.Node, set[fx.Node]] = {}
+    for loop, interface in found.items():
+        for slot in interface.of("saved"):
+            for node, group in zip(slot.nodes, loop.groups, strict=True):
+                served.setdefault(node, set()).update(group.nodes)
+    return served
+
+
 def _read_outside(
-    graph: Graph, loop: Loop, group: Group, position: int, own_backward: set[fx.Node]
+    graph: Graph, loop: Loop, group: Group, position: int, served: dict[fx.Node, set[fx.Node]]
 ) -> bool:
-    """Whether anything but the group, its backward and the next iteration reads one of its values."""
+    """Whether anything but the group, backwards that saved it and the next group reads a value."""
     node = group.nodes[position]
     at = loop.groups.index(group)
     following = set(loop.groups[at + 1].nodes) if at + 1 < len(loop.groups) else set()
-    readers = set(node.users) - set(group.nodes) - own_backward - following
+    readers = set(node.users) - set(group.nodes) - served.get(node, set()) - following
     if graph.fx.output_node() in readers and _is_own_result(graph, node, group):
         readers.discard(graph.fx.output_node())
-    return any(
-        not ends_step(graph, reader) for reader in readers if reader.op == "call_function"
-    ) or any(reader.op == "output" for reader in readers)
+    return any(reader.op == "output" or not ends_step(graph, reader) for reader in readers)
 
 
 def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:

@@ -1,7 +1,7 @@
 """How a call reads in public torch: ``aten.linear(x, w, b)`` becomes ``F.linear(x, w, b)``.
 
-A table from op names to functions of a Call. What it does not know is written ``torch.ops.aten.op(...)``,
-which is always right: the table is for the reader.
+A table from op names to functions of a Call. What it does not know is written
+``torch.ops.aten.op(...)``, which is always right: the table is for the reader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from partc.quoting import literal
 
 Speller = Callable[[Call], Text]
 SPELLERS: dict[str, Speller] = {}
-END = 2**63 - 1  # an open end of a slice
 
 
 def spell(node: fx.Node, operand: Callable[[fx.Node], Text], device: str) -> Text:
@@ -73,22 +72,24 @@ def _is_factory(call: Call) -> bool:
 
 # names that torch, torch.nn.functional and Tensor share with ATen ---------------------------------
 IN_TORCH = """
-abs acos addcdiv addcmul addmm amax amin arange argmax argmin argsort asin atan atan2 baddbmm bernoulli
-bincount bitwise_left_shift bucketize cat ceil clamp clamp_max clamp_min cos cosh count_nonzero cumprod
-cumsum diagonal div dot empty empty_like erf erfc erfinv exp exp2 expm1 eye flip floor floor_divide fmod
-full full_like gather histc index_add index_copy index_select isfinite isinf isnan lerp lgamma linspace
-log log10 log1p log2 logical_and logical_not logical_or logical_xor logsumexp masked_fill masked_scatter
-maximum minimum nan_to_num native_batch_norm native_group_norm native_layer_norm nonzero norm ones ones_like outer polar
-pixel_shuffle prod rand rand_like randint randn randn_like reciprocal relu remainder repeat_interleave
-roll round rsqrt scatter scatter_add searchsorted sigmoid sign sin sinh softmax sort sqrt square stack std
-tan tanh topk tril triu trunc unfold_copy var var_mean view_as_complex view_as_real where zeros zeros_like
-native_dropout index_put mv addmv addbmm kron vdot special_erf cross pow
-""".split()
+abs acos addbmm addcdiv addcmul addmm addmv amax amin arange argmax argmin argsort asin atan
+atan2 baddbmm bernoulli bincount bitwise_left_shift bucketize cat ceil clamp clamp_max
+clamp_min cos cosh count_nonzero cross cumprod cumsum diagonal div dot empty empty_like erf
+erfc erfinv exp exp2 expm1 eye flip floor floor_divide fmod full full_like gather histc
+index_add index_copy index_put index_select isfinite isinf isnan kron lerp lgamma linspace
+log log10 log1p log2 logical_and logical_not logical_or logical_xor logsumexp masked_fill
+masked_scatter maximum minimum mv nan_to_num native_batch_norm native_dropout
+native_group_norm native_layer_norm nonzero norm ones ones_like outer pixel_shuffle polar
+pow prod rand rand_like randint randn randn_like reciprocal relu remainder repeat_interleave
+roll round rsqrt scatter scatter_add searchsorted sigmoid sign sin sinh softmax sort
+special_erf sqrt square stack std tan tanh topk tril triu trunc unfold_copy var var_mean
+vdot view_as_complex view_as_real where zeros zeros_like
+""".split()  # noqa: SIM905 - a table of words
 METHODS = """
-all any clone contiguous expand expand_as flatten index_fill mean narrow new_empty new_full new_ones
-new_zeros permute repeat reshape split split_with_sizes squeeze sum transpose unbind unflatten unfold
-unsqueeze view
-""".split()
+all any clone contiguous expand expand_as flatten index_fill mean narrow new_empty new_full
+new_ones new_zeros permute repeat reshape split split_with_sizes squeeze sum transpose
+unbind unflatten unfold unsqueeze view
+""".split()  # noqa: SIM905 - a table of words
 STARRED = ("expand", "permute", "repeat", "reshape", "view")
 FUNCTIONAL = {"elu": "elu", "gelu": "gelu", "hardtanh": "hardtanh", "leaky_relu": "leaky_relu",
               "linear": "linear", "silu": "silu", "softplus": "softplus", "mish": "mish",
@@ -120,7 +121,8 @@ def _functional(call: Call) -> Text:
 # operators ----------------------------------------------------------------------------------------
 OPERATORS = {
     "add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT),
-    "true_divide": ("/", PRODUCT), "matmul": ("@", PRODUCT), "mm": ("@", PRODUCT), "bmm": ("@", PRODUCT),
+    "true_divide": ("/", PRODUCT), "matmul": ("@", PRODUCT), "mm": ("@", PRODUCT),
+    "bmm": ("@", PRODUCT),
     "bitwise_and": ("&", AND), "__and__": ("&", AND), "bitwise_or": ("|", OR), "__or__": ("|", OR),
     "bitwise_xor": ("^", XOR), "__xor__": ("^", XOR), "eq": ("==", COMPARE), "ne": ("!=", COMPARE),
     "lt": ("<", COMPARE), "le": ("<=", COMPARE), "gt": (">", COMPARE), "ge": (">=", COMPARE),
@@ -254,7 +256,7 @@ def _pad(call: Call) -> Text:
 @spells("slice_backward")
 def _slice_backward(call: Call) -> Text:
     """Zeros around the gradient of a slice are padding."""
-    dim, start, end, step = (call.get(n) for n in ("dim", "start", "end", "step"))
+    dim, start, step = (call.get(n) for n in ("dim", "start", "step"))
     sizes = call.get("input_sizes")
     if step != 1:
         return _aten(call)
@@ -276,7 +278,7 @@ def _slice_scatter(call: Call) -> Text:
     return Text(f"torch.slice_scatter({call.arguments()})")
 
 
-# nn.functional with another order or name -----------------------------------------------------------
+# nn.functional with another order or name ---------------------------------------------------------
 @spells("embedding")
 def _embedding(call: Call) -> Text:
     """The padding row and the gradient's flags mean nothing to the forward."""

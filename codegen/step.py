@@ -36,17 +36,13 @@ class StepBody(Body):
             found += [s for node in early for s in self.one(node)]
             following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
             if following is not None and self._gather(following):
-                first = self._first(following)
-                found.append(
-                    Statement(
-                        [Line(f"{first}.{self._gather(following)}()", "the first block's weights")]
-                    )
-                )
+                call = f"{self._first(following)}.{self._gather(following)}()"
+                found.append(Statement([Line(call, "what the next loop begins with")]))
             found += [s for node in nodes if node not in early for s in self.one(node)]
         return found
 
     def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
-        """Each loop with the calls that follow it up to the next one; those before the first loop come first."""
+        """Each loop with the calls up to the next one; those before the first loop come first."""
         sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
         for item in self.items:
             if isinstance(item, Loop):
@@ -93,7 +89,7 @@ class StepBody(Body):
 
     # loops -----------------------------------------------------------------------------------
     def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
-        """The ``for`` statement of a loop; ``early`` are gathers of what follows it, started in its last turn."""
+        """The ``for`` statement of a loop; its last turn starts the gathers ``early``."""
         side, cls = self._side(loop), self.classes[loop.run]
         lines: list[Line] = []
         variables = {
@@ -224,7 +220,7 @@ class StepBody(Body):
 
 
 def _sliced(texts: Sequence[str]) -> str:
-    """Entries of one list in order or reverse, with perhaps another value before or after, by slices.
+    """Entries of one list in order or reverse, perhaps with one other value, by slices.
 
     >>> _sliced(["x", "kept[0]", "kept[1]"])
     '[x, *kept[:2]]'

@@ -1,4 +1,4 @@
-"""Which values share memory, and where an in-place collective may therefore overwrite its operand."""
+"""Which values share memory, and where an operand may therefore be overwritten."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from partc import collectives
 from partc.graph import Graph, held, is_tensor, value
 
 VIEWS = {
-    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
-    "expand_as", "slice", "select", "unflatten", "flatten", "split", "split_with_sizes", "unbind", "chunk",
-    "diagonal", "as_strided", "narrow", "unfold", "view_as_complex", "view_as_real", "contiguous", "movedim",
-    "alias", "detach", "mT", "swapaxes",
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze",
+    "expand", "expand_as", "slice", "select", "unflatten", "flatten", "split",
+    "split_with_sizes", "unbind", "chunk", "diagonal", "as_strided", "narrow", "unfold",
+    "view_as_complex", "view_as_real", "contiguous", "movedim", "alias", "detach", "mT",
+    "swapaxes",
 }  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def owner(node: fx.Node) -> fx.Node:
 
 
 def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
-    """The all_reduces that may work in place: nothing reads the operand's memory afterwards but by their wait.
+    """The all_reduces that may work in place: nothing but their wait reads the operand afterwards.
 
     ``order`` is the order in which the calls stand in one function; what comes from outside is not
     overwritten, nor what the step gives back.
@@ -60,7 +61,7 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Sums of gradients that may be written ``a += b``: per sum the operand that nobody else ever reads."""
+    """Sums of gradients that may be written ``a += b``: per sum the operand to overwrite."""
     inside = set(order)
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
@@ -81,7 +82,7 @@ def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node,
 def _is_fresh(node: fx.Node) -> bool:
     """Whether a value lies in memory of its own that its call has written."""
     moved = node.target in (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
-    return not moved and owner(node) is node and node.target is not operator.getitem
+    return not moved and owner(node) is node
 
 
 def _alike(*nodes: fx.Node) -> bool:

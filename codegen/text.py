@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20, 9, -1)
 WIDTH = 96  # of a line of code
+PAGE = 120  # with the remark
 COMMENT_COLUMN = 72  # where comments stand beside shorter lines
 
 
@@ -39,8 +40,8 @@ class Line:
 
 
 def block(lines: Iterable[Line], indent: int) -> str:
-    """Lines as text: wrapped to the page, remarks aligned, each line indented by ``indent`` levels."""
-    wrapped = [(wrap(line.code, 4 * (indent + line.indent)), line.remark) for line in lines]
+    """Lines as text: wrapped to the page, remarks aligned, indented by ``indent`` levels."""
+    wrapped = [(_rows(line, indent), line.remark) for line in lines]
     ends = [len(rows[-1]) for rows, remark in wrapped if remark]
     column = max([end for end in ends if end <= COMMENT_COLUMN], default=0)
     text = []
@@ -53,19 +54,40 @@ def block(lines: Iterable[Line], indent: int) -> str:
     return "\n".join(row.rstrip() for row in text)
 
 
-def wrap(code: str, indent: int) -> list[str]:
-    """A statement as lines within the page, broken inside its last bracket that is long enough."""
+def _rows(line: Line, indent: int) -> list[str]:
+    """A line's code, broken also where the remark would stand too far to the right."""
+    rows = wrap(line.code, 4 * (indent + line.indent))
+    too_far = len(rows) == 1 and len(rows[0]) + 4 + len(line.remark) > PAGE
+    return wrap(line.code, 4 * (indent + line.indent), force=True) if too_far else rows
+
+
+def wrap(code: str, indent: int, force: bool = False) -> list[str]:
+    """A statement as lines within the page, broken inside its last bracket that is long enough.
+
+    ``force`` breaks one that would fit.
+    """
     pad = " " * indent
-    if len(pad) + len(code) <= WIDTH or not code:
+    if (len(pad) + len(code) <= WIDTH and not force) or not code:
         return [pad + code]
     pairs = [p for p in _brackets(code) if p[1] - p[0] > len(code) // 3 and _may_break(code, p)]
     if not pairs:
-        return [pad + code]
+        return _wrap_targets(code, indent)
     start, end = pairs[0]
     items = [item.strip() for item in _split(code[start + 1 : end]) if item.strip()]
     comma = "," if len(items) > 1 or code[start] != "(" or _is_call(code, start) else ""
     rows = _fill([item + "," for item in items[:-1]] + [items[-1] + comma], indent + 4)
     return [pad + code[: start + 1], *rows, pad + code[end:]]
+
+
+def _wrap_targets(code: str, indent: int) -> list[str]:
+    """``a, b = value`` with its targets in parentheses, as many to a line as fit."""
+    pad = " " * indent
+    targets, equals, right = code.partition(" = ")
+    names = _split(targets)
+    if not equals or len(names) == 1:
+        return [pad + code]
+    rows = _fill([f"{name.strip()}," for name in names if name.strip()], indent + 4)
+    return [f"{pad}(", *rows, f"{pad}) = {right}"]
 
 
 def _fill(items: Sequence[str], indent: int) -> list[str]:

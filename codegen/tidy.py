@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def copied(graph: Graph) -> Graph:
-    """The same graph on nodes of its own, running statistics dropped where a backward does not read them."""
+    """The same graph on nodes of its own, without running statistics that a backward ignores."""
     nodes = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     result = nodes.graph_copy(graph.fx, mapping)
@@ -29,7 +29,7 @@ def copied(graph: Graph) -> Graph:
 
 
 def share_gathers(items: Iterable[Item]) -> list[Item]:
-    """Gather a parameter once between two loops, where forward and backward meet: the first gather serves both."""
+    """Gather a parameter once between two loops, where forward and backward meet."""
     kept: list[Item] = []
     here: dict[object, fx.Node] = {}
     waits: dict[fx.Node, fx.Node] = {}

@@ -25,7 +25,7 @@ from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.plan import Plan
 from partc.program import Program
-from partc.role import dtype_name
+from partc.role import Role, dtype_name
 from partc.trace import trace
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
@@ -40,28 +40,30 @@ def compile(
     plan: str | Path | Plan = "auto",
     microbatches: int = 1,
     batch_norm: str | None = None,
+    strict: bool = False,
 ) -> Program:
     """Compile one training step of ``model`` (its weights are not needed) for a mesh.
 
     ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors
     of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
-    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, or a
-    plan.toml's path. Raises a PartcError in four parts: TraceError, PlanError, ShardingError or
-    CheckError.
+    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
+    text, or a plan.toml's path. Raises a PartcError in four parts: TraceError, PlanError,
+    ShardingError or CheckError.
     """
     mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
     graph = trace(model, inputs, loss)
     graph.mesh = mesh
     changes = {"microbatches": microbatches} | ({"batch_norm": batch_norm} if batch_norm else {})
-    full, local = partition(graph, wanted.changed(**changes))
+    full, local = partition(graph, wanted.changed(**changes), strict=strict)
     check(local)
+    source = emit(local, header=header(local, full))
     return Program(
         plan=str(full),
         mesh=mesh,
-        sources={ROLE: emit(local, header=header(local, full))},
+        sources={ROLE: source},
         roles=((mesh.num_ranks, ROLE),),
-        cost=cost_report(local),
+        cost=cost_report(local, role=Role.load(source, ROLE)),
         model=graph.model,
         fingerprint=Fingerprint.of(model),
         constants=graph.constants,
@@ -69,11 +71,13 @@ def compile(
     )
 
 
-def partition(graph: Graph, plan: Plan) -> tuple[Plan, Graph]:
+def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
     split_bias(graph)
     full = complete(plan, graph, graph.mesh)
-    choices = propagate(graph, full)
+    warnings = list(full.notes)
+    choices = propagate(graph, full, strict=strict, warnings=warnings)
+    full = full.changed(notes=tuple(dict.fromkeys(warnings)))
     local = fuse_bias(insert_collectives(graph, full, choices))
     if full.recompute == "cheap":
         recompute(local)
@@ -81,11 +85,13 @@ def partition(graph: Graph, plan: Plan) -> tuple[Plan, Graph]:
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:
-    """A Plan from a Plan, a preset's words or the path of a plan.toml."""
+    """A Plan from a Plan, a preset's words, a plan's text or the path of a plan.toml."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, Path) or plan.endswith(".toml"):
         return Plan.load(plan)
+    if "\n" in plan:
+        return Plan.parse(plan)
     if plan == "auto":
         return Plan(preset="auto")
     if not plan:

@@ -26,6 +26,7 @@ from partc.graph import (
     value,
 )
 from partc.mesh import Mesh
+from partc.passes.local_batch_norm import NOTE, fits_locally
 from partc.rules import strategies
 from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
@@ -119,6 +120,8 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
             for s in strategies(whole_twin(node, outs), mesh.size(axis), seen)
             if _fits(s.ins, ins) and _fits(s.outs, noted)
         ]
+        if value(node).note == NOTE and fits_locally(node, ins, noted):
+            continue
         if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
             raise _unruled(node, axis, ins, noted, bool(fitting), axis in windows)
         if axis in windows:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from partc.errors import PartcError, UsageError, explain
+from partc.errors import PartcError, RunError, UsageError, explain
 
 EXAMPLES = """\
 examples:
@@ -35,13 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
     except PartcError as error:
-        if args.json:
-            print(json.dumps({"error": error.as_dict()}))
-        print(f"{error.code} {error}", file=sys.stderr)
-        return 2
+        return _refuse(args, error)
+    except OSError as error:
+        return _refuse(args, _of_system(error))
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
+
+
+def _refuse(args: argparse.Namespace, error: PartcError) -> int:
+    if args.json:
+        print(json.dumps({"error": error.as_dict()}))
+    print(f"{error.code} {error}", file=sys.stderr)
+    return 2
+
+
+def _of_system(error: OSError) -> PartcError:
+    """A full disk, a missing permission and their like, in four parts."""
+    return RunError(
+        where=str(error.filename or "file system"),
+        what="cannot be read or written",
+        why=error.strerror or str(error),
+        do="Check the path, its permissions and the free space.",
+    )
 
 
 # commands ------------------------------------------------------------------------------------

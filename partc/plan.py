@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -131,20 +131,30 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
-    """Join entries that differ in layer numbers only: ``layers.0.w``, ``layers.1.w`` ->
-    ``layers.*.w``.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in table:
-        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
-    folded: dict[str, Cuts] = {}
-    for pattern, names in groups.items():
-        same = all(dict(table[n]) == dict(table[names[0]]) for n in names)
-        if same and [n for n in table if fits(pattern, n)] == names:
-            folded[pattern] = table[names[0]]
-        else:
-            folded.update({n: table[n] for n in names})
-    return folded
+    """Join entries that differ in layer numbers only: ``layers.0.w, layers.1.w -> layers.*.w``."""
+    folds: dict[str, bool] = {}  # pattern -> whether all names that fit it have the same cuts
+
+    def fold(name: str) -> str:
+        for pattern in _patterns(name):
+            if pattern not in folds:
+                folds[pattern] = all(
+                    dict(table[n]) == dict(table[name]) for n in table if fits(pattern, n)
+                )
+            if folds[pattern]:
+                return pattern
+        return name
+
+    return {fold(name): cuts for name, cuts in table.items()}
+
+
+def _patterns(name: str) -> Iterator[str]:
+    """A name with ``*`` for all its numbers, then for the first one only."""
+    numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", name))
+    for taken in (numbers, numbers[:1]):
+        parts = list(name)
+        for number in reversed(taken):
+            parts[number.start() : number.end()] = "*"
+        yield "".join(parts)
 
 
 def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:

@@ -118,10 +118,7 @@ class Rank:
             return done
         except (EOFError, OSError):
             self.process.join(1.0)
-            return False, (
-                RuntimeError(f"the process ended, exit code {self.process.exitcode}"),
-                "",
-            )
+            return False, (_ended(self.number, self.process.exitcode), "")
 
     def end(self, patience: float) -> None:
         self.process.join(patience)
@@ -217,6 +214,15 @@ def _failure(
     error.add_note(f"on rank {rank}; failed ranks {sorted(failures)}, silent {silent}\n{text}")
     raised: BaseException = error
     return raised
+
+
+def _ended(rank: int, code: int | None) -> RunError:
+    return RunError(
+        where=f"rank {rank}",
+        what="its process ended",
+        why=f"exit code {code}",
+        do="Look at what it printed last; -9 often means that memory ran out.",
+    )
 
 
 def _is_echo(reply: tuple[bool, Any]) -> bool:

@@ -56,6 +56,7 @@ class Stage(nn.Module):
     """
 
     _rank_step: Any  # the role's own module
+    _held: dict[str, Tensor]  # every tensor of this rank by its name in the user's model
 
     def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class Stage(nn.Module):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
-        held = self._held()
+        held = self._held
         params = [(held[s.name], s.is_first_copy(self.coords)) for s in self._role.params]
         groups = list(self._groups.values())
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
@@ -121,7 +122,7 @@ class Stage(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the model's own state dict, whole, on the CPU; all ranks together."""
-        held, whole = self._held(), {}
+        held, whole = self._held, {}
         for first in dict.fromkeys(map(self._first, self._saved())):
             joined = self._shards[first].join(held[first].detach(), self._gather)
             whole[first] = joined.to("cpu", copy=True)
@@ -130,11 +131,11 @@ class Stage(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors are."""
-        return next(iter(self._held().values())).device
+        return next(iter(self._held.values())).device
 
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """Every tensor that this rank holds by name, with how it is cut from the whole."""
-        held = self._held()
+        held = self._held
         return {name: (shard, held[name]) for name, shard in self._shards.items()}
 
     # checkpoints -----------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class Stage(nn.Module):
         They share memory with the parameters, except those that ``partc.dtensors`` has to gather.
         """
         state = {} if destination is None else destination
-        held = self._held()
+        held = self._held
         for name in self._saved():
             shard = self._shards[self._first(name)]
             state[prefix + name] = self._dtensors.make(
@@ -173,7 +174,7 @@ class Stage(nn.Module):
     @torch.no_grad()
     def _set(self, given: Mapping[str, Tensor]) -> None:
         """Copy this rank's pieces of whole tensors, or of DTensors, into place."""
-        held = self._held()
+        held = self._held
         for name, value in given.items():
             shard = self._shards[name]
             if isinstance(value, DTensor):
@@ -230,12 +231,10 @@ class Stage(nn.Module):
         """Register the rank's tensors in a tree of the user's module names."""
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
-        held, saved = self._held(), set(self._saved())
+        self._held = {**self._role.tensors(self._rank_step), **self._aside}
+        held, saved = self._held, set(self._saved())
         for name, first in {**{n: n for n in self._shards}, **self._role.aliases}.items():
             _register(self, name, held[first], name in saved)
-
-    def _held(self) -> dict[str, Tensor]:
-        return {**self._role.tensors(self._rank_step), **self._aside}
 
     def _first(self, name: str) -> str:
         return self._role.aliases.get(name, name)

@@ -60,7 +60,9 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     data, tensor = _axes_of(mesh, words, plan)
     shard = _sharded_axes(words, data, mesh)
     inputs = {
-        name: plan.stored(name, plan.inputs) or _batch_cut(node, data, mesh)
+        name: plan.stored(name, plan.inputs)
+        if any(fits(p, name) for p in plan.inputs)
+        else _batch_cut(node, data, mesh)
         for name, node in graph.inputs.items()
     }
     params: dict[str, dict[str, Layout]] = {name: dict(plan.stored(name)) for name in graph.params}

@@ -24,12 +24,12 @@ from partc.graph import (
     tensor_args,
     value,
 )
-from partc.passes.local_batch_norm import keeps_first
+from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
 from partc.passes.propagate import Choices, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
 from partc.rules import localize
-from partc.sharding import Sharding
+from partc.sharding import R, Sharding
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
@@ -102,7 +102,8 @@ class _Partition:
                 local_of.append(next(iter(self.copies[operand].values())))
         new = localize(self.out, node, local_of, chosen, self.graph.mesh)
         known = value(node)
-        set_value(new, replace(known, name=known.name or node.name))
+        note = NOTE if any(s.variant == VARIANT for s in chosen.values()) else known.note
+        set_value(new, replace(known, name=known.name or node.name, note=note))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
 
     def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
@@ -111,8 +112,11 @@ class _Partition:
             call, index = picked(node)
             for axis, strategy in self.choices.get(call, {}).items():
                 if keeps_first(call, strategy, index):
+                    unfinished = value(new).sharding
+                    own = unfinished.with_(axis, R, self.graph.mesh)
+                    set_value(new, replace(value(new), sharding=own))
                     kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
-                    step = Step(collectives.keep_first, kwargs, value(new).sharding)
+                    step = Step(collectives.keep_first, kwargs, unfinished)
                     new = self._step(new, step, value(new), value(new))
         return new
 

@@ -7,6 +7,8 @@ there).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -15,6 +17,7 @@ from partc.rules import Strategy
 from partc.sharding import Layout, R, U, cut
 
 aten = torch.ops.aten
+NOTE = "statistics of this rank's piece of the batch"
 VARIANT = "local"  # result sums marked U are this rank's own: only the first rank's count
 _FORWARD = aten._native_batch_norm_legit_functional.default
 _BACKWARD = aten.native_batch_norm_backward.default
@@ -31,6 +34,18 @@ def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
     # y, mean, rstd, new running mean and variance; or d_x, d_weight, d_bias
     outs = (cut(0), R, R, U, U) if node.target is _FORWARD else (cut(0), U, U)
     return Strategy(ins, outs[: len(results_of(node))], VARIANT)
+
+
+def fits_locally(node: fx.Node, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> bool:
+    """Whether a call lies as local statistics have it; None for results that nothing reads.
+
+    The running statistics are each rank's own until all but the first rank's are zeroed.
+    """
+    local = local_batch_norm(node, ins[0])
+    if local is None or local.ins != tuple(ins):
+        return False
+    made = [R if keeps_first(node, local, i) else out for i, out in enumerate(local.outs)]
+    return all(out in (None, mine) for out, mine in zip(outs, made, strict=True))
 
 
 def keeps_first(node: fx.Node, strategy: Strategy | None, result: int) -> bool:

@@ -46,8 +46,13 @@ _LATENCY_BYTES, _LOCAL_SHARE = 1024.0, 0.05
 _UNDO_PARAM, _UNDO_INPUT_CUT = 1e6, 1e3
 
 
-def propagate(graph: Graph, plan: Plan) -> Choices:
+def propagate(
+    graph: Graph, plan: Plan, *, strict: bool = False, warnings: list[str] | None = None
+) -> Choices:
     """Choose a strategy for every call; writes each node's sharding and returns the choices.
+
+    An op without a rule, that experiments do not show how to cut either, is computed whole on every
+    rank and told to ``warnings``; with ``strict`` it is a RuleError.
 
     Ops that no axis may cut as they stand, though their operand arrives cut (softmax over a cut
     vocabulary, batch statistics of a cut batch), are opened into several that may.
@@ -56,7 +61,7 @@ def propagate(graph: Graph, plan: Plan) -> Choices:
         choices: Choices = {}
         opened = False
         for axis in graph.mesh.names:
-            walk = _AxisWalk(graph, plan, axis, choices)
+            walk = _AxisWalk(graph, plan, axis, choices, strict, warnings)
             opened |= walk.run()
         if not opened:
             _write(graph, plan, choices)
@@ -73,6 +78,8 @@ class _AxisWalk:
     plan: Plan
     axis: str
     choices: Choices
+    strict: bool
+    warnings: list[str] | None
     made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     decided: dict[Hashable, Strategy] = field(default_factory=dict)
 
@@ -120,7 +127,7 @@ class _AxisWalk:
         """The cheapest admissible strategy; all-replicated if nothing else will do."""
         operands = tensor_args(node)
         whole = Strategy((R,) * len(operands), (R,) * len(results_of(node)))
-        if all(self.made[o] == [R] for o in operands):
+        if all(self.made[o] == [R] for o in operands) and self.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
             local = local_batch_norm(node, self.made[operands[0]][0])
@@ -135,7 +142,8 @@ class _AxisWalk:
         seen = [
             (i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R
         ]
-        options = [whole, *strategies_for(node, self.num, seen)]
+        known = strategies_for(node, self.num, seen, strict=self.strict, warnings=self.warnings)
+        options = [whole, *known]
         priced = [
             (cost, i)
             for i, s in enumerate(options)

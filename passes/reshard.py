@@ -44,11 +44,10 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
     ``want`` does not share are gathered from the inside out, and new ones taken from the outside
     in.
     """
-    for axis in mesh.names:
-        if have.on(axis).kind in "UM" and have.on(axis) != want.on(axis):
-            step = _finish(have, want, axis, mesh)
-            yield step
-            have = step.after
+    for axis in _unfinished(have, want, mesh):
+        step = _finish(have, want, axis, mesh)
+        yield step
+        have = step.after
     swap = _swap(have, want, mesh)
     if swap is not None:
         yield swap
@@ -83,11 +82,19 @@ def _step(
     return Step(target, kwargs, after)
 
 
+def _unfinished(have: Sharding, want: Sharding, mesh: Mesh) -> list[str]:
+    """Axes with a sum to finish; those that end in a cut first, in the order the cuts are taken."""
+    order = [axis for axis, _ in want.cuts()]
+    axes = [*order, *(axis for axis in mesh.names if axis not in order)]
+    return [a for a in axes if have.on(a).kind in "UM" and have.on(a) != want.on(a)]
+
+
 def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
     """Reduce the unfinished ``axis``: scattered if ``want`` cuts it innermost, else to all."""
     layout = want.on(axis)
     scattered = have.with_(axis, layout, mesh)
-    settled = _on_dim(scattered, layout.dim) == _on_dim(want, layout.dim)
+    cuts = _on_dim(scattered, layout.dim)
+    settled = cuts == _on_dim(want, layout.dim)[: len(cuts)]
     if (
         layout.kind == "cut"
         and have.on(axis).kind == "U"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from partc.graph import Graph, Writer, held, set_held, set_value, value
+from partc.graph import Graph, Writer, held, set_held, set_value, update, value
 
 aten = torch.ops.aten
 
@@ -20,7 +20,10 @@ def split_bias(graph: Graph) -> Graph:
         if node.target is aten.linear.default and len(node.args) == 3 and node.args[2] is not None:
             x, weight, bias = node.args
             write = Writer(graph.fx, node, value(node))
-            total = write(aten.add.Tensor, write(aten.linear.default, x, weight), bias)
+            product = write(aten.linear.default, x, weight)
+            total = write(aten.add.Tensor, product, bias)
+            for new in (product, total):  # gradients refer to the linear by its name
+                update(new, name=value(node).name or node.name)
             node.replace_all_uses_with(total)
             graph.fx.erase_node(node)
     return graph

@@ -37,7 +37,12 @@ def loaded(source: str, model: nn.Module, constants: dict[str, Tensor], mesh: An
     """The step module of a program, this rank's pieces of the model's weights in it."""
     module = load_source(source, "program")
     step = module.Step(mesh)
-    fill(module, step, {**dict(model.named_parameters()), **constants, **dict(model.named_buffers())}, mesh)
+    fill(
+        module,
+        step,
+        {**dict(model.named_parameters()), **constants, **dict(model.named_buffers())},
+        mesh,
+    )
     return module, step
 
 
@@ -56,7 +61,9 @@ def piece(whole: Tensor, cuts: Any, mesh: Any) -> Tensor:
     return whole
 
 
-def worst_gradient(module: ModuleType, step: nn.Module, model: nn.Module, mesh: Any = None) -> float:
+def worst_gradient(
+    module: ModuleType, step: nn.Module, model: nn.Module, mesh: Any = None
+) -> float:
     """The largest error of any gradient, over the largest gradient of the model."""
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     scale = max(float(grad.abs().max()) for grad in expected.values())
@@ -88,9 +95,14 @@ def check_single(
 
 
 def check_ranks(
-    model: nn.Module, inputs: tuple[Tensor, ...], loss: Loss | None, mesh: str, preset: str, tolerance: float
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    loss: Loss | None,
+    mesh: str,
+    preset: str,
+    tolerance: float,
 ) -> str:
-    """Compare loss and every piece of every gradient on all ranks with eager; the program's text."""
+    """Compare loss and all pieces of all gradients on all ranks with eager; the text."""
     graph = planned(traced(model, inputs, loss), mesh, preset)
     source = emit(graph, header=f"{preset} on {mesh}")
     expected = model(*inputs) if loss is None else loss(model, *inputs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from partc.graph import Graph, drop_dead, is_tensor, value
+from partc.graph import Graph, drop_dead, value
 from partc.graph_parse import parse_graph
 from partc.interpret import run_graph
 from partc.passes.cancel_transposes import cancel_transposes
@@ -25,7 +24,6 @@ from partc.passes.narrow_expands import narrow_expands
 from partc.passes.open_means import open_means
 from partc.passes.open_strides import open_strides
 from partc.passes.pad_slices import pad_slices
-from partc.passes.raise_precision import raise_precision
 from partc.passes.squeeze_sums import squeeze_sums
 from partc.trace import trace
 from tests.compare import distance
@@ -330,20 +328,3 @@ def test_canonical_graphs_stay_as_they_are() -> None:
     assert len({rewrite.__name__ for rewrite in PASSES}) >= 12
     drop_dead(graph)
     assert str(graph) == text
-
-
-def test_raised_graph_computes_in_float64() -> None:
-    case = MODELS["llama"]()
-    graph = trace(case.model, case.inputs, case.loss)
-    params, inputs = (
-        dict(case.model.named_parameters()),
-        dict(zip(graph.inputs, case.inputs, strict=True)),
-    )
-    narrow = run_graph(graph, params, {}, inputs)
-    raise_precision(graph)
-    floats = [n for n in graph.calls() if is_tensor(n) and value(n).dtype.is_floating_point]
-    dtypes = {value(n).dtype for n in floats}
-    raised: dict[str, Any] = run_graph(graph, params, {}, inputs)
-    assert dtypes == {torch.float64}
-    assert 0 < distance(raised["loss"].float(), narrow["loss"], 0.0) + 1e-12 < 1e-5
-    assert raised["loss"].dtype == torch.float64

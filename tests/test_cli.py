@@ -135,6 +135,15 @@ def test_an_interrupt_is_one_line_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_cannot_be_written_is_an_error_not_a_traceback(
+    tmp_path: Path, compiles: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "build")
+    assert main(["compile", MODEL, "--mesh", "dp=2", "--out", out]) == 2
+    assert "cannot be read or written" in capsys.readouterr().err
+
+
 # models --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "why"),

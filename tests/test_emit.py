@@ -17,7 +17,15 @@ from partc.codegen.load import load_source
 from partc.codegen.safety import check_source
 from partc.errors import CheckError
 
-EXACT = ["gpt2", "llama", "gpt_neox", "bert", "t5", "vit", "resnet"]  # float64, up to casts of their own
+EXACT = [
+    "gpt2",
+    "llama",
+    "gpt_neox",
+    "bert",
+    "t5",
+    "vit",
+    "resnet",
+]  # float64, up to casts of their own
 
 
 class Mlp(nn.Module):
@@ -91,7 +99,7 @@ def test_ranks_equal_eager(name: str, mesh: str, preset: str) -> None:
 def test_gradients_add_up_as_autograd_does() -> None:
     model, inputs = toy()
     graph = traced(model, inputs)
-    module, step = loaded(emit(graph, header=""), model, graph.constants)
+    _, step = loaded(emit(graph, header=""), model, graph.constants)
     step.step(*inputs)
     once = {name: p.grad.clone() for name, p in step.named_parameters()}
     step.step(*inputs)
@@ -101,14 +109,16 @@ def test_gradients_add_up_as_autograd_does() -> None:
 
 def test_frozen_parameters_get_no_gradient() -> None:
     model, inputs = toy()
-    model.embed.weight.requires_grad_(False)
+    model.get_parameter("embed.weight").requires_grad_(False)
     source = check_single(model, inputs, None, 1e-12)
     assert "requires_grad=False" in source
 
 
 def test_buffers_are_updated_in_place() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)).double()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)
+    ).double()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
@@ -143,20 +153,16 @@ def test_buffers_of_equal_blocks_are_updated() -> None:
 
 
 def test_inference_gives_named_results() -> None:
-    model, (ids, _) = toy()
+    _, (ids, _) = toy()
 
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.toy = model
+    class Logits(Toy):
+        def forward(self, ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"logits": self.head(self.blocks[0](self.embed(ids)))}
 
-        def forward(self, ids: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.toy.head(self.toy.blocks[0](self.toy.embed(ids)))}
-
-    whole = Logits()
+    whole = Logits().double()
     with torch.no_grad():
         graph = traced(whole, (ids,))
-        module, step = loaded(emit(graph, header=""), whole, graph.constants)
+        _, step = loaded(emit(graph, header=""), whole, graph.constants)
         torch.testing.assert_close(step(ids)["logits"], whole(ids)["logits"])
 
 
@@ -194,12 +200,14 @@ def test_pieces_draw_their_own_masks_and_copies_the_same() -> None:
     assert "self.rng_dp" in source
 
 
-# length, determinism, safety ------------------------------------------------------------------------
+# length, determinism, safety ----------------------------------------------------------------------
 def test_length_does_not_grow_with_layers() -> None:
     texts = []
     for num in (2, 8, 40):
         model, inputs = toy(num)
-        texts.append(emit(planned(traced(model, inputs), "dp=2", "fsdp"), header="toy").splitlines())
+        texts.append(
+            emit(planned(traced(model, inputs), "dp=2", "fsdp"), header="toy").splitlines()
+        )
     two, eight, forty = texts
     assert len(two) == len(eight) == len(forty)
     differing = [a for a, b in zip(eight, forty, strict=True) if a != b]
@@ -208,11 +216,25 @@ def test_length_does_not_grow_with_layers() -> None:
 
 def test_equal_compiles_give_equal_text() -> None:
     model, inputs = toy()
-    texts = {emit(planned(traced(model, inputs), "dp=2,tp=2", "fsdp+megatron"), header="toy") for _ in range(2)}
+    texts = {
+        emit(planned(traced(model, inputs), "dp=2,tp=2", "fsdp+megatron"), header="toy")
+        for _ in range(2)
+    }
     assert len(texts) == 1
 
 
-HOSTILE = ['x"); import os #', "a\nimport os", "class", "{i}", "'''", 'b"""', "F", "self", "weight", "training"]
+HOSTILE = [
+    'x"); import os #',
+    "a\nimport os",
+    "class",
+    "{i}",
+    "'''",
+    'b"""',
+    "F",
+    "self",
+    "weight",
+    "training",
+]
 
 
 def test_hostile_names_stay_names() -> None:
@@ -261,7 +283,9 @@ def test_tracebacks_show_generated_lines() -> None:
     _, step = loaded(emit(graph, header=""), model, graph.constants)
     with pytest.raises(IndexError) as error:
         step.step(inputs[0] + 99, inputs[1])
-    assert "F.embedding(ids, self.embed_weight)" in "".join(traceback.format_tb(error.value.__traceback__))
+    assert "F.embedding(ids, self.embed_weight)" in "".join(
+        traceback.format_tb(error.value.__traceback__)
+    )
 
 
 # goldens ------------------------------------------------------------------------------------------

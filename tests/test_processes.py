@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -59,3 +61,28 @@ def test_a_hanging_rank_is_named_and_ended() -> None:
             world.run(hang_on, 1)
         assert time.monotonic() - began < 12
         assert world.run(sum_of_ranks, 0) == [1.0] * 2
+
+
+def killed(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_named_and_replaced(world: Processes) -> None:
+    with pytest.raises(RunError, match=r"rank 1: its process ended .exit code -9") as caught:
+        world.run(killed, 1)
+    assert "on rank 1" in caught.value.__notes__[0]
+    assert world.run(sum_of_ranks, 0) == [3.0] * 3
+
+
+def speaks() -> None:
+    print(f"here is {dist.get_rank()}")
+
+
+def test_output_is_tagged_by_rank(world: Processes, capfd: pytest.CaptureFixture[str]) -> None:
+    world.run(speaks)
+    world.close()
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        f"[rank {rank}] here is {rank}" for rank in range(3)
+    ]

@@ -13,16 +13,18 @@ from partc.codegen.text import ATOM, COMPARE, NONE, Text
 STARTS = collectives.COLLECTIVES
 
 
-def start(node: fx.Node, x: Text, name: str, helpers: Helpers) -> str:
-    """The statement that starts a collective on ``x``; the result is ``name``, the handle ``name_done``.
+def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -> str:
+    """The statement that starts a collective on ``x`` and binds the result ``name`` and its handle.
 
-    An all_reduce works in place: there ``x`` is ``name``.
+    The handle is ``name_done`` if ``done`` gives no other. An all_reduce works in place:
+    there ``x`` is ``name``.
     """
+    done = done or f"{name}_done"
     k: dict[str, Any] = dict(node.kwargs)
     group = f"self.{k['axis']}"
     if node.target is collectives.all_reduce:
         op = ", op=dist.ReduceOp.MAX" if k.get("op", "sum") == "max" else ""
-        return f"{name}_done = dist.all_reduce({name}{op}, group={group}, async_op=True)"
+        return f"{done} = dist.all_reduce({name}{op}, group={group}, async_op=True)"
     operands = [str(x), str(k["num"]), group]
     if node.target is collectives.all_gather:
         call = helpers.use("gather")
@@ -32,11 +34,11 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers) -> str:
     else:
         call = helpers.use("exchange")
         operands += _cut(k["to_dim"], k.get("to_outer", 1), always=True)
-    return f"{name}, {name}_done = {call}({', '.join(operands)})"
+    return f"{name}, {done} = {call}({', '.join(operands)})"
 
 
 def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:
-    """The statement that makes the whole of what has arrived on dim 0, or nothing where it is the whole."""
+    """The statement that makes the whole of pieces on dim 0; none where they lie as they should."""
     k: dict[str, Any] = dict(node.kwargs)
     if node.target not in (collectives.all_gather, collectives.all_to_all):
         return ""

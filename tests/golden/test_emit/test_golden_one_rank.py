@@ -28,7 +28,6 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 
-
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Add to a parameter's gradient, as autograd does."""
     param.grad = grad if param.grad is None else param.grad.add_(grad)
@@ -55,7 +54,7 @@ class Block(nn.Module):
         self.w2_weight = nn.Parameter(torch.empty(6, 10, dtype=torch.float64))  # f64[6,10]
         self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05,
@@ -66,7 +65,7 @@ class Block(nn.Module):
         # w2
         w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[4,8,6]
         y = x + w2                                         # f64[4,8,6]
-        return y, y, (gelu, w1, norm, x, mean, rstd)
+        return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         gelu, w1, norm, x, mean, rstd = saved
@@ -85,8 +84,8 @@ class Block(nn.Module):
         )                                                # f64[4,8,6], f64[6], f64[6]
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
-        d_x_1 = d_y + d_x                                # f64[4,8,6]
-        return d_x_1
+        d_x += d_y                                       # f64[4,8,6]
+        return d_x
 
 
 class ToyStep(nn.Module):
@@ -103,12 +102,10 @@ class ToyStep(nn.Module):
         # embed
         x = F.embedding(ids, self.embed_weight)                   # f64[4,8,6]
         # blocks
-        blocks_0_all = []
         blocks_saved = []
         for layer in self.blocks:
-            x, blocks_0_all_here, saved = layer(x)                # f64[4,8,6]
+            x, saved = layer(x)                                   # f64[4,8,6]
             blocks_saved.append(saved)
-            blocks_0_all.append(blocks_0_all_here)
         del saved
         # head
         head = F.linear(x, self.head_weight)                      # f64[4,8,14]

@@ -29,7 +29,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
 
 
@@ -76,8 +75,8 @@ def scatter_sum(
 
 
 def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
-    """The `num` pieces of `dim`, seen as (outer, rest) and cut in rest, one after the other on dim 0."""
-    pieces = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
+    """The `num` pieces of `dim`, cut in the rest of (outer, rest), in a row on dim 0."""
+    pieces: Tensor = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
     return pieces.flatten(dim + 1, dim + 2).flatten(0, 1).contiguous()
 
 
@@ -112,7 +111,7 @@ class Block(nn.Module):
         ]
 
     def regather(self) -> None:
-        """Start to gather the block's weights."""
+        """Start to gather the block's weights for its backward."""
         self.whole = [
             gather(self.norm_weight, 2, self.dp),  # f64[6]
             gather(self.norm_bias, 2, self.dp),    # f64[6]
@@ -120,27 +119,29 @@ class Block(nn.Module):
             gather(self.w2_weight, 2, self.dp),    # f64[6,10]
         ]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        (norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias,) = take(self.whole)
-        norm, mean, rstd = torch.native_layer_norm(x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
+        norm, mean, rstd = torch.native_layer_norm(
+            x, (6,), norm_weight, norm_bias, 1e-05,
+        )                                        # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
         w1 = F.linear(norm, w1_weight, w1_bias)  # f64[4@dp,8,10]
         gelu = F.gelu(w1)                        # f64[4@dp,8,10]
         w2 = F.linear(gelu, w2_weight, w2_bias)  # f64[4@dp,8,6]
         y = x + w2                               # f64[4@dp,8,6]
-        return y, y, (gelu, w1, norm, x, mean, rstd)
+        return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         gelu, w1, norm, x, mean, rstd = saved
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
-        d_matmul = d_y @ w2_weight                                    # f64[4@dp,8,10]
+        d_gelu = d_y @ w2_weight                                      # f64[4@dp,8,10]
         d_w2_weight = weight_grad(d_y, gelu)                          # f64[6,10]{U:dp}
         d_w2_weight, done = scatter_sum(d_w2_weight, 2, self.dp)      # f64[6@dp,10]
         reduced.append((self.w2_weight, d_w2_weight, done))
         d_w2_bias = d_y.sum((0, 1))                                   # f64[6]{U:dp}
         d_w2_bias, done = scatter_sum(d_w2_bias, 2, self.dp)          # f64[6@dp]
         reduced.append((self.w2_bias, d_w2_bias, done))
-        d_w1 = torch.ops.aten.gelu_backward(d_matmul, w1)             # f64[4@dp,8,10]
-        d_matmul_1 = d_w1 @ w1_weight                                 # f64[4@dp,8,6]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
+        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
         d_w1_weight = weight_grad(d_w1, norm)                         # f64[10,6]{U:dp}
         d_w1_weight, done = scatter_sum(d_w1_weight, 2, self.dp)      # f64[10@dp,6]
         reduced.append((self.w1_weight, d_w1_weight, done))
@@ -148,14 +149,14 @@ class Block(nn.Module):
         d_w1_bias, done = scatter_sum(d_w1_bias, 2, self.dp)          # f64[10@dp]
         reduced.append((self.w1_bias, d_w1_bias, done))
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_matmul_1, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
+            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
         )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
         d_norm_weight, done = scatter_sum(d_norm_weight, 2, self.dp)  # f64[6@dp]
         reduced.append((self.norm_weight, d_norm_weight, done))
         d_norm_bias, done = scatter_sum(d_norm_bias, 2, self.dp)      # f64[6@dp]
         reduced.append((self.norm_bias, d_norm_bias, done))
-        d_x_1 = d_y + d_x                                             # f64[4@dp,8,6]
-        return d_x_1
+        d_x += d_y                                                    # f64[4@dp,8,6]
+        return d_x
 
 
 class ToyStep(nn.Module):
@@ -173,24 +174,22 @@ class ToyStep(nn.Module):
         reduced = []
         # embed
         embed_weight, embed_weight_done = gather(self.embed_weight, 2, self.dp)  # f64[14,6]
-        self.blocks[0].gather()                                         # the first block's weights
+        self.blocks[0].gather()                                         # what the next loop begins with
         ids_1 = ids.chunk(2)[self.dp_rank]                              # i64[4@dp,8]
         embed_weight_done.wait()                                        # hidden behind ids_1
         x = F.embedding(ids_1, embed_weight)                            # f64[4@dp,8,6]
         del embed_weight
         # blocks
-        blocks_0_all = []
         blocks_saved = []
         for layer, following in with_next([*self.blocks]):
             if following is not None:
                 following.gather()                                      # hidden behind this block's forward
             else:
                 head_weight, head_weight_done = gather(self.head_weight, 2, self.dp)  # f64[14,6]
-            x, blocks_0_all_here, saved = layer(x)                      # f64[4@dp,8,6]
+            x, saved = layer(x)                                         # f64[4@dp,8,6]
             blocks_saved.append(saved)
-            blocks_0_all.append(blocks_0_all_here)
         del saved
-        self.blocks[-1].regather()                                      # the first block's weights
+        self.blocks[-1].regather()                                      # what the next loop begins with
         reshape = labels.chunk(2)[self.dp_rank].reshape(16)             # i64[32@dp]
         # head
         head_weight_done.wait()                                         # hidden behind reshape

@@ -29,7 +29,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
 
 
@@ -84,54 +83,53 @@ class Block(nn.Module):
         self.w2_weight = nn.Parameter(torch.empty(6, 5, dtype=torch.float64))  # f64[6,10@tp]
         self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
-        native_layer_norm, mean, rstd = torch.native_layer_norm(
+        norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05,
-        )                                                               # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        )                                                  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
         # w1
-        w1 = F.linear(native_layer_norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
-        gelu = F.gelu(w1)                                               # f64[4@dp,8,10@tp]
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
+        gelu = F.gelu(w1)                                  # f64[4@dp,8,10@tp]
         # w2
-        linear = F.linear(gelu, self.w2_weight)                         # f64[4@dp,8,6]{U:tp}
+        linear = F.linear(gelu, self.w2_weight)            # f64[4@dp,8,6]{U:tp}
         linear_done = dist.all_reduce(linear, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        linear_done.wait()                                              # exposed: its result is needed next
-        w2 = linear + self.w2_bias                                      # f64[4@dp,8,6]
-        y = x + w2                                                      # f64[4@dp,8,6]
-        return y, y, (gelu, w1, native_layer_norm, x, mean, rstd)
+        linear_done.wait()                                 # exposed: its result is needed next
+        w2 = linear + self.w2_bias                         # f64[4@dp,8,6]
+        y = x + w2                                         # f64[4@dp,8,6]
+        return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
-        gelu, w1, native_layer_norm, x, mean, rstd = saved
+        gelu, w1, norm, x, mean, rstd = saved
         # w2
-        d_matmul = d_y @ self.w2_weight                                  # f64[4@dp,8,10@tp]
+        d_gelu = d_y @ self.w2_weight                                    # f64[4@dp,8,10@tp]
         d_w2_weight = weight_grad(d_y, gelu)                             # f64[6,10@tp]{U:dp}
         done = dist.all_reduce(d_w2_weight, group=self.dp, async_op=True)  # f64[6,10@tp]
         reduced.append((self.w2_weight, d_w2_weight, done))
         d_w2_bias = d_y.sum((0, 1))                                      # f64[6]{U:dp}
         done = dist.all_reduce(d_w2_bias, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.w2_bias, d_w2_bias, done))
-        d_w1 = torch.ops.aten.gelu_backward(d_matmul, w1)                # f64[4@dp,8,10@tp]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)                  # f64[4@dp,8,10@tp]
         # w1
-        d_matmul_1 = d_w1 @ self.w1_weight                               # f64[4@dp,8,6]{U:tp}
-        d_matmul_1_done = dist.all_reduce(d_matmul_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        d_w1_weight = weight_grad(d_w1, native_layer_norm)               # f64[10@tp,6]{U:dp}
+        d_norm = d_w1 @ self.w1_weight                                   # f64[4@dp,8,6]{U:tp}
+        d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
+        d_w1_weight = weight_grad(d_w1, norm)                            # f64[10@tp,6]{U:dp}
         done = dist.all_reduce(d_w1_weight, group=self.dp, async_op=True)  # f64[10@tp,6]
         reduced.append((self.w1_weight, d_w1_weight, done))
         d_w1_bias = d_w1.sum((0, 1))                                     # f64[10@tp]{U:dp}
         done = dist.all_reduce(d_w1_bias, group=self.dp, async_op=True)  # f64[10@tp]
         reduced.append((self.w1_bias, d_w1_bias, done))
         # norm
-        d_matmul_1_done.wait()                                           # hidden behind d_w1_weight, d_w1_bias
+        d_norm_done.wait()                                               # hidden behind d_w1_weight, d_w1_bias
         d_masked_embedding, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_matmul_1, x, (6,), mean, rstd, self.norm_weight, self.norm_bias,
-            (True, True, True),
+            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
         )                                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
         done = dist.all_reduce(d_norm_weight, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_weight, d_norm_weight, done))
         done = dist.all_reduce(d_norm_bias, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_bias, d_norm_bias, done))
-        d_x = d_y + d_masked_embedding                                   # f64[4@dp,8,6]
-        return d_x
+        d_masked_embedding += d_y                                        # f64[4@dp,8,6]
+        return d_masked_embedding
 
 
 class ToyStep(nn.Module):
@@ -148,85 +146,80 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         reduced = []
-        ids_1 = ids.chunk(2)[self.dp_rank]                             # i64[4@dp,8]
+        ids_1 = ids.chunk(2)[self.dp_rank]                           # i64[4@dp,8]
         # embed
-        window_1 = window(ids_1, self.tp_rank, 7)                      # i64[4@dp,8]
+        window_1 = window(ids_1, self.tp_rank, 7)                    # i64[4@dp,8]
         masked_embedding_1 = masked_embedding(self.embed_weight, window_1)  # f64[4@dp,8,6]{U:tp}
         masked_embedding_1_done = dist.all_reduce(
             masked_embedding_1, group=self.tp, async_op=True,
-        )                                                              # f64[4@dp,8,6]
+        )                                                            # f64[4@dp,8,6]
+        masked_embedding_1_done.wait()                               # exposed: its result is needed next
         del window_1
-        # blocks.0
-        masked_embedding_1_done.wait()                                 # exposed: its result is needed next
         # blocks
-        blocks_0_all = []
         blocks_saved = []
         for layer in self.blocks:
-            masked_embedding_1, blocks_0_all_here, saved = layer(masked_embedding_1)  # f64[4@dp,8,6]
+            masked_embedding_1, saved = layer(masked_embedding_1)    # f64[4@dp,8,6]
             blocks_saved.append(saved)
-            blocks_0_all.append(blocks_0_all_here)
         del saved
         # head
-        head = F.linear(masked_embedding_1, self.head_weight)          # f64[4@dp,8,14@tp]
-        reshape = head.reshape(16, 7)                                  # f64[32@dp,14@tp]
-        reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)          # i64[32@dp]
-        amax = torch.amax(reshape, 1, keepdim=True)                    # f64[32@dp,1]{M:tp}
+        head = F.linear(masked_embedding_1, self.head_weight)        # f64[4@dp,8,14@tp]
+        reshape = head.reshape(16, 7)                                # f64[32@dp,14@tp]
+        reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)        # i64[32@dp]
+        amax = torch.amax(reshape, 1, keepdim=True)                  # f64[32@dp,1]{M:tp}
         amax_done = dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp, async_op=True)  # f64[32@dp,1]
-        window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)    # i64[32@dp]
-        amax_done.wait()                                               # hidden behind window_2
-        sub = reshape - amax                                           # f64[32@dp,14@tp]
-        sum = torch.exp(sub).sum(1, keepdim=True)                      # f64[32@dp,1]{U:tp}
-        sum_done = dist.all_reduce(sum, group=self.tp, async_op=True)  # f64[32@dp,1]
-        sum_done.wait()                                                # exposed: its result is needed next
-        sub_1 = sub - torch.log(sum)                                   # f64[32@dp,14@tp]
+        window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
+        amax_done.wait()                                             # hidden behind window_2
+        sub = reshape - amax                                         # f64[32@dp,14@tp]
+        total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
+        total_done = dist.all_reduce(total, group=self.tp, async_op=True)  # f64[32@dp,1]
+        total_done.wait()                                            # exposed: its result is needed next
+        sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             sub_1, window_2, None, 2, -100,
-        )                                                              # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
+        )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
         count_done = dist.all_reduce(count, group=self.dp, async_op=True)  # f64[]{U:tp}
-        count_done.wait()                                              # exposed: its result is needed next
+        count_done.wait()                                            # exposed: its result is needed next
         count_done = dist.all_reduce(count, group=self.tp, async_op=True)  # f64[]
-        count_done.wait()                                              # exposed: its result is needed next
-        loss = nll_loss_forward / count                                # f64[]{U:dp}{U:tp}
+        count_done.wait()                                            # exposed: its result is needed next
+        loss = nll_loss_forward / count                              # f64[]{U:dp}{U:tp}
         loss_1 = loss.clone()
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]{U:tp}
-        ones_like = torch.ones_like(loss)                              # f64[]
-        d_div = ones_like / count                                      # f64[]
-        d_window = window(reshape_1, self.tp_rank, 7, outside=-100)    # i64[32@dp]
-        d_sub = torch.ops.aten.nll_loss_backward(d_div, sub_1, d_window, None, 2, -100, count)  # f64[32@dp,14@tp]
-        d_sum = d_sub.sum(1, keepdim=True)                             # f64[32@dp,1]{U:tp}
-        d_sum_done = dist.all_reduce(d_sum, group=self.tp, async_op=True)  # f64[32@dp,1]
-        d_exp = torch.exp(sub_1)                                       # f64[32@dp,14@tp]
-        d_sum_done.wait()                                              # exposed: its result is needed next
-        d_sub_1 = d_sub - d_exp * d_sum                                # f64[32@dp,14@tp]
-        d_head = d_sub_1.reshape(2, 8, 7)                              # f64[4@dp,8,14@tp]
+        ones_like = torch.ones_like(loss)                            # f64[]
+        d_div = ones_like / count                                    # f64[]
+        d_sub = torch.ops.aten.nll_loss_backward(d_div, sub_1, window_2, None, 2, -100, count)  # f64[32@dp,14@tp]
+        d_total = d_sub.sum(1, keepdim=True)                         # f64[32@dp,1]{U:tp}
+        d_total_done = dist.all_reduce(d_total, group=self.tp, async_op=True)  # f64[32@dp,1]
+        d_exp = torch.exp(sub_1)                                     # f64[32@dp,14@tp]
+        d_total_done.wait()                                          # exposed: its result is needed next
+        d_sub_1 = d_sub - d_exp * d_total                            # f64[32@dp,14@tp]
+        d_head = d_sub_1.reshape(2, 8, 7)                            # f64[4@dp,8,14@tp]
         del (
-            head, amax, reshape, sub, sum, window_2, nll_loss_forward, loss, ones_like,
-            reshape_1, count, d_div, d_window, sub_1, d_exp, d_sub, d_sum, d_sub_1,
+            head, reshape_1, amax, reshape, sub, total, nll_loss_forward, loss, ones_like,
+            count, d_div, window_2, sub_1, d_exp, d_sub, d_total, d_sub_1,
         )
-        d_head_weight = weight_grad(d_head, masked_embedding_1)        # f64[14@tp,6]{U:dp}
+        d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
         done = dist.all_reduce(d_head_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.head_weight, d_head_weight, done))
-        d_blocks_1 = d_head @ self.head_weight                         # f64[4@dp,8,6]{U:tp}
+        d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
         d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
+        d_blocks_1_done.wait()                                       # exposed: its result is needed next
         del masked_embedding_1, d_head_weight, d_head
-        # blocks.1
-        d_blocks_1_done.wait()                                         # exposed: its result is needed next
         # blocks
         for layer in reversed(self.blocks):
             before, reduced = reduced, []
             d_blocks_1 = layer.backward(d_blocks_1, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
-            finish(before)                                             # reduced behind this block's backward
+            finish(before)                                           # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_blocks_1, ids_1, 14, -1, scale_grad_by_freq=False,
-        )                                                              # f64[14,6]{U:dp}
+        )                                                            # f64[14,6]{U:dp}
         d_embed_weight_done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14,6]
-        d_embed_weight_done.wait()                                     # exposed: its result is needed next
+        d_embed_weight_done.wait()                                   # exposed: its result is needed next
         add_grad(self.embed_weight, d_embed_weight.chunk(2)[self.tp_rank].clone())  # f64[14@tp,6]
         del d_blocks_1, ids_1, d_embed_weight
-        loss_1_done.wait()                                             # hidden behind ones_like, d_window, d_sub ...
+        loss_1_done.wait()                                           # hidden behind ones_like, d_sub, d_total ...
         loss_1_done = dist.all_reduce(loss_1, group=self.tp, async_op=True)  # f64[]
-        loss_1_done.wait()                                             # exposed: its result is needed next
+        loss_1_done.wait()                                           # exposed: its result is needed next
         finish(reduced)
         return loss_1
 
