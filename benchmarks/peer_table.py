@@ -7,10 +7,11 @@ from statistics import median, quantiles
 
 from benchmarks.workload import Reference
 
-_HEAD = (
-    "| side | step ms | fwd+bwd ms | CPU ms | peak MB | sent MB | collectives | worst error "
-    "| partc / this: step | fwd+bwd | CPU | peak | sent |"
+_SIDES = (
+    "| side | step ms | fwd+bwd ms | CPU ms | peak MB | sent MB | collectives "
+    "| loss error | gradient norm error |"
 )
+_RATIOS = "| size | layout | peer | step | fwd+bwd | CPU | peak memory | sent |"
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,41 @@ class Measured:
     cpu_s: list[float]
     sent_bytes: list[int]
 
-    def error(self, expected: Reference) -> float:
-        """The worst relative difference of a loss or the gradient norm from one process."""
-        pairs = zip(
-            (*self.losses, self.grad_norm), (*expected.losses, expected.grad_norm), strict=True
-        )
+    def loss_error(self, expected: Reference) -> float:
+        """The worst relative difference of a step's loss from one process."""
+        pairs = zip(self.losses, expected.losses, strict=True)
         return max(abs(got - want) / abs(want) for got, want in pairs)
 
-
-def table(sides: list[Measured], expected: Reference) -> str:
-    """Medians over the rounds; ratios are medians of the ratios within a round, with quartiles."""
-    ours = next((side for side in sides if side.name == "partc"), None)
-    rows = [_HEAD, "|---" + "|---:" * 12 + "|"]
-    return "\n".join(rows + [_row(side, ours, expected) for side in sides])
+    def norm_error(self, expected: Reference) -> float:
+        """The relative difference of the gradient's norm from one process."""
+        return abs(self.grad_norm - expected.grad_norm) / expected.grad_norm
 
 
-def _row(side: Measured, ours: Measured | None, expected: Reference) -> str:
-    cells = [
+def side_table(sides: list[Measured], expected: Reference) -> str:
+    """Every side of one layout: medians over the rounds."""
+    return _table(_SIDES, [_side_row(side, expected) for side in sides])
+
+
+def ratio_table(measured: list[tuple[str, str, list[Measured]]]) -> str:
+    """partc over each peer, by size and layout; "" where partc was left out."""
+    rows = [
+        [size, layout, peer.name, *_ratios(ours, peer)]
+        for size, layout, sides in measured
+        for ours in sides
+        if ours.name == "partc"
+        for peer in sides
+        if peer is not ours
+    ]
+    return _table(_RATIOS, rows) if rows else ""
+
+
+def _table(head: str, rows: list[list[str]]) -> str:
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _side_row(side: Measured, expected: Reference) -> list[str]:
+    return [
         side.name,
         f"{median(side.step_s) * 1e3:.0f}",
         f"{median(side.forward_backward_s) * 1e3:.0f}",
@@ -51,19 +70,21 @@ def _row(side: Measured, ours: Measured | None, expected: Reference) -> str:
         f"{side.peak_bytes / 1e6:.1f}" if side.peak_bytes else "not counted",
         f"{median(side.sent_bytes) / 1e6:.1f}" if side.sent_bytes else "not counted",
         str(sum(side.collectives.values())),
-        f"{side.error(expected):.1e}",
+        f"{side.loss_error(expected):.1e}",
+        f"{side.norm_error(expected):.1e}",
     ]
-    ratios = [""] * 5 if ours is None or ours is side else _ratios(ours, side)
-    return "| " + " | ".join([*cells, *ratios]) + " |"
 
 
 def _ratios(ours: Measured, peer: Measured) -> list[str]:
+    peak = ours.peak_bytes / peer.peak_bytes if ours.peak_bytes and peer.peak_bytes else None
+    counted = ours.sent_bytes and peer.sent_bytes
+    sent = median(ours.sent_bytes) / median(peer.sent_bytes) if counted else None
     return [
         _ratio(ours.step_s, peer.step_s),
         _ratio(ours.forward_backward_s, peer.forward_backward_s),
         _ratio(ours.cpu_s, peer.cpu_s),
-        f"{ours.peak_bytes / peer.peak_bytes:.2f}" if ours.peak_bytes and peer.peak_bytes else "",
-        f"{median(ours.sent_bytes) / median(peer.sent_bytes):.2f}" if peer.sent_bytes else "",
+        f"{peak:.2f}" if peak else "not counted",
+        f"{sent:.2f}" if sent else "not counted",
     ]
 
 

@@ -11,13 +11,21 @@ import heapq
 from collections.abc import Iterator
 from itertools import groupby
 
+import torch
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, value
+from partc.graph import Graph, first_operand, value
 from partc.passes.insert_collectives import block_of
 
 _START, _WORK, _WAIT = range(3)
+# what only moves or reshapes a finished gradient on its way out of the step
+_CARRY = (
+    *collectives.COLLECTIVES,
+    *collectives.LOCAL,
+    collectives.wait,
+    torch.ops.aten.reshape.default,
+)
 
 
 def fill_waits(graph: Graph) -> Graph:
@@ -40,11 +48,14 @@ def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
 
 
 def _fillers(graph: Graph) -> set[fx.Node]:
-    """Calls that only the step's results depend on: gradients of weights and their reductions."""
+    """Gradients of weights and what finishes them: only the step's results depend on them."""
+    carriers: set[fx.Node] = set()
     fillers: set[fx.Node] = set()
     for node in reversed(list(graph.calls())):
-        if value(node).phase == "B" and all(u.op == "output" or u in fillers for u in node.users):
+        if value(node).phase == "B" and all(u.op == "output" or u in carriers for u in node.users):
             fillers.add(node)
+            if node.target in _CARRY:
+                carriers.add(node)
     return fillers
 
 
@@ -80,4 +91,9 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]
 def _kind(node: fx.Node) -> int:
     if node.target in collectives.COLLECTIVES:
         return _START
-    return _WAIT if node.target is collectives.wait else _WORK
+    return _WAIT if node.target is collectives.wait and not _gathers_weight(node) else _WORK
+
+
+def _gathers_weight(wait: fx.Node) -> bool:
+    """Whether what is waited for was gathered a block ahead, and should be there by now."""
+    return value(first_operand(first_operand(wait))).kind == "param"

@@ -1,4 +1,6 @@
-"""Dropout on several ranks: pieces get masks of their own, copies equal ones, and the share is right."""
+"""Dropout on several ranks: pieces get masks of their own, copies equal ones, and the share is
+right.
+"""
 
 from __future__ import annotations
 
