@@ -12,6 +12,7 @@ from torch import fx
 
 from partc import collectives
 from partc.codegen import helpers
+from partc.codegen.safety import FORBIDDEN
 from partc.graph import Graph, held, is_tensor, value
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
@@ -30,6 +31,7 @@ RESERVED = {
     "before",
     "done",
     *dir(builtins),
+    *FORBIDDEN,
     *helpers.names(),
 }
 MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}

@@ -237,19 +237,25 @@ HOSTILE = [
 ]
 
 
+WORDS = ["torch", "input", "load", "system", "dist", "rank"]  # that mean something in a program
+
+
 def test_hostile_names_stay_names() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             for name in HOSTILE:
                 self.register_module(f"m {name}", nn.Linear(4, 4, bias=False))
-            self.register_parameter("torch", nn.Parameter(torch.ones(4)))
+            for name in WORDS:
+                self.register_parameter(name, nn.Parameter(torch.ones(4)))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
+            x = input
             for module in self.children():
                 x = module(x)
-            out: Tensor = (x * getattr(self, "torch")).sum()  # noqa: B009
-            return out
+            for name in WORDS:
+                x = x * getattr(self, name)
+            return x.sum()
 
     Named.__name__ = Named.__qualname__ = 'N"""\nimport os'
     torch.manual_seed(0)
