@@ -31,6 +31,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
+    plan = _by_first_name(plan, graph)
     named = {
         axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
     }
@@ -215,6 +216,16 @@ def _check_names(plan: Plan, graph: Graph) -> None:
                     why=f"it has {', '.join(_near(pattern, names))}",
                     do="Correct the name, or drop the entry.",
                 )
+
+
+def _by_first_name(plan: Plan, graph: Graph) -> Plan:
+    """The same plan with tied parameters under the name that stands in the graph."""
+    params = dict(plan.params)
+    for second, first in graph.aliases.items():
+        named = next((cuts for pattern, cuts in params.items() if fits(pattern, second)), None)
+        if named is not None and not any(fits(pattern, first) for pattern in params):
+            params[first] = named
+    return plan.changed(params=params)
 
 
 def _near(name: str, names: list[str]) -> list[str]:
