@@ -64,7 +64,7 @@ class Body:
         }
         self.accumulated = accumulations(self.order, self.kept | set(self.stored))
         fixed = self.kept | set(self.stored) | set(self.accumulated.values())
-        self.inlined = inlined(self.order, fixed, named)
+        self.inlined = inlined(self.order, fixed, named, self.accumulated)
         self.in_place = overwritable(self.graph, self.order)
         self.place = {node: i for i, node in enumerate(self.order)}
         paths = {inside(value(n).module, self.prefix) for n in self.order}
@@ -323,12 +323,15 @@ def free_early(
     for name, i in sorted(last.items()):
         if sizes.get(name, 0) > biggest // SMALL and name.isidentifier():
             dying.setdefault(i, []).append(name)
+    codes = (line.code for statement in statements for line in statement.lines)
+    waited = {code.removesuffix(".wait()") for code in codes if code.endswith("_done.wait()")}
     dead: list[str] = []
     for i, (statement, following) in enumerate(pairwise(statements)):
         dead += dying.get(i, [])
         now = any(sizes[name] > biggest // BIG for name in dead)
         if dead and (now or following.section != statement.section):
-            names = ", ".join(dead)
+            handles = [f"{name}_done" for name in dead if f"{name}_done" in waited]
+            names = ", ".join([*dead, *handles])  # a handle keeps what it moved
             statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
             dead = []
     return statements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import fx
@@ -12,31 +12,42 @@ from partc import collectives
 from partc.codegen.storage import VIEWS
 from partc.graph import is_tensor, tensor_args, value
 
-DEPTH = 3  # of pointwise ops in one expression
+DEPTH = 3  # of views, or of pointwise ops, in one expression
 _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
     "split",
     "split_with_sizes",
     "unbind",
     "chunk",
 }
+_PRODUCTS = {"matmul", "mm", "linear"}
 _REDUCE = {"sum", "mean", "rsqrt"}
 
 
-def inlined(order: Sequence[fx.Node], kept: set[fx.Node], named: set[fx.Node]) -> set[fx.Node]:
+def inlined(
+    order: Sequence[fx.Node], kept: set[fx.Node], named: set[fx.Node], sums: Container[fx.Node] = ()
+) -> set[fx.Node]:
     """The nodes of one function that are written inside their only user.
 
     Views always; a pointwise value inside the very next pointwise statement of the same module,
-    unless the user gave it a name (``named``). ``kept`` are read outside the function.
+    unless the user gave it a name (``named``); a product inside the ``+=`` of ``sums`` that follows
+    it. ``kept`` are read outside the function.
     """
     inside = set(order)
     chosen: set[fx.Node] = set()
     depth: dict[fx.Node, int] = {}
+    views: dict[fx.Node, int] = {}
     following = _next_statements(order)
     for node in order:
         user = _only_user(node)
         if user is None or node in kept or user not in inside or not is_tensor(node):
             continue
-        if _is_free(node) and _may_hold(user):
+        if _is_free(node):
+            views[node] = 1 + views.get(node.all_input_nodes[0], 0)
+            if views[node] <= DEPTH and _may_hold(user):
+                chosen.add(node)
+            else:
+                views[node] = 0
+        elif user in sums and following.get(node) is user and _name(node) in _PRODUCTS:
             chosen.add(node)
         elif (
             node not in named

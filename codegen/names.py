@@ -81,7 +81,7 @@ def wishes(
     if graph.loss is not None:
         named |= dict.fromkeys(moved_from(graph.loss), "loss")
     named |= given
-    _follow_operands(forward, named)
+    _follow_operands([n for n in forward if n not in given], named)
     named |= dict(_gradient_names(graph, named, prefix))
     return {**named, **given}
 

@@ -128,34 +128,37 @@ class Block(nn.Module):
         gelu = F.gelu(w1)                        # f64[4@dp,8,10]
         w2 = F.linear(gelu, w2_weight, w2_bias)  # f64[4@dp,8,6]
         y = x + w2                               # f64[4@dp,8,6]
-        return y, (gelu, w1, norm, x, mean, rstd)
+        return y, (w1, x, mean, rstd, gelu, norm)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
-        gelu, w1, norm, x, mean, rstd = saved
+        w1, x, mean, rstd, gelu, norm = saved
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
         d_gelu = d_y @ w2_weight                                      # f64[4@dp,8,10]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
+        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
+        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
+        )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        d_x += d_y                                                    # f64[4@dp,8,6]
+        # w2
         d_w2_weight = weight_grad(d_y, gelu)                          # f64[6,10]{U:dp}
         d_w2_weight, done = scatter_sum(d_w2_weight, 2, self.dp)      # f64[6@dp,10]
         reduced.append((self.w2_weight, d_w2_weight, done))
         d_w2_bias = d_y.sum((0, 1))                                   # f64[6]{U:dp}
         d_w2_bias, done = scatter_sum(d_w2_bias, 2, self.dp)          # f64[6@dp]
         reduced.append((self.w2_bias, d_w2_bias, done))
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
-        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
+        # w1
         d_w1_weight = weight_grad(d_w1, norm)                         # f64[10,6]{U:dp}
         d_w1_weight, done = scatter_sum(d_w1_weight, 2, self.dp)      # f64[10@dp,6]
         reduced.append((self.w1_weight, d_w1_weight, done))
         d_w1_bias = d_w1.sum((0, 1))                                  # f64[10]{U:dp}
         d_w1_bias, done = scatter_sum(d_w1_bias, 2, self.dp)          # f64[10@dp]
         reduced.append((self.w1_bias, d_w1_bias, done))
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
-        )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        # norm
         d_norm_weight, done = scatter_sum(d_norm_weight, 2, self.dp)  # f64[6@dp]
         reduced.append((self.norm_weight, d_norm_weight, done))
         d_norm_bias, done = scatter_sum(d_norm_bias, 2, self.dp)      # f64[6@dp]
         reduced.append((self.norm_bias, d_norm_bias, done))
-        d_x += d_y                                                    # f64[4@dp,8,6]
         return d_x
 
 
@@ -178,7 +181,7 @@ class ToyStep(nn.Module):
         ids_1 = ids.chunk(2)[self.dp_rank]                              # i64[4@dp,8]
         embed_weight_done.wait()                                        # hidden behind ids_1
         x = F.embedding(ids_1, embed_weight)                            # f64[4@dp,8,6]
-        del embed_weight
+        del embed_weight, embed_weight_done
         # blocks
         blocks_saved = []
         for layer, following in with_next([*self.blocks]):
@@ -190,10 +193,10 @@ class ToyStep(nn.Module):
             blocks_saved.append(saved)
         del saved
         self.blocks[-1].regather()                                      # what the next loop begins with
-        reshape = labels.chunk(2)[self.dp_rank].reshape(16)             # i64[32@dp]
         # head
-        head_weight_done.wait()                                         # hidden behind reshape
+        head_weight_done.wait()                                         # exposed: its result is needed next
         head = F.linear(x, head_weight)                                 # f64[4@dp,8,14]
+        reshape = labels.chunk(2)[self.dp_rank].reshape(16)             # i64[32@dp]
         log_softmax = torch.log_softmax(head.reshape(16, 14), 1)        # f64[32@dp,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
@@ -215,11 +218,12 @@ class ToyStep(nn.Module):
         del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(2, 8, 14)                            # f64[4@dp,8,14]
         del d_reshape
+        d_x = d_head @ head_weight                                      # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, x)                          # f64[14,6]{U:dp}
+        del head_weight, d_head, x, head_weight_done
         d_head_weight, done = scatter_sum(d_head_weight, 2, self.dp)    # f64[14@dp,6]
         reduced.append((self.head_weight, d_head_weight, done))
-        d_x = d_head @ head_weight                                      # f64[4@dp,8,6]
-        del x, d_head_weight, d_head, head_weight
+        del d_head_weight
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []

@@ -97,22 +97,24 @@ class Block(nn.Module):
         linear_done.wait()                                 # exposed: its result is needed next
         w2 = linear + self.w2_bias                         # f64[4@dp,8,6]
         y = x + w2                                         # f64[4@dp,8,6]
-        return y, (gelu, w1, norm, x, mean, rstd)
+        return y, (w1, gelu, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
-        gelu, w1, norm, x, mean, rstd = saved
+        w1, gelu, norm, x, mean, rstd = saved
         # w2
         d_gelu = d_y @ self.w2_weight                                    # f64[4@dp,8,10@tp]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)                  # f64[4@dp,8,10@tp]
+        # w1
+        d_norm = d_w1 @ self.w1_weight                                   # f64[4@dp,8,6]{U:tp}
+        d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
+        # w2
         d_w2_weight = weight_grad(d_y, gelu)                             # f64[6,10@tp]{U:dp}
         done = dist.all_reduce(d_w2_weight, group=self.dp, async_op=True)  # f64[6,10@tp]
         reduced.append((self.w2_weight, d_w2_weight, done))
         d_w2_bias = d_y.sum((0, 1))                                      # f64[6]{U:dp}
         done = dist.all_reduce(d_w2_bias, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.w2_bias, d_w2_bias, done))
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)                  # f64[4@dp,8,10@tp]
         # w1
-        d_norm = d_w1 @ self.w1_weight                                   # f64[4@dp,8,6]{U:tp}
-        d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         d_w1_weight = weight_grad(d_w1, norm)                            # f64[10@tp,6]{U:dp}
         done = dist.all_reduce(d_w1_weight, group=self.dp, async_op=True)  # f64[10@tp,6]
         reduced.append((self.w1_weight, d_w1_weight, done))
@@ -120,16 +122,16 @@ class Block(nn.Module):
         done = dist.all_reduce(d_w1_bias, group=self.dp, async_op=True)  # f64[10@tp]
         reduced.append((self.w1_bias, d_w1_bias, done))
         # norm
-        d_norm_done.wait()                                               # hidden behind d_w1_weight, d_w1_bias
-        d_masked_embedding, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+        d_norm_done.wait()                                               # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
+        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
         )                                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        d_x += d_y                                                       # f64[4@dp,8,6]
         done = dist.all_reduce(d_norm_weight, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_weight, d_norm_weight, done))
         done = dist.all_reduce(d_norm_bias, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_bias, d_norm_bias, done))
-        d_masked_embedding += d_y                                        # f64[4@dp,8,6]
-        return d_masked_embedding
+        return d_x
 
 
 class ToyStep(nn.Module):
@@ -171,12 +173,12 @@ class ToyStep(nn.Module):
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
         amax_done.wait()                                             # hidden behind window_2
         sub = reshape - amax                                         # f64[32@dp,14@tp]
-        del reshape_1, amax, reshape
+        del reshape_1, amax, reshape, amax_done
         total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
         total_done = dist.all_reduce(total, group=self.tp, async_op=True)  # f64[32@dp,1]
         total_done.wait()                                            # exposed: its result is needed next
         sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
-        del sub, total
+        del sub, total, total_done
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             sub_1, window_2, None, 2, -100,
         )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
@@ -196,17 +198,17 @@ class ToyStep(nn.Module):
         del window_2, sub_1
         d_total_done.wait()                                          # exposed: its result is needed next
         d_sub_1 = d_sub - d_exp * d_total                            # f64[32@dp,14@tp]
-        del d_exp, d_sub, d_total
+        del d_exp, d_sub, d_total, d_total_done
         d_head = d_sub_1.reshape(2, 8, 7)                            # f64[4@dp,8,14@tp]
         del d_sub_1
+        d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
+        d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
-        del masked_embedding_1
+        del d_head, masked_embedding_1, masked_embedding_1_done
         done = dist.all_reduce(d_head_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.head_weight, d_head_weight, done))
-        d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
-        del d_head_weight, d_head
-        d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        d_blocks_1_done.wait()                                       # exposed: its result is needed next
+        d_blocks_1_done.wait()                                       # hidden behind d_head_weight
+        del d_head_weight
         # blocks
         for layer in reversed(self.blocks):
             before, reduced = reduced, []
@@ -216,7 +218,7 @@ class ToyStep(nn.Module):
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False,
         )                                                            # f64[14@tp,6]{U:dp}
-        del d_blocks_1, window_1
+        del d_blocks_1, window_1, d_blocks_1_done
         done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.embed_weight, d_embed_weight, done))
         del d_embed_weight
