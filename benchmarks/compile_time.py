@@ -94,6 +94,8 @@ class Case:
         ]
         for stage, seconds in self.stages.items():
             share = 100 * seconds / self.total_s
+            if share < 0.5:
+                continue
             lines.append(
                 f"  {'  ' * (len(stage) - 1) + stage[-1]:<28}{seconds:7.2f} s {share:4.0f} %"
             )

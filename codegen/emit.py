@@ -90,7 +90,7 @@ class _Program:
         ]
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
-            header=[docstring(line, 120) for line in self.header.strip().splitlines()],
+            header=[_header_line(line) for line in self.header.strip().splitlines()],
             distributed=bool(self.graph.mesh.names),
             mesh=literal(dict(self.graph.mesh.axes)),
             tables=self._tables(),
@@ -264,3 +264,9 @@ def _spread(cls: BlockClass, name: str) -> str:
         f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
         f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
     )
+
+
+def _header_line(line: str) -> str:
+    """A line that a docstring can hold, its columns kept."""
+    parts = re.split("( {2,})", line)
+    return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
 from partc import __version__, collectives
@@ -9,7 +10,7 @@ from partc.graph import Graph, first_operand, held
 from partc.plan import Plan, fold_names
 from partc.quoting import comment
 
-_MOST_LINES = 12  # of parameters with a cut of their own
+_KEY, _WIDTH = 10, 100
 
 
 def header(graph: Graph, plan: Plan) -> str:
@@ -32,7 +33,12 @@ def header(graph: Graph, plan: Plan) -> str:
     rows += [("note", comment(note)) for note in plan.notes]
     last = ""
     for key, text in rows:
-        lines.append(f"{'' if key == last else key:<10}{text}".rstrip())
+        first = "" if key == last else key
+        blank = " " * _KEY
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent=f"{first:<{_KEY}}", subsequent_indent=blank,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
         last = key
     return "\n".join(lines)
 
@@ -51,13 +57,7 @@ def _weights(graph: Graph, plan: Plan) -> list[str]:
     for name, cuts in table.items():
         text = ", ".join(_cut(axis, x.dim, x.outer) for axis, x in cuts.items()) or "whole"
         groups.setdefault(text, []).append(name)
-    rows = []
-    for text, names in sorted(groups.items()):
-        shown = (
-            [comment(n) for n in names] if len(names) <= _MOST_LINES else [f"{len(names)} names"]
-        )
-        rows += [f"{text}: {', '.join(shown)}"]
-    return [row if len(row) < 110 else row[:106] + " ..." for row in rows]
+    return [f"{text}: {', '.join(map(comment, names))}" for text, names in sorted(groups.items())]
 
 
 def _cut(axis: str, dim: int, outer: int) -> str:

@@ -106,15 +106,14 @@ def launch() -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={NUM_RANKS}", __file__, "--rank"]
     print(f"torchrun on {NUM_RANKS} processes", flush=True)
-    run = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        return run.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        print(f"the ranks did not finish within {TIMEOUT_S:.0f} s", file=sys.stderr)
-        return 1
-    finally:
-        run.terminate()  # torchrun ends its ranks, which are in process groups of their own
-        run.wait()
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
+        try:
+            return run.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            print(f"the ranks did not finish within {TIMEOUT_S:.0f} s", file=sys.stderr)
+            return 1
+        finally:
+            run.terminate()  # torchrun then ends its ranks, within 30 s
 
 
 def train_here() -> int:

@@ -14,7 +14,7 @@ from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.cut_weights import cut_weights
-from partc.plan import Cuts, Plan, fits
+from partc.plan import Cuts, Plan, fits, fold_names
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -31,6 +31,7 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
+    plan = _by_first_name(plan, graph)
     named = {
         axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
     }
@@ -71,8 +72,14 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
             params[name][axis] = layout
     for axis in shard:
-        for name in params.keys() - pinned:
-            _shard(params[name], graph.params[name], axis, mesh, notes)
+        free = {n: params[n] for n in params if n not in pinned}
+        whole: dict[str, Cuts] = {
+            n: {} for n, cuts in free.items() if not _shard(cuts, graph.params[n], axis, mesh)
+        }
+        notes += [
+            f"{name} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"
+            for name in fold_names(whole)
+        ]
     life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
     gather = {**dict.fromkeys(shard, life), **plan.gather}
     scatter = dict.fromkeys(tensor, 1) if "megatron-sp" in words else {}
@@ -171,20 +178,16 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
     return cuts
 
 
-def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh, notes: list[str]) -> None:
-    """Store a parameter cut along the first dim that the axis divides; whole, with a note, if
-    none.
-    """
+def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh) -> bool:
+    """Store a parameter cut along the first dim that the axis divides; False if there is none."""
     shape = value(node).shape
     for dim in range(len(shape)):
-        layouts = {**cuts, axis: cut(dim)}
+        outer = max((layout.outer for layout in cuts.values() if layout.dim == dim), default=1)
+        layouts = {**cuts, axis: cut(dim, outer)}
         if shape[dim] > 1 and Sharding.of(layouts, mesh).local_shape(shape, mesh) is not None:
-            cuts[axis] = cut(dim)
-            return
-    notes.append(
-        f"{value(node).name} {list(shape)} stays whole:"
-        f" no dim is a multiple of {axis}={mesh.size(axis)}"
-    )
+            cuts[axis] = layouts[axis]
+            return True
+    return False
 
 
 def _check_mesh(plan: Plan, mesh: Mesh) -> None:
@@ -213,6 +216,16 @@ def _check_names(plan: Plan, graph: Graph) -> None:
                     why=f"it has {', '.join(_near(pattern, names))}",
                     do="Correct the name, or drop the entry.",
                 )
+
+
+def _by_first_name(plan: Plan, graph: Graph) -> Plan:
+    """The same plan with tied parameters under the name that stands in the graph."""
+    params = dict(plan.params)
+    for second, first in graph.aliases.items():
+        named = next((cuts for pattern, cuts in params.items() if fits(pattern, second)), None)
+        if named is not None and not any(fits(pattern, first) for pattern in params):
+            params[first] = named
+    return plan.changed(params=params)
 
 
 def _near(name: str, names: list[str]) -> list[str]:

@@ -140,7 +140,7 @@ def _swap(have: Sharding, want: Sharding, mesh: Mesh) -> Step | None:
 def _leaving(have: Sharding, want: Sharding) -> list[str]:
     """Axes to gather, inside out: on each dim all cuts from the first that the two do not share."""
     leaving = []
-    for dim in {layout.dim for _, layout in have.cuts()}:
+    for dim in sorted({layout.dim for _, layout in have.cuts()}):
         old, new = _on_dim(have, dim), _on_dim(want, dim)
         shared = 0
         while shared < min(len(old), len(new)) and old[shared] == new[shared]:

@@ -168,11 +168,19 @@ def test_pins_go_before_the_preset() -> None:
     verify(blocks(), "tp=2", plan)
 
 
+def test_a_tied_weight_may_be_pinned_by_either_name() -> None:
+    model = blocks()
+    model.head.weight = model.embed.weight  # type: ignore[union-attr]
+    for name in ("head.weight", "embed.weight"):
+        full, _ = partitioned("tp=2", Plan(params={name: {"tp": cut(1)}}), model)
+        assert full.stored("embed.weight") == {"tp": cut(1)}
+
+
 def test_what_does_not_divide_stays_whole_or_is_refused_if_pinned() -> None:
     full, _ = partitioned("dp=5", Plan(preset="fsdp", inputs={"*": {}}), blocks(ffn=50))
     assert full.stored("layers.0.down.weight") == {"dp": cut(1)}
     assert full.stored("norm.weight") == {}
-    assert any("norm.weight [32] stays whole" in note for note in full.notes)
+    assert "norm.weight stays whole: no dim is a multiple of dp=5" in full.notes
     pinned = Plan(params={"head.weight": {"tp": cut(0)}})
     with pytest.raises(ShardingError, match=r"head.weight: dim 0 of f64\[24,32\] cannot be cut"):
         partitioned("tp=5", pinned)
