@@ -49,7 +49,7 @@ def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None
 def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to gather the pieces of all ranks, one after the other on dim 0."""
     pieces = x.new_empty(num * x.shape[0], *x.shape[1:])
-    return pieces, dist.all_gather_into_tensor(pieces, x.contiguous(), group=group, async_op=True)
+    return pieces, dist.all_gather_single(pieces, x.contiguous(), group=group, async_op=True)
 
 
 def scatter_sum(
@@ -58,7 +58,7 @@ def scatter_sum(
     """Start to sum over the group and keep this rank's piece of ``dim``."""
     pieces = in_pieces(x, num, dim, outer)
     piece = torch.empty_like(pieces[: pieces.shape[0] // num])
-    return piece, dist.reduce_scatter_tensor(piece, pieces, group=group, async_op=True)
+    return piece, dist.reduce_scatter_single(piece, pieces, group=group, async_op=True)
 
 
 def exchange(
