@@ -61,7 +61,7 @@ def _fillers(graph: Graph) -> set[fx.Node]:
 
 def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]:
     """Operands first; starts before work, work before waits, fillers once a wait is all that is
-    left.
+    left. Where no wait is to come, fillers stay at their place.
     """
     place = {node: i for i, node in enumerate(segment)}
     missing = {n: sum(o in place for o in n.all_input_nodes) for n in segment}
@@ -77,9 +77,13 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]
     for node in segment:
         if not missing[node]:
             admit(node)
+    waits = sum(_kind(n) == _WAIT and n not in fillers for n in segment)
     while ready or held_back:
-        take_filler = held_back and (not ready or ready[0][0] == _WAIT)
+        kind, first = ready[0] if ready else (_WAIT, len(segment))
+        in_place = not waits and kind == _WORK and held_back and held_back[0] < first
+        take_filler = held_back and (kind == _WAIT or in_place)
         index = heapq.heappop(held_back) if take_filler else heapq.heappop(ready)[1]
+        waits -= kind == _WAIT and not take_filler
         yield segment[index]
         for user in segment[index].users:
             if user in place:

@@ -1,0 +1,119 @@
+"""Where starts and waits stand, what runs between them, and what the backward computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from partc.check import check
+from partc.graph import Graph
+from partc.graph_parse import parse_graph
+from partc.passes.fill_waits import fill_waits
+from partc.passes.place_waits import place_waits
+from partc.passes.recompute import recompute
+from partc.passes.split_bias import fuse_bias, split_bias
+
+Golden = Callable[..., None]
+
+# one layer of a column and a row cut weight; collectives stand where their results are first needed
+LOCAL = """\
+local graph MLP  mesh dp=2 tp=2
+param layers.0.up.weight : f32[32@tp,16]
+param layers.0.down.weight : f32[16,32@tp]
+input x : f32[8@dp,16]
+input d_out : f32[8@dp,16]
+forward layers.0.up
+  up = linear(x, layers.0.up.weight)           : f32[8@dp,32@tp]
+forward layers.0
+  act = silu(up)                               : f32[8@dp,32@tp]
+forward layers.0.down
+  down = linear(act, layers.0.down.weight)     : f32[8@dp,16]{U:tp}
+forward layers.0
+  other = mul.Tensor(x, 2.0)                   : f32[8@dp,16]
+  reduced = all_reduce(down, axis='tp', num=2) : f32[8@dp,16]
+  out = add.Tensor(other, reduced)             : f32[8@dp,16]
+forward (loss)
+  total = sum(out)                             : f32[]{U:dp}
+  loss = all_reduce(total, axis='dp', num=2)   : f32[]
+backward layers.0.down
+  d_act = matmul(d_out, layers.0.down.weight)  : f32[8@dp,32@tp]
+  d_down = weight_grad(d_out, act)             : f32[16,32@tp]{U:dp}
+backward layers.0
+  d_up = silu_backward(d_act, up)              : f32[8@dp,32@tp]
+backward layers.0.up
+  d_up_w = weight_grad(d_up, x)                : f32[32@tp,16]{U:dp}
+  d_x = matmul(d_up, layers.0.up.weight)       : f32[8@dp,16]{U:tp}
+  d_x_r = all_reduce(d_x, axis='tp', num=2)    : f32[8@dp,16]
+backward layers.0
+  d_all = add.Tensor(d_x_r, d_out)             : f32[8@dp,16]
+backward (loss)
+  last = sum(d_all)                            : f32[]{U:dp}
+  last_r = all_reduce(last, axis='dp', num=2)  : f32[]
+backward layers.0.down
+  d_down_r = all_reduce(d_down, axis='dp', num=2) : f32[16,32@tp]
+backward layers.0.up
+  d_up_r = all_reduce(d_up_w, axis='dp', num=2) : f32[32@tp,16]
+outputs
+  loss = loss
+  grad layers.0.up.weight = d_up_r
+  grad layers.0.down.weight = d_down_r
+  result last = last_r
+"""
+
+
+def scheduled() -> Graph:
+    graph = fill_waits(place_waits(parse_graph(LOCAL)))
+    check(graph)
+    return graph
+
+
+def order(graph: Graph) -> list[str]:
+    return [node.name for node in graph.calls()]
+
+
+def test_starts_early_and_waits_late(golden: Golden) -> None:
+    golden(str(scheduled()))
+
+
+def test_weight_gradients_run_beside_the_transfer() -> None:
+    """``d_up_w`` and ``d_down`` stand before it is needed that the sum over tp is finished."""
+    names = order(scheduled())
+    wait = next(n for n in scheduled().calls() if n.args and str(n.args[0]) == "d_x_r")
+    assert names.index("d_x_r") < names.index("d_up_w") < names.index(wait.name)
+    assert names.index("d_x_r") < names.index("d_down") < names.index(wait.name)
+
+
+def test_reductions_start_with_their_gradient_and_end_with_the_step() -> None:
+    names = order(scheduled())
+    assert names.index("d_up_r") == names.index("d_up_w") + 1
+    waits = [n.name for n in scheduled().calls() if "wait" in n.name]
+    assert names[-len(waits) + 2 :] == waits[2:]
+
+
+def test_cheap_values_are_computed_again() -> None:
+    """The activation follows from ``up``, which is kept anyway: the backward makes its own."""
+    graph = recompute(parse_graph(LOCAL))
+    d_down = next(n for n in graph.calls() if n.name == "d_down")
+    again = d_down.args[1]
+    assert again is not next(n for n in graph.calls() if n.name == "act")
+    assert str(again.target) == "aten.silu.default"  # type: ignore[union-attr]
+    assert again.args == next(n for n in graph.calls() if n.name == "act").args  # type: ignore[union-attr]
+
+
+BIASED = """\
+graph Head  mesh tp=2
+param weight : f32[4,16]
+param bias : f32[4]
+input x : f32[8,16]
+forward head
+  y = linear(x, weight, bias) : f32[8,4]
+outputs
+  result y = y
+"""
+
+
+def test_a_bias_is_split_off_and_joined_again() -> None:
+    split = split_bias(parse_graph(BIASED))
+    assert [str(n.target) for n in split.calls()] == ["aten.linear.default", "aten.add.Tensor"]
+    joined = fuse_bias(split)
+    assert [str(n.target) for n in joined.calls()] == ["aten.linear.default"]
+    assert len(next(joined.calls()).args) == 3
