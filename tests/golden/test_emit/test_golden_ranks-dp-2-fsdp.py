@@ -128,37 +128,34 @@ class Block(nn.Module):
         gelu = F.gelu(w1)                        # f64[4@dp,8,10]
         w2 = F.linear(gelu, w2_weight, w2_bias)  # f64[4@dp,8,6]
         y = x + w2                               # f64[4@dp,8,6]
-        return y, (w1, x, mean, rstd, gelu, norm)
+        return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
-        w1, x, mean, rstd, gelu, norm = saved
+        gelu, w1, norm, x, mean, rstd = saved
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
         d_gelu = d_y @ w2_weight                                      # f64[4@dp,8,10]
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
-        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
-        )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
-        d_x += d_y                                                    # f64[4@dp,8,6]
-        # w2
         d_w2_weight = weight_grad(d_y, gelu)                          # f64[6,10]{U:dp}
         d_w2_weight, done = scatter_sum(d_w2_weight, 2, self.dp)      # f64[6@dp,10]
         reduced.append((self.w2_weight, d_w2_weight, done))
         d_w2_bias = d_y.sum((0, 1))                                   # f64[6]{U:dp}
         d_w2_bias, done = scatter_sum(d_w2_bias, 2, self.dp)          # f64[6@dp]
         reduced.append((self.w2_bias, d_w2_bias, done))
-        # w1
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
+        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
         d_w1_weight = weight_grad(d_w1, norm)                         # f64[10,6]{U:dp}
         d_w1_weight, done = scatter_sum(d_w1_weight, 2, self.dp)      # f64[10@dp,6]
         reduced.append((self.w1_weight, d_w1_weight, done))
         d_w1_bias = d_w1.sum((0, 1))                                  # f64[10]{U:dp}
         d_w1_bias, done = scatter_sum(d_w1_bias, 2, self.dp)          # f64[10@dp]
         reduced.append((self.w1_bias, d_w1_bias, done))
-        # norm
+        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
+        )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
         d_norm_weight, done = scatter_sum(d_norm_weight, 2, self.dp)  # f64[6@dp]
         reduced.append((self.norm_weight, d_norm_weight, done))
         d_norm_bias, done = scatter_sum(d_norm_bias, 2, self.dp)      # f64[6@dp]
         reduced.append((self.norm_bias, d_norm_bias, done))
+        d_x += d_y                                                    # f64[4@dp,8,6]
         return d_x
 
 
@@ -218,12 +215,11 @@ class ToyStep(nn.Module):
         del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(2, 8, 14)                            # f64[4@dp,8,14]
         del d_reshape
-        d_x = d_head @ head_weight                                      # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, x)                          # f64[14,6]{U:dp}
-        del head_weight, d_head, x, head_weight_done
         d_head_weight, done = scatter_sum(d_head_weight, 2, self.dp)    # f64[14@dp,6]
         reduced.append((self.head_weight, d_head_weight, done))
-        del d_head_weight
+        d_x = d_head @ head_weight                                      # f64[4@dp,8,6]
+        del x, d_head_weight, d_head, head_weight, head_weight_done
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []

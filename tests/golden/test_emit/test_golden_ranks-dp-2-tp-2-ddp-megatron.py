@@ -126,11 +126,11 @@ class Block(nn.Module):
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
         )                                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
-        d_x += d_y                                                       # f64[4@dp,8,6]
         done = dist.all_reduce(d_norm_weight, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_weight, d_norm_weight, done))
         done = dist.all_reduce(d_norm_bias, group=self.dp, async_op=True)  # f64[6]
         reduced.append((self.norm_bias, d_norm_bias, done))
+        d_x += d_y                                                       # f64[4@dp,8,6]
         return d_x
 
 
