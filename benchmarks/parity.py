@@ -20,6 +20,7 @@ from partc.verify import TOLERANCE, Report
 from tests.zoo import FAMILIES, Case
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parity.md"
+TOLERANCE_F32 = 1e-5
 LAYOUTS = {
     "ddp": "dp=2",
     "zero1": "dp=2",
@@ -38,10 +39,11 @@ class Cell:
     gradient: float = 0.0
     step: float = 0.0
     failure: str = ""
+    tolerance: float = TOLERANCE
 
     @property
     def ok(self) -> bool:
-        return not self.failure and max(self.loss, self.gradient, self.step) <= TOLERANCE
+        return not self.failure and max(self.loss, self.gradient, self.step) <= self.tolerance
 
     def __str__(self) -> str:
         if self.failure:
@@ -51,16 +53,20 @@ class Cell:
 
 
 def cell(case: Case, plan: str, mesh: str, processes: bool) -> Cell:
-    """Compile one model for one layout and verify it."""
+    """Compile one model for one layout and verify it, in float32 if the zoo builds it so."""
+    single = next(case.model.parameters()).dtype == torch.float32
+    dtype = None if single else torch.float64
     try:
         program = partc.compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
         report = partc.verify(
-            program, case.model, case.inputs, case.loss, processes=processes, timeout=100.0
-        )
+            program, case.model, case.inputs, case.loss, processes=processes, dtype=dtype,
+            timeout=100.0,
+        )  # fmt: skip
     except Exception as error:  # a table of what works says of everything else why not
         text = " ".join(str(error).split()) or "no message"
         return Cell(failure=f"{type(error).__name__}: {text[:300]}")
-    return Cell(_worst(report, "loss"), _worst(report, "gradient"), _worst(report, "after"))
+    loss, gradient, step = (_worst(report, kind) for kind in ("loss", "gradient", "after"))
+    return Cell(loss, gradient, step, tolerance=TOLERANCE_F32 if single else TOLERANCE)
 
 
 def _worst(report: Report, kind: str) -> float:
@@ -101,7 +107,8 @@ def document(text: str, how: str) -> str:
         "Made by `python -m benchmarks.parity --write`. The models of tests/zoo.py in float64,\n"
         f"every rank in {how}, against eager autograd on one device: the worst relative error of\n"
         "the loss, of any gradient, and of any parameter after SGD or AdamW. Bold is not equal\n"
-        f"(over {TOLERANCE:.0e}) or not compiled.\n\n{text}"
+        f"(over {TOLERANCE:.0e}; {TOLERANCE_F32:.0e} for mixtral and deepseek_v3,\n"
+        "whose grouped products torch has in float32 only) or not compiled.\n\n" + text
     )
 
 

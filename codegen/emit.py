@@ -180,7 +180,7 @@ class _Program:
                 lines.append(Line(code, comment(typed(node))))
         mesh = "mesh" if self.graph.mesh.names else ""
         for cls in self.classes.values():
-            made = f"{cls.name}({mesh}) for _ in range({len(cls.run.layers)})"
+            made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", _span(cls.run)))
         return lines
 

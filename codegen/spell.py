@@ -76,7 +76,7 @@ abs acos addbmm addcdiv addcmul addmm addmv amax amin arange argmax argmin argso
 atan2 baddbmm bernoulli bincount bitwise_left_shift bucketize cat ceil clamp clamp_max
 clamp_min cos cosh count_nonzero cross cumprod cumsum diagonal div dot empty empty_like erf
 erfc erfinv exp exp2 expm1 eye flip floor floor_divide fmod full full_like gather histc
-index_add index_copy index_put index_select isfinite isinf isnan kron lerp lgamma linspace
+index_add index_copy index_select isfinite isinf isnan kron lerp lgamma linspace
 log log10 log1p log2 logical_and logical_not logical_or logical_xor logsumexp masked_fill
 masked_scatter maximum minimum mv nan_to_num native_batch_norm native_dropout
 native_group_norm native_layer_norm nonzero norm ones ones_like outer pixel_shuffle polar
@@ -209,9 +209,11 @@ def _index(call: Call) -> Text:
     return Text(f"{call.text('self').at(ATOM)}[{', '.join(indices)}]")
 
 
-@spells("_unsafe_index_put")
+@spells("index_put", "_unsafe_index_put")
 def _index_put(call: Call) -> Text:
-    return Text(f"torch.index_put({call.arguments()})")
+    """``torch.index_put`` takes no None among the indices; the op itself does."""
+    name = "torch.ops.aten.index_put" if None in call.get("indices") else "torch.index_put"
+    return Text(f"{name}({call.arguments()})")
 
 
 @spells("_to_copy")

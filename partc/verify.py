@@ -279,7 +279,10 @@ def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    plain = tensor.detach()
+    return float((plain.double() if plain.dtype == torch.bool else plain).abs().amax())
 
 
 def _difference(ours: Tensor, expected: Tensor) -> float:

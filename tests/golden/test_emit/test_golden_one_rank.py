@@ -95,7 +95,7 @@ class ToyStep(nn.Module):
         super().__init__()
         self.embed_weight = nn.Parameter(torch.empty(14, 6, dtype=torch.float64))  # f64[14,6]
         self.head_weight = nn.Parameter(torch.empty(14, 6, dtype=torch.float64))  # f64[14,6]
-        self.blocks = nn.ModuleList(Block() for _ in range(2))  # blocks.0 .. 1
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])  # blocks.0 .. 1
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class ToyStep(nn.Module):
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
         self.embed_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@dp,6]
         self.head_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@dp,6]
-        self.blocks = nn.ModuleList(Block(mesh) for _ in range(2))  # blocks.0 .. 1
+        self.blocks = nn.ModuleList([Block(mesh) for _ in range(2)])  # blocks.0 .. 1
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:

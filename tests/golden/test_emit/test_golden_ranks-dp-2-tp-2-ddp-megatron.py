@@ -143,7 +143,7 @@ class ToyStep(nn.Module):
         self.tp, self.tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
         self.embed_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@tp,6]
         self.head_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@tp,6]
-        self.blocks = nn.ModuleList(Block(mesh) for _ in range(2))  # blocks.0 .. 1
+        self.blocks = nn.ModuleList([Block(mesh) for _ in range(2)])  # blocks.0 .. 1
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
