@@ -2,7 +2,9 @@
 
 Run ``python -m benchmarks.parity``; it prints a markdown table, ``--write`` puts it into
 docs/parity.md. A cell holds the worst relative error of the loss, of any gradient and of any
-parameter after an optimizer step, over all ranks; a layout that cannot be compiled says why below.
+parameter after an optimizer step, over all ranks, with the model's own casts to float32 raised to
+float64; in brackets the worst of loss and gradients as the model stands. A layout that cannot be
+compiled says why below.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from partc.verify import TOLERANCE, Report
 from tests.zoo import FAMILIES, Case
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parity.md"
-TOLERANCE_F32 = 1e-5
+TOLERANCE_F32 = 1e-5  # where the model computes in float32 itself
+TOLERANCE_F32_STEP = 1e-4  # AdamW divides each gradient by its own size, noise included
 LAYOUTS = {
     "ddp": "dp=2",
     "zero1": "dp=2",
@@ -38,35 +41,49 @@ class Cell:
     loss: float = 0.0
     gradient: float = 0.0
     step: float = 0.0
+    as_it_stands: float = 0.0
     failure: str = ""
     tolerance: float = TOLERANCE
 
     @property
     def ok(self) -> bool:
-        return not self.failure and max(self.loss, self.gradient, self.step) <= self.tolerance
+        single = self.tolerance == TOLERANCE_F32
+        step = TOLERANCE_F32_STEP if single else self.tolerance
+        exact = max(self.loss, self.gradient) <= self.tolerance and self.step <= step
+        return not self.failure and exact and self.as_it_stands <= TOLERANCE_F32
 
     def __str__(self) -> str:
         if self.failure:
             return "**" + self.failure.partition(":")[0] + "**"
         errors = f"{self.loss:.0e} {self.gradient:.0e} {self.step:.0e}"
+        if self.tolerance < TOLERANCE_F32:
+            errors += f" ({self.as_it_stands:.0e})"
         return errors if self.ok else f"**{errors}**"
 
 
 def cell(case: Case, plan: str, mesh: str, processes: bool) -> Cell:
     """Compile one model for one layout and verify it, in float32 if the zoo builds it so."""
     single = next(case.model.parameters()).dtype == torch.float32
-    dtype = None if single else torch.float64
     try:
         program = partc.compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
-        report = partc.verify(
-            program, case.model, case.inputs, case.loss, processes=processes, dtype=dtype,
-            timeout=100.0,
-        )  # fmt: skip
+        own = _verified(program, case, None, processes)
+        exact = own if single else _verified(program, case, torch.float64, processes)
     except Exception as error:  # a table of what works says of everything else why not
         text = " ".join(str(error).split()) or "no message"
         return Cell(failure=f"{type(error).__name__}: {text[:300]}")
-    loss, gradient, step = (_worst(report, kind) for kind in ("loss", "gradient", "after"))
-    return Cell(loss, gradient, step, tolerance=TOLERANCE_F32 if single else TOLERANCE)
+    loss, gradient, step = (_worst(exact, kind) for kind in ("loss", "gradient", "after"))
+    as_it_stands = max(_worst(own, "loss"), _worst(own, "gradient"))
+    tolerance = TOLERANCE_F32 if single else TOLERANCE
+    return Cell(loss, gradient, step, as_it_stands, tolerance=tolerance)
+
+
+def _verified(
+    program: partc.Program, case: Case, dtype: torch.dtype | None, processes: bool
+) -> Report:
+    return partc.verify(
+        program, case.model, case.inputs, case.loss, processes=processes, dtype=dtype,
+        timeout=100.0,
+    )  # fmt: skip
 
 
 def _worst(report: Report, kind: str) -> float:
@@ -106,9 +123,12 @@ def document(text: str, how: str) -> str:
         "# Parity\n\n"
         "Made by `python -m benchmarks.parity --write`. The models of tests/zoo.py in float64,\n"
         f"every rank in {how}, against eager autograd on one device: the worst relative error of\n"
-        "the loss, of any gradient, and of any parameter after SGD or AdamW. Bold is not equal\n"
-        f"(over {TOLERANCE:.0e}; {TOLERANCE_F32:.0e} for mixtral and deepseek_v3,\n"
-        "whose grouped products torch has in float32 only) or not compiled.\n\n" + text
+        "the loss, of any gradient, and of any parameter after SGD or AdamW, with the casts to\n"
+        "float32 inside the model raised to float64; in brackets the worst of loss and gradients\n"
+        f"with those casts as they stand. Bold is not equal (over {TOLERANCE:.0e}, in brackets\n"
+        f"over {TOLERANCE_F32:.0e}, which is also the limit for mixtral and deepseek_v3, whose\n"
+        f"grouped products torch has in float32 only, {TOLERANCE_F32_STEP:.0e} after their step)\n"
+        "or not compiled.\n\n" + text
     )
 
 
