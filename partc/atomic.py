@@ -13,7 +13,7 @@ WRITTEN = (
     "*.py",
     "*.toml",
     "*.json",
-    "*.safetensors",
+    "constants.safetensors",
     "__pycache__",
 )  # what a saved program consists of
 
