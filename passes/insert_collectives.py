@@ -25,7 +25,8 @@ from partc.graph import (
     value,
 )
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
-from partc.passes.propagate import Choices, placed
+from partc.passes.price import Choices
+from partc.passes.propagate import placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
 from partc.rules import localize

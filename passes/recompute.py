@@ -1,9 +1,8 @@
-"""Compute cheap values again in the backward instead of keeping them: those whose operands are
-kept anyway.
+"""Compute cheap values again in the backward instead of keeping them.
 
-Sums, products, casts and views of what is saved cost little time and most of the activation
-memory. Results of
-``exp``, ``tanh`` and the like are kept. A value is recomputed only inside the block that made it.
+Those are sums, products, casts and views of what is kept anyway: they cost little time and most of
+the activation memory. Results of ``exp``, ``tanh`` and the like are kept. A value is recomputed
+only inside the block that made it.
 """
 
 from __future__ import annotations
