@@ -18,7 +18,7 @@ from partc import collectives
 from partc.graph import Graph, first_operand, value
 from partc.passes.insert_collectives import block_of
 
-_START, _WORK, _WAIT = range(3)
+_START, _REST = range(2)
 # what only moves or reshapes a finished gradient on its way out of the step
 _CARRY = (
     *collectives.COLLECTIVES,
@@ -60,8 +60,9 @@ def _fillers(graph: Graph) -> set[fx.Node]:
 
 
 def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]:
-    """Operands first; starts before work, work before waits, fillers once a wait is all that is
-    left. Where no wait is to come, fillers stay at their place.
+    """Starts as soon as they can, fillers before the next wait, everything else in its order.
+
+    Where no wait is to come, fillers stay at their place.
     """
     place = {node: i for i, node in enumerate(segment)}
     missing = {n: sum(o in place for o in n.all_input_nodes) for n in segment}
@@ -69,21 +70,23 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]
     held_back: list[int] = []
 
     def admit(node: fx.Node) -> None:
-        if node in fillers and node.target not in collectives.COLLECTIVES:
+        starts = node.target in collectives.COLLECTIVES
+        if node in fillers and not starts:
             heapq.heappush(held_back, place[node])
         else:
-            heapq.heappush(ready, (_kind(node), place[node]))
+            heapq.heappush(ready, (_START if starts else _REST, place[node]))
 
     for node in segment:
         if not missing[node]:
             admit(node)
-    waits = sum(_kind(n) == _WAIT and n not in fillers for n in segment)
+    waits = sum(_waits(n) and n not in fillers for n in segment)
     while ready or held_back:
-        kind, first = ready[0] if ready else (_WAIT, len(segment))
-        in_place = not waits and kind == _WORK and held_back and held_back[0] < first
-        take_filler = held_back and (kind == _WAIT or in_place)
+        rank, first = ready[0] if ready else (_REST, len(segment))
+        at_wait = not ready or _waits(segment[first])
+        in_place = not waits and rank == _REST and held_back and held_back[0] < first
+        take_filler = held_back and (at_wait or in_place)
         index = heapq.heappop(held_back) if take_filler else heapq.heappop(ready)[1]
-        waits -= kind == _WAIT and not take_filler
+        waits -= at_wait and not take_filler
         yield segment[index]
         for user in segment[index].users:
             if user in place:
@@ -92,12 +95,10 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]
                     admit(user)
 
 
-def _kind(node: fx.Node) -> int:
-    if node.target in collectives.COLLECTIVES:
-        return _START
-    return _WAIT if node.target is collectives.wait and not _gathers_weight(node) else _WORK
-
-
-def _gathers_weight(wait: fx.Node) -> bool:
-    """Whether what is waited for was gathered a block ahead, and should be there by now."""
-    return value(first_operand(first_operand(wait))).kind == "param"
+def _waits(node: fx.Node) -> bool:
+    """Whether a call waits for what it may have to wait for: weights were gathered a block
+    ahead.
+    """
+    if node.target is not collectives.wait:
+        return False
+    return value(first_operand(first_operand(node))).kind != "param"

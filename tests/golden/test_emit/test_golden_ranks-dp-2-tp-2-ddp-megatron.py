@@ -170,15 +170,15 @@ class ToyStep(nn.Module):
         reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)        # i64[32@dp]
         amax = torch.amax(reshape, 1, keepdim=True)                  # f64[32@dp,1]{M:tp}
         amax_done = dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp, async_op=True)  # f64[32@dp,1]
-        window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
-        amax_done.wait()                                             # hidden behind window_2
+        amax_done.wait()                                             # exposed: its result is needed next
         sub = reshape - amax                                         # f64[32@dp,14@tp]
-        del reshape_1, amax, reshape, amax_done
+        del amax, reshape, amax_done
         total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
         total_done = dist.all_reduce(total, group=self.tp, async_op=True)  # f64[32@dp,1]
         total_done.wait()                                            # exposed: its result is needed next
         sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
         del sub, total, total_done
+        window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             sub_1, window_2, None, 2, -100,
         )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
@@ -195,7 +195,7 @@ class ToyStep(nn.Module):
         d_total = d_sub.sum(1, keepdim=True)                         # f64[32@dp,1]{U:tp}
         d_total_done = dist.all_reduce(d_total, group=self.tp, async_op=True)  # f64[32@dp,1]
         d_exp = torch.exp(sub_1)                                     # f64[32@dp,14@tp]
-        del window_2, sub_1
+        del reshape_1, window_2, sub_1
         d_total_done.wait()                                          # exposed: its result is needed next
         d_sub_1 = d_sub - d_exp * d_total                            # f64[32@dp,14@tp]
         del d_exp, d_sub, d_total, d_total_done
