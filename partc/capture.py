@@ -84,7 +84,7 @@ def record(
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
         held |= {alias: held[name] for alias, name in names.aliases.items()}
         with _reparametrize_module(model, held), torch.set_grad_enabled(train), origins:
-            outcome = _named(objective(model, *inputs))
+            outcome = named_results(objective(model, *inputs))
             recording.results = list(outcome)
             grads = _backward(outcome, held, names) if train else []
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
@@ -115,7 +115,7 @@ def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: 
         return list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
 
-def _named(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
+def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a nested result by dotted path: ``logits``, ``past.0``."""
     if isinstance(outcome, Tensor):
         return {prefix or "result": outcome}
@@ -126,10 +126,8 @@ def _named(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
         items = list(zip(fields, outcome, strict=True))
     else:
         return {}
-    found: dict[str, Tensor] = {}
-    for key, value in items:
-        found |= _named(value, f"{prefix}.{key}" if prefix else key)
-    return found
+    paths = ((f"{prefix}.{key}" if prefix else key, value) for key, value in items)
+    return {n: t for path, value in paths for n, t in named_results(value, path).items()}
 
 
 @contextmanager

@@ -182,6 +182,13 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def block_of(node: fx.Node) -> str:
+    """The path up to its last number: the block of a stack that a value stands in, "" if none."""
+    parts = value(node).module.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[: last + 1])
+
+
 def picked(getitem: fx.Node) -> tuple[fx.Node, int]:
     """The call whose result a getitem node picks, and which result it is."""
     call, index = getitem.args

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.capture import named_results
 from partc.errors import UsageError
 from partc.fingerprint import named_tensors
 from partc.precision import Raised, converted
@@ -92,21 +93,6 @@ def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) ->
 @torch.no_grad()
 def _results(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
     return named_results(model(*inputs) if loss is None else loss(model, *inputs))
-
-
-def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of a nested result by dotted path: ``logits``, ``past.0``."""
-    if isinstance(outcome, Tensor):
-        return {prefix or "result": outcome}
-    if isinstance(outcome, Mapping):
-        items = [(str(key), value) for key, value in outcome.items()]
-    elif isinstance(outcome, list | tuple):
-        fields = getattr(outcome, "_fields", map(str, range(len(outcome))))
-        items = list(zip(fields, outcome, strict=True))
-    else:
-        return {}
-    paths = ((f"{prefix}.{key}" if prefix else key, value) for key, value in items)
-    return {n: t for path, value in paths for n, t in named_results(value, path).items()}
 
 
 def _check_values(model: nn.Module) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, first_operand, value
-from partc.passes.insert_collectives import block_of
+from partc.graph import Graph, block_of, first_operand, value
 
 _START, _REST = range(2)
 # what only moves or reshapes a finished gradient on its way out of the step

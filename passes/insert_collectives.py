@@ -14,6 +14,7 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
+    block_of,
     first_operand,
     held,
     picked,
@@ -207,10 +208,3 @@ def settle_modules(local: Graph) -> None:
             if len(owners) > 1:
                 made_by = value(first_operand(node))
                 set_value(node, replace(value(node), module=made_by.module, source=made_by.source))
-
-
-def block_of(node: fx.Node) -> str:
-    """The path up to its last number: the block of a stack that a value stands in, "" if none."""
-    parts = value(node).module.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
-    return ".".join(parts[: last + 1])

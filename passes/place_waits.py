@@ -9,8 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, first_operand, held, set_held, set_value, value
-from partc.passes.insert_collectives import block_of
+from partc.graph import Graph, block_of, first_operand, held, set_held, set_value, value
 
 
 def place_waits(graph: Graph) -> Graph:

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, is_tensor, set_held, set_value, tensor_args, value
-from partc.passes.insert_collectives import block_of
+from partc.graph import Graph, block_of, held, is_tensor, set_held, set_value, tensor_args, value
 
 aten = torch.ops.aten
 _VIEWS = (
@@ -66,27 +65,21 @@ def _recomputable(graph: Graph) -> set[fx.Node]:
     for node in graph.calls():
         if value(node).phase != "F" or node.target not in _CHEAP or not is_tensor(node):
             continue
-        operands = tensor_args(node)
-        kept = [o for o in operands if o.op == "placeholder" or o in again or o in saved]
-        if len(kept) == len(operands) and all(
-            _same_block(o, node) or o.op == "placeholder" or o in saved for o in operands
-        ):
+        if all(_at_hand(o, node, saved, again) for o in tensor_args(node)):
             again.add(node)
-    return {n for n in again if n in saved and _pays(n)} | _inner(again, saved)
+    return {n for n in again if n not in saved or _pays(n)}
 
 
-def _inner(again: set[fx.Node], saved: set[fx.Node]) -> set[fx.Node]:
-    """Recomputable values that no backward node reads itself: steps on the way to one that is."""
-    return {n for n in again if n not in saved}
+def _at_hand(operand: fx.Node, node: fx.Node, saved: set[fx.Node], again: set[fx.Node]) -> bool:
+    """Whether the backward has an operand anyway, or computes it again in the same block."""
+    if operand.op == "placeholder" or operand in saved:
+        return True
+    return operand in again and block_of(operand) == block_of(node)
 
 
 def _pays(node: fx.Node) -> bool:
     """Whether keeping it would cost memory, or it is a view that is written as easily again."""
     return node.target in _VIEWS or held(node).numel() > 1
-
-
-def _same_block(a: fx.Node, b: fx.Node) -> bool:
-    return a.op != "placeholder" and block_of(a) == block_of(b)
 
 
 def _read_backward(node: fx.Node) -> bool:
