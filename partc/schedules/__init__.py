@@ -1,0 +1,1 @@
+"""Pipeline schedules: which stage computes what, in which order, on every pipeline rank."""

@@ -1,0 +1,162 @@
+"""What a pipeline rank computes, in order: actions such as ``0F2``, and schedules made of them.
+
+The notation is that of torch's pipelining: stage, kind, microbatch. ``F`` is a stage's forward,
+``B`` its whole backward, ``I`` the part of the backward that the stage before waits for (the input
+gradient), ``W`` the rest (the weight gradients).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from partc.errors import PlanError
+
+Kind = Literal["F", "B", "I", "W"]
+_WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Action(NamedTuple):
+    """One stage's forward or backward of one microbatch; ``str`` gives ``0F2``."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``0F2``; PlanError says what is wrong with anything else."""
+        found = _WRITTEN.fullmatch(text.strip())
+        if not found:
+            raise PlanError(
+                where=f"schedule, action {text!r}",
+                what="this is not an action",
+                why="an action is a stage, a kind and a microbatch",
+                do="Write for example 0F2: stage 0, forward, microbatch 2. Kinds are F, B (whole "
+                "backward), I (input gradient) and W (weight gradients).",
+            )
+        stage, kind, microbatch = found.groups()
+        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``orders[rank]`` has the rank's actions in order; ``rank_of[stage]`` says who runs a stage.
+
+    ``str`` gives one line per rank.
+    """
+
+    name: str
+    orders: tuple[tuple[Action, ...], ...]
+    rank_of: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of action that occur; with ``I`` and ``W`` backwards are split."""
+        return frozenset(action.kind for order in self.orders for action in order)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank runs, in the order of the model."""
+        return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+
+
+def looped(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stages dealt out in turns: rank of stage ``s`` is ``s % ranks``."""
+    return tuple(s % ranks for s in range(ranks * chunks))
+
+
+def v_shaped(ranks: int) -> tuple[int, ...]:
+    """Two stages per rank, down and up again: the first rank has the first and the last stage."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
+    """What has to run first; each tuple holds alternatives, of which a schedule has one.
+
+    The last stage's backward follows its own forward; every other waits for the stage behind it.
+    """
+    stage, kind, microbatch = action
+    if kind == "F":
+        if stage > 0:
+            yield (Action(stage - 1, "F", microbatch),)
+    elif kind == "W":
+        yield (Action(stage, "I", microbatch),)
+    else:
+        yield (Action(stage, "F", microbatch),)
+        if stage + 1 < stages:
+            yield (Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch))
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """PlanError unless every rank runs its own stages' actions, each exactly once.
+
+    Whether the order can run at all is for the simulator to say.
+    """
+    seen: set[Action] = set()
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            _check_action(schedule, rank, action, seen)
+            seen.add(action)
+    _check_complete(schedule, seen)
+
+
+def _check_action(schedule: Schedule, rank: int, action: Action, seen: set[Action]) -> None:
+    if action.stage >= schedule.stages or action.microbatch >= schedule.microbatches:
+        raise _refused(
+            schedule, rank, action, "there is no such stage or microbatch",
+            f"there are {schedule.stages} stages and {schedule.microbatches} microbatches",
+        )  # fmt: skip
+    owner = schedule.rank_of[action.stage]
+    if owner != rank:
+        raise _refused(
+            schedule, rank, action, "the stage belongs to another rank",
+            f"stage {action.stage} runs on pipeline rank {owner}",
+        )  # fmt: skip
+    if action in seen:
+        raise _refused(schedule, rank, action, "the action stands twice", "each runs once a step")
+
+
+def _check_complete(schedule: Schedule, seen: set[Action]) -> None:
+    forward_only = schedule.kinds <= {"F"}
+    for stage, rank in enumerate(schedule.rank_of):
+        for microbatch in range(schedule.microbatches):
+            kinds = {k for k in "FBIW" if Action(stage, k, microbatch) in seen}  # type: ignore[arg-type]
+            if kinds not in ({"F"} if forward_only else {"F", "B"}, {"F", "I", "W"}):
+                raise _refused(
+                    schedule, rank, Action(stage, "F", microbatch),
+                    f"stage {stage} runs {', '.join(sorted(kinds)) or 'nothing'} for microbatch "
+                    f"{microbatch}",
+                    "it must run F and B, or F, I and W",
+                )  # fmt: skip
+
+
+def _refused(schedule: Schedule, rank: int, action: Action, what: str, why: str) -> PlanError:
+    return PlanError(
+        where=f"schedule {schedule.name}, pipeline rank {rank}, action {action}",
+        what=what,
+        why=why,
+        do="Correct the schedule, or name one that partc makes, for example schedule='1f1b'.",
+    )
+
+
+def stage_count(orders: Sequence[Sequence[Action]]) -> int:
+    """One more than the highest stage that occurs."""
+    return 1 + max((a.stage for order in orders for a in order), default=-1)
