@@ -17,12 +17,15 @@ from partc.fingerprint import Fingerprint
 from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.apply_preset import complete
+from partc.passes.assign_stages import assign_stages
 from partc.passes.fill_waits import fill_waits
 from partc.passes.insert_collectives import insert_collectives
+from partc.passes.microbatches import count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
+from partc.passes.split_stages import split_stages
 from partc.plan import Plan
 from partc.program import Program
 from partc.role import Role, dtype_name
@@ -73,15 +76,35 @@ def compile(
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
+    full, local = localize(graph, plan, strict=strict)
+    return full, fill_waits(place_waits(local))
+
+
+def partition_stages(
+    graph: Graph, plan: Plan, split_backward: bool = False, *, strict: bool = False
+) -> tuple[Plan, list[Graph]]:
+    """Complete a plan and make the scheduled local graph of each pipeline stage."""
+    full, local = localize(graph, plan, strict=strict)
+    stages = split_stages(local, full, split_backward=split_backward)
+    return full, [fill_waits(place_waits(stage, phased=True)) for stage in stages]
+
+
+def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
+    """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
     split_bias(graph)
     full = complete(plan, graph, graph.mesh)
+    if full.stages:
+        assign_stages(graph, full.stages)
+    graph.mesh = layout_mesh(graph.mesh, full.microbatches)
     warnings = list(full.notes)
+    if full.microbatches > 1:
+        count_targets(graph)
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
     local = fuse_bias(insert_collectives(graph, full, choices))
     if full.recompute == "cheap":
         recompute(local)
-    return full, fill_waits(place_waits(local))
+    return full, local
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:

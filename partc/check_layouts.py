@@ -82,6 +82,8 @@ def _meaning(node: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> tuple
     axis = named["axis"]
     if node.target is collectives.all_reduce:
         return (M if named.get("op") == "max" else U), R
+    if node.target is collectives.accumulate:
+        return U, R
     if node.target is collectives.keep_first:
         return R, U
     if node.target is collectives.all_gather:

@@ -63,6 +63,11 @@ def axis_index(like: Tensor, *, axis: str, num: int) -> int:
     return 0
 
 
+def accumulate(x: Tensor, *, axis: str, num: int) -> Tensor:
+    """The sum over all microbatches, complete after the last one: ``f32[8]{U:mb} -> f32[8]``."""
+    return torch.empty_like(x)
+
+
 def wait(x: Tensor) -> Tensor:
     """The result of a started collective, ready to read."""
     return x
@@ -74,4 +79,8 @@ COLLECTIVES = (
     reduce_scatter,
     all_to_all,
 )  # these communicate and are waited for
-LOCAL = (keep_piece, keep_first)  # these depend on the rank but move nothing
+LOCAL = (
+    keep_piece,
+    keep_first,
+    accumulate,
+)  # these depend on the rank or the microbatch but move nothing

@@ -24,8 +24,10 @@ import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywh
 from partc.mesh import Mesh
 from partc.sharding import REPLICATED, Layout, Sharding
 
-Kind = Literal["param", "buffer", "input", "op"]
-Phase = Literal["F", "B"]
+Kind = Literal["param", "buffer", "input", "received", "op"]
+# forward, backward; of a pipeline stage also: once before and once after all microbatches, and the
+# part of the backward that no other stage waits for
+Phase = Literal["F", "B", "S", "E", "W"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Value:
     module: str = ""  # path of the module whose forward made it, "" for loss code
     source: str = ""  # "model.py:14" and the source line's text after ": "
     phase: Phase = "F"
+    stage: int = 0  # of the pipeline; -1: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
     note: str = ""  # for a collective: why it is there, what hides it
 
@@ -121,13 +124,16 @@ class Outputs:
     grads: dict[str, fx.Node] = field(default_factory=dict)  # parameter name -> gradient
     buffers: dict[str, fx.Node] = field(default_factory=dict)  # buffer name -> its new value
     results: dict[str, fx.Node] = field(default_factory=dict)
+    sent: dict[str, fx.Node] = field(default_factory=dict)  # what other pipeline stages read
 
     def as_dict(self) -> dict[str, Any]:
+        sent = {"sent": self.sent} if self.sent else {}
         return {
             "loss": self.loss,
             "grads": self.grads,
             "buffers": self.buffers,
             "results": self.results,
+            **sent,
         }
 
 
@@ -225,6 +231,11 @@ def typed(node: fx.Node) -> str:
     """``f32[8,64,1024@tp]{U:tp}`` of a node's whole value."""
     known = value(node)
     return known.sharding.typed(known.shape, known.dtype)
+
+
+def stage_of(node: fx.Node) -> int:
+    """The pipeline stage that computes a value; -1 for what each stage computes for itself."""
+    return value(node).stage
 
 
 def layout_on(node: fx.Node, axis: str) -> Layout:

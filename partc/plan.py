@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from partc.errors import PlanError
 from partc.mesh import Mesh
+from partc.passes.microbatches import layout_mesh
 from partc.sharding import Layout, Sharding, cut
 
 Cuts = Mapping[str, Layout]  # axis -> cut
@@ -18,6 +19,9 @@ _FIELDS = {
     "mesh",
     "preset",
     "microbatches",
+    "schedule",
+    "stages",
+    "reduce",
     "batch_norm",
     "recompute",
     "inputs",
@@ -37,7 +41,9 @@ class Plan:
     lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
     names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
     parallelism). ``recompute="cheap"`` computes sums, products and views of what is saved again in
-    the backward instead of saving them.
+    the backward instead of saving them. ``stages`` has the module path at which each pipeline stage
+    but the first begins, ``schedule`` their order. Gradients are summed over ranks once per
+    ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
     """
 
     mesh: Mesh | None = None
@@ -49,6 +55,9 @@ class Plan:
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none"] = "cheap"
     microbatches: int = 1
+    schedule: str = "1f1b"
+    stages: tuple[str, ...] = ()
+    reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -69,7 +78,8 @@ class Plan:
                 k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()
             }
         _check_words(table, where)
-        return cls(**{**table, "mesh": mesh, "notes": tuple(table.get("notes", ()))})
+        lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
+        return cls(**{**table, "mesh": mesh, **lists})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -82,6 +92,7 @@ class Plan:
     def stored(self, name: str, table: Mapping[str, Cuts] | None = None) -> Cuts:
         """The cuts of one parameter, by its name or the first pattern that fits."""
         table = self.params if table is None else table
+        name = name.partition("#")[0]  # a tied parameter's copy on another stage lies as it does
         if name in table:
             return table[name]
         return next((cuts for pattern, cuts in table.items() if fits(pattern, name)), {})
@@ -92,16 +103,18 @@ class Plan:
 
     def sharding(self, cuts: Cuts) -> Sharding:
         assert self.mesh is not None
-        return Sharding.of(cuts, self.mesh)
+        return Sharding.of(cuts, layout_mesh(self.mesh, self.microbatches))
 
     def __str__(self) -> str:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
         lines += [f'recompute = "{self.recompute}"']
-        lines += (
-            ["notes = [", *(f"    {_quote(n)}," for n in self.notes), "]"] if self.notes else []
-        )
+        if self.microbatches > 1:
+            lines += [f'reduce = "{self.reduce}"']
+        if self.stages or self.microbatches > 1:
+            lines += [f'schedule = "{self.schedule}"']
+        lines += _list("stages", self.stages) + _list("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
         lines += _section("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
@@ -176,6 +189,11 @@ def _write_cuts(cuts: Cuts) -> str:
     return "{ " + ", ".join(texts) + " }" if texts else "{}"
 
 
+def _list(name: str, texts: Iterable[str]) -> list[str]:
+    rows = [f"    {_quote(text)}," for text in texts]
+    return [f"{name} = [", *rows, "]"] if rows else []
+
+
 def _section(name: str, entries: Mapping[str, str]) -> Iterable[str]:
     return (
         ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
@@ -188,7 +206,11 @@ def _quote(text: str) -> str:
 
 
 def _check_words(table: Mapping[str, Any], where: str) -> None:
-    allowed = {"batch_norm": ("global", "local"), "recompute": ("cheap", "none")}
+    allowed = {
+        "batch_norm": ("global", "local"),
+        "recompute": ("cheap", "none"),
+        "reduce": ("step", "microbatch"),
+    }
     for key, words in allowed.items():
         if table.get(key, words[0]) not in words:
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")

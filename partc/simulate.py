@@ -4,7 +4,8 @@ mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,17 +26,72 @@ def simulate(graph: Graph, whole: Mapping[str, Tensor]) -> dict[str, Any]:
     graph's outputs with every tensor joined to the whole by its sharding: loss, grads, buffers,
     results.
     """
-    mesh = graph.mesh
+    return simulate_stages([graph], whole)
+
+
+def simulate_stages(graphs: Sequence[Graph], whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Execute the graphs of all pipeline stages, forward and then backward, for every rank.
+
+    A parameter that several stages hold has the sum of their gradients.
+    """
     env: dict[fx.Node, Pieces] = {}
+    sent: dict[str, Pieces] = {}
+    waiting = [_placeholders_first(graph) for graph in graphs]
+    while any(waiting):
+        ran = False
+        for graph, nodes in zip(graphs, waiting, strict=True):
+            while nodes and _ready(nodes[0], sent):
+                _run(nodes.pop(0), graph, whole, env, sent)
+                ran = True
+        assert ran, "a stage waits for what no other sends"
+    return _joined(graphs, env)
+
+
+def _placeholders_first(graph: Graph) -> list[fx.Node]:
+    """A graph's nodes in order, each received value right before its first reader."""
+    nodes: list[fx.Node] = []
+    seen: set[fx.Node] = set()
     for node in graph.fx.nodes:
-        if node.op == "placeholder":
-            known = value(node)
-            env[node] = [
-                known.sharding.local(whole[known.name], at, mesh) for at in mesh.all_coords()
-            ]
-        elif node.op == "call_function":
-            env[node] = _call(node, env, mesh)
-    return fx.map_arg(graph.outputs.as_dict(), lambda n: value(n).sharding.whole(env[n], mesh))
+        if node.op != "placeholder" or value(node).kind != "received":
+            nodes += [n for n in node.all_input_nodes if n.op == "placeholder" and n not in seen]
+            nodes += [node] if node not in seen else []
+            seen |= {node, *node.all_input_nodes}
+    return nodes
+
+
+def _ready(node: fx.Node, sent: Mapping[str, Pieces]) -> bool:
+    return node.op != "placeholder" or value(node).kind != "received" or value(node).name in sent
+
+
+def _run(
+    node: fx.Node, graph: Graph, whole: Mapping[str, Tensor],
+    env: dict[fx.Node, Pieces], sent: dict[str, Pieces],
+) -> None:  # fmt: skip
+    known = value(node) if node.op != "output" else None
+    if known is not None and known.kind == "received":
+        env[node] = sent[known.name]
+    elif known is not None and node.op == "placeholder":
+        coords = graph.mesh.all_coords()
+        env[node] = [known.sharding.local(whole[known.name], at, graph.mesh) for at in coords]
+    elif node.op == "call_function":
+        env[node] = _call(node, env, graph.mesh)
+    sent |= {name: env[n] for name, n in graph.outputs.sent.items() if n is node}
+
+
+def _joined(graphs: Sequence[Graph], env: Mapping[fx.Node, Pieces]) -> dict[str, Any]:
+    """The outputs of all graphs, every tensor joined to the whole."""
+    found: dict[str, Any] = {"loss": None, "grads": {}, "buffers": {}, "results": {}}
+    for graph in graphs:
+        outputs = fx.map_arg(
+            replace(graph.outputs, sent={}).as_dict(),
+            lambda n, mesh=graph.mesh: value(n).sharding.whole(env[n], mesh),
+        )
+        found["loss"] = outputs["loss"] if outputs["loss"] is not None else found["loss"]
+        for kind in ("grads", "buffers", "results"):
+            for name, tensor in outputs[kind].items():
+                tied = kind == "grads" and name in found[kind]
+                found[kind][name] = found[kind][name] + tensor if tied else tensor
+    return found
 
 
 def _call(node: fx.Node, env: Mapping[fx.Node, Pieces], mesh: Mesh) -> Pieces:
@@ -113,6 +169,7 @@ def _axis_index(x: Pieces, mesh: Mesh, axis: str, num: int) -> Pieces:
 
 _MEANING: dict[Any, Callable[..., Pieces]] = {
     collectives.all_reduce: _all_reduce,
+    collectives.accumulate: _all_reduce,
     collectives.all_gather: _all_gather,
     collectives.reduce_scatter: _reduce_scatter,
     collectives.all_to_all: _all_to_all,

@@ -14,6 +14,7 @@ from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.cut_weights import cut_weights
+from partc.passes.microbatches import MB, layout_mesh
 from partc.plan import Cuts, Plan, fits, fold_names
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
@@ -35,17 +36,11 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     named = {
         axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
     }
+    axes = layout_mesh(mesh, plan.microbatches)
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
-        mesh.size(axis)
-    if plan.microbatches != 1:
-        raise PlanError(
-            where="plan",
-            what=f"microbatches = {plan.microbatches} is not built yet",
-            why="plans have one stage and run the whole batch at once",
-            do="Use microbatches=1.",
-        )
-    full = _fill(plan.changed(mesh=mesh), graph, mesh) if plan.preset else plan.changed(mesh=mesh)
-    _check_cuts(full, graph, mesh)
+        axes.size(axis)
+    full = _fill(plan.changed(mesh=mesh), graph, axes) if plan.preset else plan.changed(mesh=mesh)
+    _check_cuts(full, graph, axes)
     return full.changed(
         params={n: full.stored(n) for n in graph.params},
         inputs={n: full.stored(n, full.inputs) for n in graph.inputs},
@@ -86,6 +81,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     return plan.changed(
         params=params,
         inputs=inputs,
+        reduce="microbatch" if {"zero2", "fsdp", "hsdp"} & set(words) else plan.reduce,
         gather=gather,
         scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
@@ -122,7 +118,7 @@ def _words(preset: str) -> list[str]:
 
 def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:
     """The mesh's data axes and tensor axes, by their names."""
-    data = [a for a in mesh.names if a in DATA_AXES]
+    data = [a for a in mesh.names if a in (*DATA_AXES, MB)]
     tensor = [a for a in mesh.names if a in TENSOR_AXES]
     pinned = {a for table in (plan.params, plan.inputs) for cuts in table.values() for a in cuts}
     for axis in mesh.names:
@@ -133,9 +129,9 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
                 why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
                 do="Rename the axis, or say in a plan what it cuts.",
             )
-    for word, axes, kind in [(w, data, DATA_AXES) for w in words if w in _DATA_WORDS] + [
-        (w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS
-    ]:
+    for word, axes, kind in [
+        (w, [a for a in data if a != MB], DATA_AXES) for w in words if w in _DATA_WORDS
+    ] + [(w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS]:
         if not axes and mesh.num_ranks > 1:
             raise PlanError(
                 where=f"mesh {mesh}",
@@ -150,6 +146,7 @@ def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
     """The data axes along which parameters are stored cut."""
     if not {"zero1", "zero2", "fsdp", "hsdp"} & set(words):
         return []
+    data = [a for a in data if a != MB]
     if "hsdp" in words and not {"dp_replicate", "dp_shard"} <= set(data):
         raise PlanError(
             where=f"mesh {mesh}",
@@ -172,8 +169,8 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
             raise ShardingError(
                 where=f"input {known.name}",
                 what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
-                why=f"{known.shape[0]} is not a multiple of the data ranks",
-                do="Give a global batch that is, or change the mesh.",
+                why=f"{known.shape[0]} is not a multiple of the data ranks times the microbatches",
+                do="Give a global batch that is, or change the mesh or the microbatches.",
             )
     return cuts
 

@@ -26,12 +26,13 @@ from partc.graph import (
     value,
 )
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
+from partc.passes.microbatches import MB, check_microbatches, given
 from partc.passes.price import Choices
 from partc.passes.propagate import placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
-from partc.rules import localize
-from partc.sharding import R, Sharding
+from partc.rules import Strategy, localize
+from partc.sharding import R, Sharding, U
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
@@ -54,25 +55,29 @@ class _Partition:
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
     gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
+    given: set[fx.Node] = field(default_factory=set)  # what exists for all microbatches at once
 
     def build(self) -> Graph:
         mesh = self.graph.mesh
+        self.given = given(self.graph) if MB in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
         for (
             node
         ) in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
-            piece = self._reshard(
-                self.copies[node][Sharding()], placed(node, self.plan), value(node)
-            )
+            batch = self.copies[node][Sharding()]
+            piece = self._reshard(batch, placed(node, self.plan), value(node))
             self.copies[node] = {value(piece).sharding: piece}
+            if node in self.given:
+                self.copies[node][Sharding()] = batch
         for node in self.graph.calls():
             self._call(node)
         outputs = self._finish(self.graph.outputs)
         self.out.output(outputs.as_dict())
         local = replace(self.graph, fx=self.out, mesh=mesh)
         _drop_unused(self.out)
+        check_microbatches(local)
         settle_modules(local)
         return local
 
@@ -92,7 +97,12 @@ class _Partition:
         """Write one call on local operands, bringing each operand into the layout its strategy
         asks for.
         """
-        chosen = self.choices.get(node, {})
+        known = value(node)
+        new = self._localized(node, self.choices.get(node, {}))
+        set_value(new, replace(known, name=known.name or node.name, note=value(new).note))
+        self.copies[node] = {known.sharding: self._first_only(node, new)}
+
+    def _localized(self, node: fx.Node, chosen: dict[str, Strategy]) -> fx.Node:
         operands = tensor_args(node)
         local_of: list[fx.Node] = []
         for i, operand in enumerate(operands):
@@ -106,7 +116,7 @@ class _Partition:
         known = value(node)
         note = NOTE if any(s.variant == VARIANT for s in chosen.values()) else known.note
         set_value(new, replace(known, name=known.name or node.name, note=note))
-        self.copies[node] = {known.sharding: self._first_only(node, new)}
+        return new
 
     def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
         """Where local batch statistics are kept, only the first rank's count."""
@@ -127,9 +137,27 @@ class _Partition:
         at hand.
         """
         copies = self._copies(node, reader)
+        if want not in copies and node in self.given:
+            return self._get_given(node, want, reader)
         if want not in copies:
             source = min(copies, key=lambda have: self._cost(have, want))
             copies[want] = self._reshard(copies[source], want, reader)
+        return copies[want]
+
+    def _get_given(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+        """Another copy of what follows from the inputs alone: for all microbatches at once, or
+        taken from one that is whole in every respect."""
+        copies, sharding = self.copies[node], Sharding()
+        if want.on(MB) == R and node.op != "placeholder":
+            sharding = value(node).sharding.with_(MB, R, self.graph.mesh)
+        if sharding not in copies:
+            axes = dict(sharding.layouts) if sharding.layouts else {}
+            chosen = {a: s for a, s in self.choices.get(node, {}).items() if a in axes}
+            new = self._localized(node, chosen)
+            set_value(new, replace(value(new), sharding=sharding))
+            copies[sharding] = new
+        if want not in copies:
+            copies[want] = self._reshard(copies[sharding], want, reader)
         return copies[want]
 
     def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
@@ -168,7 +196,8 @@ class _Partition:
         new = self.out.call_function(step.target, (node,), dict(step.kwargs))
         set_value(new, replace(
             made_by, kind="op", sharding=step.after, name=made_by.name,
-            module=at.module, source=at.source, phase=at.phase, forward=made_by.forward,
+            module=at.module, source=at.source, phase=at.phase, stage=at.stage,
+            forward=made_by.forward,
         ))  # fmt: skip
         set_held(new, run_fake(step.target, (node,), step.kwargs))
         return new
@@ -176,15 +205,28 @@ class _Partition:
     def _finish(self, outputs: Outputs) -> Outputs:
         """Bring every result of the step into the layout it has to end in."""
         grads = {
-            n: self._final(g, self.plan.sharding(self.plan.stored(n)))
+            n: self._sum(g, self.plan.sharding(self.plan.stored(n)), self.plan.reduce)
             for n, g in outputs.grads.items()
         }
         return Outputs(
-            loss=None if outputs.loss is None else self._final(outputs.loss, Sharding()),
+            loss=None if outputs.loss is None else self._sum(outputs.loss, Sharding(), "step"),
             grads=grads,
             buffers={n: self._final(b, Sharding()) for n, b in outputs.buffers.items()},
             results={n: self._final(r, Sharding()) for n, r in outputs.results.items()},
         )
+
+    def _sum(self, node: fx.Node, want: Sharding, when: str) -> fx.Node:
+        """Bring a sum over microbatches into its final layout: over ranks once per step, or per
+        microbatch."""
+        mesh = self.graph.mesh
+        if MB not in mesh.names:
+            return self._final(node, want)
+        before = value(node).sharding if when == "step" else want
+        turn = self._get(node, before.with_(MB, U, mesh), value(node))
+        whole = value(turn).sharding.with_(MB, R, mesh)
+        kwargs = {"axis": MB, "num": mesh.size(MB)}
+        step = Step(collectives.accumulate, kwargs, whole)
+        return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))

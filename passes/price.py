@@ -14,6 +14,7 @@ from torch import fx
 
 from partc.graph import Graph, Outputs, is_weight, results_of, value
 from partc.mesh import Mesh
+from partc.passes.microbatches import MB
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
 from partc.rules import Strategy
@@ -29,6 +30,7 @@ _LATENCY_BYTES, _LOCAL_SHARE = 1024.0, 0.05
 # Decisions of the plan that propagation must not undo to save a few bytes: parameters are used as
 # the plan says, and what the inputs cut (the batch) stays cut.
 _UNDO_PARAM, _UNDO_INPUT_CUT = 1e6, 1e3
+_JOIN_MICROBATCHES = 1e9  # they run one after the other: what joins them will be refused
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Prices:
         """Bytes to bring one operand into the layout that the strategy wants; None if it may
         not.
         """
-        if want.kind in "UM" and self.shared(operand):
+        if want.kind in "UM" and self.shared(operand) and self.axis != MB:
             return None  # several readers: finished once for all of them
         if want in self.made[operand]:
             return 0.0
@@ -82,6 +84,8 @@ class Prices:
         if ratio is None or ratio == 0.0:
             return ratio
         cost = ratio * self._bytes(operand) + _LATENCY_BYTES
+        if self.axis == MB:
+            return cost * _JOIN_MICROBATCHES
         if have.kind == "cut":
             if is_weight(operand):
                 cost *= _UNDO_PARAM
@@ -136,6 +140,8 @@ class Prices:
             ratio = transition_cost(layout, final, self.num) if final is not None else None
             if ratio is None:
                 ratio = 0.0 if layout.kind not in "UM" else 1.0 if self.scatter is not None else 2.0
+            if self.axis == MB and final is not None and layout.kind == "U":
+                ratio = 0.0  # turns add to it
             # among equals: a sum that only sums feed stays unfinished, any other is finished at
             # once
             tilt = 0.999 if all(i.kind == "U" for i in strategy.ins) else 1.001

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from partc.graph import (
@@ -24,12 +25,15 @@ from partc.graph import (
     value,
 )
 from partc.passes.local_batch_norm import local_batch_norm
+from partc.passes.microbatches import MB, given
 from partc.passes.open_ops import open_op, opens
 from partc.passes.price import Choices, Prices
 from partc.plan import Plan
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
-from partc.sharding import Layout, R, Sharding
+from partc.sharding import Layout, R, Sharding, U
+
+aten = torch.ops.aten
 
 
 def propagate(
@@ -68,9 +72,11 @@ class _AxisWalk:
     warnings: list[str] | None
     made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     decided: dict[Hashable, Strategy] = field(default_factory=dict)
+    given: set[fx.Node] = field(default_factory=set)  # on the axis of microbatches
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.graph, self.plan, self.axis, self.choices, self.made)
+        self.given = given(self.graph) if self.axis == MB else set()
 
     def run(self) -> bool:
         """Walk the graph once; True if an op was opened and the walk has to be repeated on all
@@ -81,17 +87,27 @@ class _AxisWalk:
         while node.op != "output":
             if node.op == "placeholder":
                 self.made[node] = [placed(node, self.plan).on(self.axis)]
+                self._at_hand_too(node)
             elif node.target is operator.getitem:
                 call, index = picked(node)
                 self.made[node] = [self._produced(call)[index]]
+                self._at_hand_too(node)
             elif node.op == "call_function":
                 best = self._choose(node)
                 if self._gathers(node, best) and opens(node):
                     node, opened = open_op(self.graph, node), True
                     continue
                 self._take(node, best)
+                self._at_hand_too(node)
             node = node.next
         return opened
+
+    def _at_hand_too(self, node: fx.Node) -> None:
+        """Layouts that cost nothing: what follows from the inputs is there for all microbatches."""
+        if node in self.given and R not in self.made[node]:
+            self.made[node].append(R)
+        if is_zero(node):
+            self.made[node].append(U)  # zeros are the sum of zeros
 
     def _produced(self, node: fx.Node) -> tuple[Layout, ...]:
         """The layouts of a call's results."""
@@ -129,6 +145,8 @@ class _AxisWalk:
             node, self.prices.num, seen, strict=self.strict, warnings=self.warnings
         )
         options = [whole, *known]
+        if node in self.given:
+            options = [s for s in options if not any(out.kind in "UM" for out in s.outs)]
         priced = [
             (cost, i)
             for i, s in enumerate(options)
@@ -149,7 +167,7 @@ class _AxisWalk:
         results = tuple(
             None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
         )
-        before = tuple(self.choices.get(node, {}).items())
+        before = (*self.choices.get(node, {}).items(), node in self.given)
         return node.target, repr(literals), known, results, before, self.prices.final.get(node)
 
     def _gathers(self, node: fx.Node, best: Strategy) -> bool:
@@ -158,6 +176,14 @@ class _AxisWalk:
             self.made[o][0].kind == "cut" and want not in self.made[o]
             for o, want in zip(tensor_args(node), best.ins, strict=True)
         )
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a call makes zeros."""
+    fills = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in fills and bool(node.args[fills[node.target]] == 0)
 
 
 def placed(node: fx.Node, plan: Plan) -> Sharding:

@@ -1,0 +1,101 @@
+"""Microbatches as a mesh axis that runs in time: the same rules that cut a batch over ranks cut it
+over turns.
+
+Along the axis ``mb`` inputs are cut on their batch, parameters are whole, and what is summed over
+it is accumulated. Values that follow from the inputs alone exist whole as well, since a rank has
+its whole batch from the start; any other value that would need all microbatches at once is
+refused.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from partc import collectives
+from partc.errors import PlanError
+from partc.graph import Graph, call_before, draw_of, picked, shape_of, value
+from partc.mesh import Mesh
+from partc.passes.open_means import NLL
+
+aten = torch.ops.aten
+
+MB, PP = "mb", "pp"
+
+
+def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
+    """The axes that values are laid out on: those of one stage's ranks, then ``mb``.
+
+    As the last axis it cuts a batch first, so that whatever ranks exchange stays within a
+    microbatch. Pipeline stages hold different values, so ``pp`` is none of them.
+    """
+    if MB in mesh.names:
+        raise PlanError(
+            where=f"mesh {mesh}",
+            what=f"an axis is called {MB!r}",
+            why="this name stands for microbatches",
+            do="Rename the axis, for example to dp.",
+        )
+    turns = ((MB, microbatches),) if microbatches > 1 else ()
+    return Mesh((*(axis for axis in mesh.axes if axis[0] != PP), *turns))
+
+
+def given(graph: Graph) -> set[fx.Node]:
+    """What follows from the step's inputs alone (masks, positions, labels, counts of tokens)."""
+    updated = {graph.buffers[name] for name in graph.outputs.buffers}
+    known: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        placed = node.op == "placeholder" and value(node).kind != "param" and node not in updated
+        drawn = node.op == "call_function" and bool(draw_of(node))
+        if placed or (
+            node.op == "call_function"
+            and not drawn
+            and all(operand in known for operand in node.all_input_nodes)
+        ):
+            known.add(node)
+    return known
+
+
+def check_microbatches(local: Graph) -> None:
+    """PlanError if a value in the middle of the step needs all microbatches at once."""
+    for node in local.calls():
+        if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MB:
+            known = value(node)
+            line = known.source.partition(": ")[0]
+            raise PlanError(
+                where=f"{known.module or 'loss'} ({line})" if line else known.module or "loss",
+                what=f"{known.name or node.name} needs the whole batch, not one microbatch",
+                why=f"it would take an {node.target.__name__} over microbatches, which run one "
+                "after the other",
+                do="Use microbatches=1, or change this line to look at each sample by itself.",
+            )
+
+
+def count_targets(graph: Graph) -> None:
+    """Count what a loss averages over from its targets alone, so that it is known from the start.
+
+    ``nll_loss_forward`` gives the weight of its targets beside the loss, and so only once the
+    scores are there.
+    """
+    for node in list(graph.calls()):
+        if node.target is operator.getitem and picked(node)[1] == 1:
+            call = picked(node)[0]
+            if call.target in NLL:
+                node.replace_all_uses_with(_count(call, node))
+                graph.fx.erase_node(node)
+
+
+def _count(call: fx.Node, known: fx.Node) -> fx.Node:
+    """The number of targets that are not ignored, or the sum of their classes' weights."""
+    _, targets, weight, _, ignored = call.args
+    valid = call_before(call, aten.ne.Scalar, targets, ignored)
+    if weight is None:
+        each = call_before(call, aten._to_copy.default, valid, dtype=value(known).dtype)
+    else:
+        safe = call_before(call, aten.mul.Tensor, targets, valid)
+        chosen = call_before(call, aten.index.Tensor, weight, [safe])
+        each = call_before(call, aten.mul.Tensor, chosen, valid)
+    dims = list(range(len(shape_of(each))))
+    return call_before(call, aten.sum.dim_IntList, each, dims)

@@ -1,0 +1,249 @@
+"""One graph per pipeline stage from the local graph of all of them.
+
+A stage's graph receives what the stages before it (forward) and behind it (backward) make, and
+sends on what the next one reads; a value that a later stage reads passes through those in between.
+Calls are sorted into phases: ``S`` once before all microbatches, ``F`` and ``B`` per microbatch,
+``W`` the part of the backward that no other stage waits for, ``E`` once after all microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from partc import collectives
+from partc.graph import (
+    Graph,
+    Outputs,
+    Phase,
+    held,
+    is_weight,
+    set_held,
+    set_value,
+    stage_of,
+    value,
+)
+from partc.passes.assign_stages import COPY
+from partc.passes.microbatches import MB, given
+from partc.plan import Plan
+from partc.sharding import R
+
+ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
+
+
+def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
+    """The graphs of stages 0, 1, ...; ``split_backward`` keeps weight gradients apart (``W``)."""
+    local = replace(local)
+    phases = _phases(local, plan)
+    stages = [_Stage(local, number, phases) for number in range(len(plan.stages) + 1)]
+    crossing = {
+        phase: [_crossing(local, number, phase, phases) for number in range(len(plan.stages))]
+        for phase in ("F", "B")
+    }
+    graphs = []
+    for stage in stages:
+        before = crossing["F"][stage.number - 1] if stage.number else []
+        behind = crossing["B"][stage.number] if stage.number < len(plan.stages) else []
+        forward = crossing["F"][stage.number] if stage.number < len(plan.stages) else []
+        backward = crossing["B"][stage.number - 1] if stage.number else []
+        graphs.append(stage.graph([*before, *behind], [*forward, *backward]))
+    if split_backward:
+        for graph in graphs:
+            _set_weights_apart(graph)
+    return [_in_phase_order(graph) for graph in graphs]
+
+
+# phases -------------------------------------------------------------------------------------------
+def _phases(local: Graph, plan: Plan) -> dict[fx.Node, Phase]:
+    """The phase of every call, ``W`` not told from ``B`` yet."""
+    phases: dict[fx.Node, Phase] = {}
+    free = given(local)
+    for node in local.calls():
+        operands = [phases[o] for o in node.all_input_nodes if o in phases]
+        if node.target is collectives.accumulate or "E" in operands:
+            phases[node] = "E"
+        elif _is_steady(node, plan, free) and all(phase == "S" for phase in operands):
+            phases[node] = "S"
+        else:
+            phases[node] = value(node).phase
+    return phases
+
+
+def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
+    """Whether a call gives the same for all microbatches and may be kept for the whole step."""
+    if value(node).sharding.on(MB) != R:
+        return False
+    if node in free:
+        return True
+    if not is_weight(node):
+        return False
+    if node.target in collectives.COLLECTIVES:
+        return plan.gather.get(str(node.kwargs["axis"])) == "step"
+    return True
+
+
+# stages -------------------------------------------------------------------------------------------
+def _anywhere(node: fx.Node, free: set[fx.Node]) -> bool:
+    """Whether each stage computes a value for itself."""
+    return node.op == "placeholder" or node in free or is_weight(node)
+
+
+def _crossing(
+    local: Graph, number: int, phase: Phase, phases: dict[fx.Node, Phase]
+) -> list[fx.Node]:
+    """Values of a phase that pass between stages ``number`` and ``number + 1``, in order."""
+    free = given(local)
+    found = []
+    for node in local.calls():
+        if phases[node] != phase or _anywhere(node, free):
+            continue
+        readers = [stage_of(u) for u in node.users if u.op == "call_function"]
+        low, high = min(readers, default=-1), max(readers, default=-1)
+        if phase == "F" and stage_of(node) <= number < high:
+            found.append(node)
+        if phase == "B" and -1 < low <= number < stage_of(node):
+            found.append(node)
+    return found
+
+
+@dataclass
+class _Stage:
+    """Copies one stage's calls into a graph of their own; ``copies`` from node to its copy."""
+
+    local: Graph
+    number: int
+    phases: dict[fx.Node, Phase]
+    out: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def graph(self, received: Iterable[fx.Node], sent: Iterable[fx.Node]) -> Graph:
+        free = given(self.local)
+        calls = list(self._calls(free, sent))
+        wanted = {o for node in calls for o in node.all_input_nodes}
+        for node in self.local.fx.nodes:
+            if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
+                self._place(node)
+        for node in received:
+            self._receive(node)
+        for node in calls:
+            copy = self.out.node_copy(node, lambda n: self.copies[n])
+            copy.meta = dict(node.meta)
+            set_value(copy, replace(value(node), phase=self.phases[node], stage=self.number))
+            self.copies[node] = copy
+        self.out.output(self._outputs(sent).as_dict())
+        names = {value(n).name for n in self.out.nodes if n.op == "placeholder"}
+        aliases = {a: b for a, b in self.local.aliases.items() if b in names}
+        constants = {n: t for n, t in self.local.constants.items() if n in names}
+        return replace(self.local, fx=self.out, aliases=aliases, constants=constants)
+
+    def _calls(self, free: set[fx.Node], sent: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """The stage's own calls, and those that every stage makes for itself, in order."""
+        own = [
+            n for n in self.local.calls()
+            if not _anywhere(n, free) and stage_of(n) == self.number
+        ]  # fmt: skip
+        outputs = self.local.outputs
+        needed = {*own, *(n for n in outputs.buffers.values() if self._updates_here(n, own))}
+        for node in reversed(list(self.local.calls())):
+            if _anywhere(node, free) and any(u in needed for u in node.users):
+                needed.add(node)
+        return (n for n in self.local.calls() if n in needed)
+
+    def _updates_here(self, node: fx.Node, own: list[fx.Node]) -> bool:
+        """Whether a new buffer value that follows from the buffer alone (a counter) is made
+        here: with the first stage."""
+        return self.number == 0 and node not in own and stage_of(node) < 0
+
+    def _place(self, node: fx.Node) -> None:
+        copy = self.out.placeholder(str(node.target))
+        copy.name = node.name
+        known = value(node)
+        set_value(copy, replace(known, name=known.name.partition(COPY)[0]))
+        set_held(copy, held(node))
+        self.copies[node] = copy
+
+    def _receive(self, node: fx.Node) -> None:
+        copy = self.out.placeholder(node.name)
+        known = value(node)
+        set_value(copy, replace(known, kind="received", name=node.name, phase=self.phases[node]))
+        set_held(copy, held(node))
+        self.copies[node] = copy
+
+    def _outputs(self, sent: Iterable[fx.Node]) -> Outputs:
+        """The results that this stage makes, and what it sends."""
+        whole, copies = self.local.outputs, self.copies
+        here = {n for n in copies if n.op == "call_function" and stage_of(n) == self.number}
+        here |= {n for n in whole.buffers.values() if n in copies}
+        return Outputs(
+            loss=copies[whole.loss] if whole.loss in here else None,
+            grads={n.partition(COPY)[0]: copies[g] for n, g in whole.grads.items() if g in here},
+            buffers={n: copies[b] for n, b in whole.buffers.items() if b in here},
+            results={n: copies[r] for n, r in whole.results.items() if r in here},
+            sent={node.name: copies[node] for node in sent},
+        )
+
+
+# weight gradients apart ---------------------------------------------------------------------------
+def _set_weights_apart(graph: Graph) -> None:
+    """Move to ``W`` what only gradients of parameters need: their last contraction or sum, with
+    the cheap calls that feed it alone."""
+    apart: set[fx.Node] = set()
+    sent = {*graph.outputs.sent.values()}
+    for node in reversed(list(graph.calls())):
+        if value(node).phase != "B" or node in sent:
+            continue
+        readers = [u for u in node.users if u.op == "call_function"]
+        if all(u in apart or value(u).phase == "E" for u in readers) and (
+            _is_last(readers, apart) or _is_light(node)
+        ):
+            apart.add(node)
+            set_value(node, replace(value(node), phase="W"))
+
+
+def _is_last(readers: list[fx.Node], apart: set[fx.Node]) -> bool:
+    """Whether nothing but the movement of the finished gradient follows."""
+    moves = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
+    return all(u.target in moves or _is_light(u) for u in readers) and not any(
+        _is_heavy(u) for u in _reached(readers, apart)
+    )
+
+
+def _reached(readers: list[fx.Node], apart: set[fx.Node]) -> Iterator[fx.Node]:
+    for reader in readers:
+        if reader in apart:
+            yield reader
+            yield from _reached([u for u in reader.users if u.op == "call_function"], apart)
+
+
+def _is_light(node: fx.Node) -> bool:
+    return not _is_heavy(node)
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """A contraction, or anything else that is not elementwise, a view or a sum."""
+    tags = getattr(node.target, "tags", ())
+    name = getattr(node.target, "__name__", "")
+    views = getattr(node.target, "is_view", False)
+    light = ("sum", "reshape", "permute", "getitem", "wait", "cat", "clone", "to_copy", "expand")
+    return not (
+        torch.Tag.pointwise in tags
+        or views
+        or any(word in name for word in light)
+        or node.target in (*collectives.COLLECTIVES, *collectives.LOCAL)
+    )
+
+
+def _in_phase_order(graph: Graph) -> Graph:
+    """Phase after phase, each in its own order."""
+    calls = list(graph.calls())
+    anchor = next(n for n in reversed(list(graph.fx.nodes)) if n.op == "placeholder")
+    for phase in ORDER:
+        for node in calls:
+            if value(node).phase == phase:
+                anchor.append(node)
+                anchor = node
+    graph.fx.lint()
+    return graph
