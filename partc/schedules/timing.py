@@ -23,7 +23,7 @@ class Costs:
     A whole backward takes ``input_grad + weight_grad``. ``transfer[s]`` is the time from stage
     ``s`` to ``s + 1`` and the same way back; between stages of one rank it does not count. A stage
     holds ``activation`` from the start of its forward to the end of ``B`` or ``I``, and
-    ``waiting`` from there to the end of ``W``.
+    ``waiting`` from there to the end of ``W``; without backwards it holds nothing.
     """
 
     forward: Row
@@ -127,6 +127,7 @@ class _Run:
         self.backward_end = [[_NOT_YET] * schedule.microbatches for _ in range(stages)]
         self.forward_waiter: list[dict[int, int]] = [{} for _ in range(stages)]
         self.backward_waiter: list[dict[int, int]] = [{} for _ in range(stages)]
+        self.activation = costs.activation if schedule.kinds - {"F"} else (0,) * stages
         rank_of = schedule.rank_of
         self.transfer = [
             costs.transfer[s] if s + 1 < stages and rank_of[s] != rank_of[s + 1] else 0
@@ -154,7 +155,7 @@ class _Run:
                     start = max(start, need + transfer[stage - 1])
                 now = start + costs.forward[stage]
                 forward_end[stage][microbatch] = now
-                held += costs.activation[stage]
+                held += self.activation[stage]
                 if microbatch in forward_waiter[stage]:
                     woken.append(forward_waiter[stage].pop(microbatch))
             elif kind == "W":
