@@ -1,6 +1,6 @@
 """Forward only: for evaluation and inference; no backward follows.
 
-Bubble ``(p - 1) / (v m + p - 1)`` of the time if ``p`` divides ``m``, for ``v`` stages per rank.
+Bubble ``(p - 1) / (v m + p - 1)`` of the time if ``m >= p``, for ``v`` stages per rank.
 No activations are held, as no backward needs them. Several stages per rank take turns as in
 interleaved 1F1B: a microbatch leaves the pipeline early, and few are under way at a time.
 """

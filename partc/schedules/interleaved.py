@@ -3,14 +3,14 @@
 Source: Narayanan et al., Megatron-LM (arXiv 2104.04473). Use it when microbatches are few for the
 number of ranks and the links can carry ``v`` times the transfers, for ``v`` stages per rank.
 
-Bubble ``(p - 1) / (v m + p - 1)`` of the time if ``p`` divides ``m``: that of 1F1B is divided by
-``v``. Rank ``r`` holds ``min(v m, (v - 1) p + 2 (p - 1 - r) + 1)`` stage activations, each ``1/v``
-of a microbatch's.
+Bubble ``(p - 1) / (v m + p - 1)`` of the time if ``m >= p``: that of 1F1B is divided by ``v``. Rank
+``r`` holds ``min(v m, (v - 1) k + 2 (p - 1 - r) + 1)`` stage activations, each ``1/v`` of a
+microbatch's, where ``k`` is the size of a round, in the paper ``p``.
 
-The paper wants ``m`` to be a multiple of ``p``: microbatches go through a rank's stages in rounds
-of ``p``. Here, as in torch, there are ``max(1, m // p)`` rounds, of as equal sizes as possible
-(larger ones first), so every ``m`` works. In rounds of more than ``p`` nobody waits, but a rank
-holds more; in one round of fewer than ``p`` all ranks idle between stages.
+In the paper microbatches go through a rank's stages in rounds of ``p``, which must divide ``m``.
+Here, as in torch, there are ``max(1, m // p)`` rounds, and they may differ in size by one (larger
+ones first), so every ``m`` works. Rounds of more than ``p`` cost memory but no time; in one round
+of fewer than ``p`` all ranks wait between stages.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def svg(timeline: Timeline) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 34}" '
         f'viewBox="0 0 {width:.0f} {bottom + 34}" font-family="sans-serif" font-size="12">',
         "<style>text{fill:#222}.box{fill:#111;text-anchor:middle}.line{stroke:#888}"
-        "@media(prefers-color-scheme:dark){text{fill:#ddd}.box{fill:#111}}</style>",
+        "@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>",
         f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
         *_legend(timeline),
         *(line for rank in range(schedule.ranks) for line in _boxes(timeline, rank, scale)),
@@ -93,12 +93,14 @@ def svg(timeline: Timeline) -> str:
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
-    x = LEFT
+    x, schedule = LEFT, timeline.schedule
     for kind, meaning in MEANINGS.items():
-        if kind in timeline.schedule.kinds:
+        if kind in schedule.kinds:
             yield f'<rect x="{x}" y="30" width="14" height="14" fill="{_colour(kind, 0, 1)}"/>'
             yield f'<text x="{x + 20}" y="41">{kind} {meaning}</text>'
             x += 44 + 7 * len(meaning)
+    paler = ", paler: later stages of the rank" if len(schedule.rank_of) > schedule.ranks else ""
+    yield f'<text x="{x}" y="41">numbers: microbatches{paler}</text>'
 
 
 def _boxes(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
