@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import random
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,17 @@ import pytest
 import torch.distributed.pipelining.schedules as reference
 
 from partc.errors import PlanError
-from partc.schedules import NAMES, make
+from partc.schedules import (
+    NAMES,
+    blocks,
+    csv_form,
+    gpipe,
+    interleaved,
+    make,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from partc.schedules.actions import Action, Schedule, check_schedule, dependencies
 from partc.schedules.csv_form import read_csv, write_csv
 from partc.schedules.picture import grid, svg
@@ -354,6 +366,21 @@ def test_bad_csv(text: str, says: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_grid(name: str, golden: Golden) -> None:
     golden(grid(run(name, 4, 6)))
+
+
+def test_docstrings_show_what_is_made() -> None:
+    for module, name in [
+        (gpipe, "gpipe"),
+        (one_f_one_b, "1f1b"),
+        (zb_h1, "zb-h1"),
+        (zb_h2, "zb-h2"),
+    ]:
+        assert module.__doc__
+        assert indent(grid(run(name, 3, 4)), "    ") in module.__doc__
+    for module in (blocks, csv_form, interleaved, one_f_one_b):
+        tried = doctest.testmod(module)
+        assert tried.attempted > 0
+        assert tried.failed == 0
 
 
 def test_grid_loses_its_middle(golden: Golden) -> None:

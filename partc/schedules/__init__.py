@@ -11,19 +11,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from partc.errors import PlanError
+from partc.schedules import (
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from partc.schedules.actions import Action, Schedule, looped, v_shaped
 from partc.schedules.blocks import Orders
-from partc.schedules.dualpipe_v import dualpipe_v
-from partc.schedules.forward_only import forward_only
-from partc.schedules.gpipe import gpipe
-from partc.schedules.interleaved import interleaved
-from partc.schedules.looped_bfs import looped_bfs
-from partc.schedules.one_f_one_b import one_f_one_b
-from partc.schedules.v_half import v_half
-from partc.schedules.v_min import v_min
-from partc.schedules.zb_h1 import zb_h1
-from partc.schedules.zb_h2 import zb_h2
-from partc.schedules.zb_v import zb_v
 
 __all__ = ["NAMES", "Action", "Needs", "Schedule", "make"]
 
@@ -52,17 +54,17 @@ class Needs:
 
 
 NAMES: dict[str, Needs] = {
-    "gpipe": Needs(gpipe),
-    "1f1b": Needs(one_f_one_b),
-    "interleaved-1f1b": Needs(interleaved, chunks=(2, None)),
-    "looped-bfs": Needs(looped_bfs, chunks=(2, None)),
-    "zb-h1": Needs(zb_h1, split=True),
-    "zb-h2": Needs(zb_h2, split=True),
-    "zb-v": Needs(zb_v, chunks=(2, 2), split=True, placement="v"),
-    "v-half": Needs(v_half, chunks=(2, 2), split=True, placement="v"),
-    "v-min": Needs(v_min, chunks=(2, 2), split=True, placement="v"),
-    "dualpipe-v": Needs(dualpipe_v, chunks=(2, 2), split=True, placement="v"),
-    "forward-only": Needs(forward_only, chunks=(1, None)),
+    "gpipe": Needs(gpipe.orders),
+    "1f1b": Needs(one_f_one_b.orders),
+    "interleaved-1f1b": Needs(interleaved.orders, chunks=(2, None)),
+    "looped-bfs": Needs(looped_bfs.orders, chunks=(2, None)),
+    "zb-h1": Needs(zb_h1.orders, split=True),
+    "zb-h2": Needs(zb_h2.orders, split=True),
+    "zb-v": Needs(zb_v.orders, chunks=(2, 2), split=True, placement="v"),
+    "v-half": Needs(v_half.orders, chunks=(2, 2), split=True, placement="v"),
+    "v-min": Needs(v_min.orders, chunks=(2, 2), split=True, placement="v"),
+    "dualpipe-v": Needs(dualpipe_v.orders, chunks=(2, 2), split=True, placement="v"),
+    "forward-only": Needs(forward_only.orders, chunks=(1, None)),
 }
 
 

@@ -21,12 +21,12 @@ from partc.schedules.actions import Action
 from partc.schedules.blocks import Order, Orders, first_microbatches
 
 
-def dualpipe_v(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
+def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
     """The orders of all ranks; fewer than ``2 p`` microbatches run as the first of so many."""
     assert chunks == 2
     enough = max(microbatches, 2 * ranks)
-    orders = [_numbered(_steps(rank, ranks, enough)) for rank in range(ranks)]
-    return first_microbatches(orders, microbatches)
+    all_of_them = [_numbered(_steps(rank, ranks, enough)) for rank in range(ranks)]
+    return first_microbatches(all_of_them, microbatches)
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[int, str]]:

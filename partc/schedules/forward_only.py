@@ -12,7 +12,7 @@ from partc.schedules.blocks import Orders
 from partc.schedules.interleaved import rounds
 
 
-def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Orders:
+def orders(ranks: int, microbatches: int, chunks: int = 1) -> Orders:
     """The orders of all ranks, each with ``chunks`` stages."""
     turns = rounds(ranks, microbatches)
     stages = [range(rank, ranks * chunks, ranks) for rank in range(ranks)]

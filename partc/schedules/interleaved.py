@@ -22,7 +22,7 @@ from partc.schedules.actions import Action
 from partc.schedules.blocks import Orders
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> Orders:
+def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
     """The orders of all ranks, each with ``chunks`` stages."""
     return [_order(rank, ranks, microbatches, chunks) for rank in range(ranks)]
 

@@ -15,7 +15,7 @@ from partc.schedules.actions import Action
 from partc.schedules.blocks import Orders
 
 
-def looped_bfs(ranks: int, microbatches: int, chunks: int) -> Orders:
+def orders(ranks: int, microbatches: int, chunks: int) -> Orders:
     """The orders of all ranks, each with ``chunks`` stages."""
     return [_order(range(rank, ranks * chunks, ranks), microbatches) for rank in range(ranks)]
 

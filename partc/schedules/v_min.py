@@ -18,7 +18,7 @@ from partc.schedules.actions import v_shaped
 from partc.schedules.blocks import Orders, fill_weights, repeated, v_block
 
 
-def v_min(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
+def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
     """The orders of all ranks; two stages per rank, so ``chunks`` is 2."""
     assert chunks == 2
     turns = (1, 1, 1) if ranks % 3 else (1, 3, 1)

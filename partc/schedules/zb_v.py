@@ -19,7 +19,7 @@ from partc.schedules.actions import v_shaped
 from partc.schedules.blocks import Orders, fill_weights, numbered, repeated, v_block
 
 
-def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
+def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
     """The orders of all ranks; two stages per rank, so ``chunks`` is 2."""
     assert chunks == 2
     if microbatches < 2 * ranks - 1:
