@@ -51,7 +51,8 @@ def v_block(ranks: int, down: int, up: int, turns: tuple[int, int, int]) -> Bloc
     block: Block = []
     for rank, slots in enumerate(zip(first, second, third, fourth, strict=True)):
         back = 2 * ranks - 1 - rank
-        block.append(dict(zip([(rank, "F"), (back, "F"), (back, "I"), (rank, "I")], slots)))  # noqa: B905
+        passes = [(rank, "F"), (back, "F"), (back, "I"), (rank, "I")]
+        block.append(dict(zip(passes, slots, strict=True)))
         assert len({slot % SLOTS for slot in slots}) == 4
     return block
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from partc.schedules.actions import Action
+from partc.schedules.actions import Action, Kind
 from partc.schedules.blocks import Orders
 
 
@@ -50,6 +50,6 @@ def _order(rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Actio
     return (*forwards[:ahead], *both, *backwards[len(forwards) - ahead :])
 
 
-def _in_rounds(turns: list[range], stages: Iterable[int], kind: str) -> list[Action]:
+def _in_rounds(turns: list[range], stages: Iterable[int], kind: Kind) -> list[Action]:
     stages = list(stages)
-    return [Action(s, kind, i) for turn in turns for s in stages for i in turn]  # type: ignore[arg-type]
+    return [Action(s, kind, i) for turn in turns for s in stages for i in turn]

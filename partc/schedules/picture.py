@@ -12,6 +12,8 @@ COLOURS = {"F": (111, 168, 255), "I": (95, 200, 150), "W": (244, 178, 102), "B":
 MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradients", "B": "backward"}
 ROW, GAP, LEFT, TOP = 26, 6, 70, 56  # pixels: a rank's row, between rows, around the boxes
 WIDEST = 1800  # pixels for the whole time, of which a box wants 30
+NARROWEST = 720  # pixels for title and legend
+MOST_SLOTS = 1 << 16  # of a grid; with one action far shorter than all others it is rounded
 
 
 def grid(timeline: Timeline, columns: int = 64) -> str:
@@ -25,7 +27,7 @@ def grid(timeline: Timeline, columns: int = 64) -> str:
         rank 0 holds 2 | 0F0 0F1 .   0B0---- 0B1----
         rank 1 holds 1 | .   1F0 1B0---- 1F1 1B1----
     """
-    slot = _shortest(timeline)
+    slot = max(_shortest(timeline), timeline.makespan / MOST_SLOTS)
     schedule = timeline.schedule
     head = (
         f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
@@ -67,12 +69,12 @@ def svg(timeline: Timeline) -> str:
     """Boxes for actions, coloured by kind, paler for later stages of a rank, with microbatches.
 
     A time axis stands below. Boxes too narrow for a number have it as a tooltip, like all others.
-    The size grows with the actions: about 150 bytes each.
+    The size grows with the actions, by some 200 bytes each.
     """
     schedule = timeline.schedule
     longest = timeline.makespan or 1
     scale = min(30 / _shortest(timeline), WIDEST / longest)
-    width = LEFT + longest * scale + 20
+    width = max(NARROWEST, LEFT + longest * scale + 20)
     bottom = TOP + schedule.ranks * (ROW + GAP)
     title = (
         f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "

@@ -8,7 +8,8 @@ about ``6 p`` slots: as one starts every six, a rank holds ``(p + 2) // 2`` micr
 With equal times ``T`` of forward, input and weight gradient (of half a rank's layers each, so 1F1B
 idles ``6 (p - 1) T``), ``m >= p`` and ``p > 1`` the idle time is ``3 (p - 1) T``, the published
 half, and ``T`` less if ``p`` is odd. For even ``p`` the V turns three slots later, as two passes
-would fall into one slot otherwise.
+would fall into one slot otherwise. With unequal times ranks may wait at every microbatch, not only
+at both ends: ask `timeline`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """V-Min: two stages per rank in a V, a third of the activations of 1F1B.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362). Use it when
-V-Half still does not fit. It suffers most from unequal times, as every pass waits for the one
-before: V-Half is the better one wherever it fits.
+V-Half still does not fit: it suffers most from unequal times, as every pass waits for the one
+before, at every microbatch.
 
 A microbatch takes one slot per rank both ways, the least there is, so its lives on a rank's two
 stages add up to about ``4 p`` slots: as one starts every six, a rank holds ``(p + 4) // 3``
