@@ -7,6 +7,7 @@ import random
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from itertools import product
 from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,18 @@ def test_dualpipe_v(times: Times) -> None:
             whole = _span_of_groups(_dualpipe_groups(p, m), 2 * p, times)
             published = (p - 1) * (pair + backward - 3 * weight_grad)
             assert whole - line.busy[0] == published
+
+
+def test_formulas_hold_for_the_times_that_the_docstrings_name() -> None:
+    p, m = 5, 11
+    for times in product(range(1, 6), range(1, 6), range(1, 6)):
+        forward, input_grad, weight_grad = times
+        if weight_grad <= min(forward, input_grad):
+            expected = (p - 1) * (forward + input_grad - weight_grad)
+            assert idle(run("zb-h1", p, m, times)) == expected
+            assert idle_in_span(run("zb-h2", p, m, times)) == expected - (p - 1) * weight_grad
+            if input_grad <= forward <= input_grad + weight_grad:
+                assert idle(run("dualpipe-v", p, m, times)) == expected
 
 
 def _span_of_groups(rows: list[list[tuple[Action, ...]]], stages: int, times: Times) -> int:

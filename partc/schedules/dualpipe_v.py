@@ -8,8 +8,8 @@ overlaps inside them is the business of the program that runs them.
 The published idle time is ``(p - 1) (F&B + B - 3 W)`` on ``p`` ranks (there ``PP / 2``), with
 ``F&B`` the time of a pair that starts when both may and has its results at its end only. It holds
 exactly for ``F = I``. With the two one after the other, as here, a forward's result is there before
-its pair ends: the idle time is ``(p - 1) (F + I - W)`` if ``F >= I >= W``. Every rank holds at most
-``2 p + 1`` stage activations (``PP + 1``). For all this ``m >= 2 p`` is needed.
+its pair ends: the idle time is ``(p - 1) (F + I - W)`` if ``W <= I <= F <= B``. Every rank holds at
+most ``2 p + 1`` stage activations (``PP + 1``). For all this ``m >= 2 p`` is needed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2. Use it instead of
 1F1B when backwards can be split: nothing but the order changes.
 
-With times ``F``, ``I`` and ``W <= I`` a rank idles ``(p - 1) (F + I - W)``, a third of the
+With times ``W <= F, I`` and ``m >= p`` a rank idles ``(p - 1) (F + I - W)``, a third of the
 ``(p - 1) (F + I + W)`` of 1F1B when the three are equal. A rank holds at most ``p`` microbatches,
 as the first rank does in 1F1B; later ranks put that off to have weight gradients left at the end::
 

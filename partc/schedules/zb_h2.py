@@ -3,7 +3,7 @@
 Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2. Use it when there
 is memory for twice the activations of 1F1B.
 
-With times ``F``, ``I`` and ``W`` a rank idles ``(p - 1) (F + I - 2 W)`` between its own first start
+With times ``W <= F, I`` a rank idles ``(p - 1) (F + I - 2 W)`` between its own first start
 and its own end: not at all when the three are equal. (The ``p - 1`` slots by which the last rank
 starts later remain, unless the next step follows without a barrier.) A rank holds at most ``2 p -
 1`` microbatches. For this ``m >= 2 p - 1`` is needed; fewer microbatches leave a bubble::
