@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from partc.errors import PlanError
 
 Kind = Literal["F", "B", "I", "W"]
-_WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)")
+_WRITTEN = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
 
 class Action(NamedTuple):

@@ -1,0 +1,81 @@
+"""A schedule as CSV, in the compute-only form of torch's pipelining: one row per rank.
+
+Cells are actions such as ``0F2``; empty cells (torch's bubbles) are left out. Torch's overlapped
+pairs, ``(0F1;3B0)OVERLAP_F_B``, are read as their parts in turn, since partc places what overlaps
+itself. What is written is read back as the same schedule, by torch as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from itertools import count
+
+from partc.errors import PlanError
+from partc.schedules.actions import Action, Schedule, check_schedule
+
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+def write_csv(schedule: Schedule) -> str:
+    """One line per rank.
+
+    >>> write_csv(Schedule("s", ((Action(0, "F", 0), Action(0, "B", 0)),), (0,), 1))
+    '0F0,0B0\\n'
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(schedule.orders)
+    return text.getvalue()
+
+
+def read_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule of the rows; each stage belongs to the rank in whose row it stands.
+
+    PlanError, with row and column, for anything that is not an action of computing, or if stages or
+    microbatches are missing, stand twice or on two ranks.
+    """
+    rows = list(csv.reader(io.StringIO(text)))
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    orders = tuple(
+        tuple(action for column, cell in enumerate(row, 1) for action in _cell(cell, line, column))
+        for line, row in enumerate(rows, 1)
+    )
+    actions = [action for order in orders for action in order]
+    if not actions:
+        raise PlanError(
+            where=f"schedule {name}", what="there is no action in it", why="",
+            do="Write one row per pipeline rank, with cells such as 0F0.",
+        )  # fmt: skip
+    microbatches = 1 + max(action.microbatch for action in actions)
+    schedule = Schedule(name, orders, _ranks(orders, name), microbatches)
+    check_schedule(schedule)
+    return schedule
+
+
+def _cell(cell: str, line: int, column: int) -> list[Action]:
+    pair = _PAIR.fullmatch(cell.strip())
+    parts = pair.group(1).split(";") if pair else [cell]
+    try:
+        return [Action.parse(part) for part in parts if part.strip()]
+    except PlanError as error:
+        where = f"row {line}, column {column}: {cell.strip()!r}"
+        raise PlanError(where=where, what=error.what, why=error.why, do=error.do) from None
+
+
+def _ranks(orders: tuple[tuple[Action, ...], ...], name: str) -> tuple[int, ...]:
+    """The rank of every stage: the first row that has it, as `check_schedule` finds a second."""
+    found: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            found.setdefault(action.stage, rank)
+    missing = next(stage for stage in count() if stage not in found)
+    if missing < max(found):
+        raise PlanError(
+            where=f"schedule {name}",
+            what=f"stage {missing} stands in no row",
+            why=f"there is a stage {max(found)}, and stages are counted from 0",
+            do="Add its actions to the row of the rank that runs it.",
+        )
+    return tuple(found[stage] for stage in range(len(found)))

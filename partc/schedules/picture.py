@@ -1,0 +1,141 @@
+"""Draw a timeline: as a grid of text, or as an SVG that reads on light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from math import floor, log10
+
+from partc.schedules.timing import Timeline
+
+COLOURS = {"F": (111, 168, 255), "I": (95, 200, 150), "W": (244, 178, 102), "B": (200, 150, 235)}
+MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradients", "B": "backward"}
+ROW, GAP, LEFT, TOP = 26, 6, 70, 56  # pixels: a rank's row, between rows, around the boxes
+WIDEST = 1800  # pixels for the whole time, of which a box wants 30
+NARROWEST = 720  # pixels for title and legend
+MOST_SLOTS = 1 << 16  # of a grid; with one action far shorter than all others it is rounded
+
+
+def grid(timeline: Timeline, columns: int = 64) -> str:
+    """One row per rank and one column per slot of time; longer ones lose their middle.
+
+    A slot is as long as the shortest action. Longer ones are drawn out with ``-``, idle slots are
+    dots, and times that are no multiple of a slot are rounded, so that a picture of uneven stages
+    is only roughly to scale::
+
+        1f1b: 2 ranks, 2 microbatches, bubble 33.3%, a column is 1
+        rank 0 holds 2 | 0F0 0F1 .   0B0---- 0B1----
+        rank 1 holds 1 | .   1F0 1B0---- 1F1 1B1----
+    """
+    slot = max(_shortest(timeline), timeline.makespan / MOST_SLOTS)
+    schedule = timeline.schedule
+    head = (
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+        f"bubble {timeline.bubble:.1%}, a column is {slot:g}"
+    )
+    cell = 1 + max((len(str(a)) for order in schedule.orders for a in order), default=1)
+    labels = [f"rank {rank} holds {peak:g}" for rank, peak in enumerate(timeline.peaks)]
+    width = max(map(len, labels))
+    rows = [_row(timeline, rank, slot, cell) for rank in range(schedule.ranks)]
+    slots = max(map(len, rows)) // cell
+    rows = [row + ("." + " " * (cell - 1)) * (slots - len(row) // cell) for row in rows]
+    if slots > columns:
+        half = columns // 2 * cell
+        rows = [f"{row[:half]}... {row[-half:]}" for row in rows]
+    body = (f"{a:{width}} | {row}".rstrip() for a, row in zip(labels, rows, strict=True))
+    return "\n".join((head, *body))
+
+
+def _shortest(timeline: Timeline) -> float:
+    lengths = (
+        end - start
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
+    )
+    return min((length for length in lengths if length > 0), default=1)
+
+
+def _row(timeline: Timeline, rank: int, slot: float, cell: int) -> str:
+    row, order = "", timeline.schedule.orders[rank]
+    for action, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
+        idle = max(0, round(start / slot) - len(row) // cell)
+        slots = max(1, round(end / slot) - len(row) // cell - idle)
+        row += ("." + " " * (cell - 1)) * idle
+        row += str(action).ljust(slots * cell - 1, "-" if slots > 1 else " ") + " "
+    return row
+
+
+def svg(timeline: Timeline) -> str:
+    """Boxes for actions, coloured by kind, paler for later stages of a rank, with microbatches.
+
+    A time axis stands below. Boxes too narrow for a number have it as a tooltip, like all others.
+    The size grows with the actions, by some 200 bytes each.
+    """
+    schedule = timeline.schedule
+    longest = timeline.makespan or 1
+    scale = min(30 / _shortest(timeline), WIDEST / longest)
+    width = max(NARROWEST, LEFT + longest * scale + 20)
+    bottom = TOP + schedule.ranks * (ROW + GAP)
+    title = (
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches, "
+        f"bubble {timeline.bubble:.1%}"
+    )
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom + 34}" '
+        f'viewBox="0 0 {width:.0f} {bottom + 34}" font-family="sans-serif" font-size="12">',
+        "<style>text{fill:#222}.box{fill:#111;text-anchor:middle}.line{stroke:#888}"
+        "@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>",
+        f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
+        *_legend(timeline),
+        *(line for rank in range(schedule.ranks) for line in _boxes(timeline, rank, scale)),
+        *_axis(longest, scale, bottom),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _legend(timeline: Timeline) -> Iterator[str]:
+    x, schedule = LEFT, timeline.schedule
+    for kind, meaning in MEANINGS.items():
+        if kind in schedule.kinds:
+            yield f'<rect x="{x}" y="30" width="14" height="14" fill="{_colour(kind, 0, 1)}"/>'
+            yield f'<text x="{x + 20}" y="41">{kind} {meaning}</text>'
+            x += 44 + 7 * len(meaning)
+    paler = ", paler: later stages of the rank" if len(schedule.rank_of) > schedule.ranks else ""
+    yield f'<text x="{x}" y="41">numbers: microbatches{paler}</text>'
+
+
+def _boxes(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
+    schedule = timeline.schedule
+    own = schedule.stages_of(rank)
+    chunk_of = {stage: chunk for chunk, stage in enumerate(own)}
+    y = TOP + rank * (ROW + GAP)
+    yield f'<text x="10" y="{y + 17}">rank {rank}</text>'
+    times = zip(timeline.starts[rank], timeline.ends[rank], strict=True)
+    for action, (start, end) in zip(schedule.orders[rank], times, strict=True):
+        x, width = LEFT + start * scale, (end - start) * scale
+        colour = _colour(action.kind, chunk_of[action.stage], len(own))
+        yield (
+            f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{colour}" '
+            f'stroke="#444" stroke-width="0.5"><title>{action}</title></rect>'
+        )
+        if width >= 7 * len(str(action.microbatch)) + 3:
+            middle = x + width / 2
+            yield f'<text class="box" x="{middle:.1f}" y="{y + 17}">{action.microbatch}</text>'
+
+
+def _axis(longest: float, scale: float, y: int) -> Iterator[str]:
+    """A line with about a mark per 80 pixels, at round times."""
+    yield f'<path class="line" d="M{LEFT} {y}H{LEFT + longest * scale:.1f}"/>'
+    power = 10 ** floor(log10(80 / scale))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step * scale >= 80)
+    for n in range(int(longest / step) + 1):
+        x = LEFT + n * step * scale
+        yield f'<path class="line" d="M{x:.1f} {y}v5"/>'
+        yield f'<text x="{x:.1f}" y="{y + 20}" text-anchor="middle">{n * step:g}</text>'
+
+
+def _colour(kind: str, chunk: int, chunks: int) -> str:
+    """The kind's colour, up to halfway to white for the last stage of a rank."""
+    pale = 0.55 * chunk / max(1, chunks - 1)
+    return "#" + "".join(f"{round(c + (255 - c) * pale):02x}" for c in COLOURS[kind])

@@ -1,0 +1,244 @@
+"""When every action of a schedule runs, how long the step takes and what each rank holds at most.
+
+Each rank runs its actions in the given order, each as soon as what it needs is there. Transfers
+take time but nobody's computing time. Nothing is rounded: whole numbers in give whole numbers out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from partc.errors import PlanError
+from partc.schedules.actions import Action, Schedule
+
+Row = tuple[float, ...]
+_NOT_YET = -1.0  # every real time is at least 0, and comparing numbers is cheaper than with None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one microbatch costs, per stage; times in one unit, memory in one unit, as you like.
+
+    A whole backward takes ``input_grad + weight_grad``. ``transfer[s]`` is the time from stage
+    ``s`` to ``s + 1`` and the same way back; between stages of one rank it does not count. A stage
+    holds ``activation`` from the start of its forward to the end of ``B`` or ``I``, and
+    ``waiting`` from there to the end of ``W``; without backwards it holds nothing.
+    """
+
+    forward: Row
+    input_grad: Row
+    weight_grad: Row
+    transfer: Row
+    activation: Row
+    waiting: Row
+
+    @classmethod
+    def even(
+        cls,
+        stages: int,
+        *,
+        forward: float = 1,
+        input_grad: float = 1,
+        weight_grad: float = 1,
+        transfer: float = 0,
+        activation: float = 1,
+        waiting: float | None = None,
+    ) -> Costs:
+        """The same for all stages; without ``waiting`` the whole activation waits for ``W``."""
+        waiting = activation if waiting is None else waiting
+        per_stage = (forward, input_grad, weight_grad, transfer, activation, waiting)
+        return cls(*((cost,) * stages for cost in per_stage))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``starts[rank][i]`` and ``ends[rank][i]`` belong to ``schedule.orders[rank][i]``."""
+
+    schedule: Schedule
+    costs: Costs
+    starts: tuple[Row, ...]
+    ends: tuple[Row, ...]
+    peaks: Row  # most memory of activations held at once, per rank
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start of any rank to the last end."""
+        return max((row[-1] for row in self.ends if row), default=0)
+
+    @cached_property
+    def busy(self) -> Row:
+        """Computing time per rank."""
+        pairs = zip(self.starts, self.ends, strict=True)
+        return tuple(sum(ends) - sum(starts) for starts, ends in pairs)
+
+    @cached_property
+    def longest_span(self) -> float:
+        """The longest time from a rank's own first start to its own last end.
+
+        This is the step time of the zero-bubble papers: if the next step begins on each rank as
+        soon as the rank is done, the late start of the later ranks is paid only once.
+        """
+        pairs = zip(self.starts, self.ends, strict=True)
+        return max((ends[-1] - starts[0] for starts, ends in pairs if ends), default=0)
+
+    @property
+    def bubbles(self) -> Row:
+        """The idle fraction of the makespan, per rank."""
+        return tuple(_idle(busy, self.makespan) for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of all ranks' time; with even stages every rank has the same."""
+        return _idle(sum(self.busy), self.makespan * self.schedule.ranks)
+
+    @property
+    def bubble_in_span(self) -> float:
+        """The idle fraction of the longest span, which is the bubble rate of the papers."""
+        return _idle(max(self.busy, default=0), self.longest_span)
+
+
+def timeline(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run the orders in their earliest times; PlanError shows the cycle of waits if they cannot.
+
+    Linear in the number of actions. The schedule should have passed ``check_schedule``.
+    """
+    run = _Run(schedule, costs)
+    ready = list(range(schedule.ranks))
+    while ready:
+        ready.extend(run.advance(ready.pop()))
+    if any(len(run.ends[r]) < len(order) for r, order in enumerate(schedule.orders)):
+        raise _deadlock(schedule, [len(ends) for ends in run.ends])
+    starts, ends = (tuple(map(tuple, rows)) for rows in (run.starts, run.ends))
+    return Timeline(schedule, costs, starts, ends, tuple(run.peaks))
+
+
+class _Run:
+    """The state of a run: how far every rank has come, and who waits for what."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        stages, ranks = schedule.stages, schedule.ranks
+        self.schedule, self.costs = schedule, costs
+        self.starts: list[list[float]] = [[] for _ in range(ranks)]
+        self.ends: list[list[float]] = [[] for _ in range(ranks)]
+        self.held, self.peaks = [0.0] * ranks, [0.0] * ranks
+        # Per stage and microbatch. Only a neighbouring stage waits, hence one waiter is enough.
+        self.forward_end = [[_NOT_YET] * schedule.microbatches for _ in range(stages)]
+        self.backward_end = [[_NOT_YET] * schedule.microbatches for _ in range(stages)]
+        self.forward_waiter: list[dict[int, int]] = [{} for _ in range(stages)]
+        self.backward_waiter: list[dict[int, int]] = [{} for _ in range(stages)]
+        self.activation = costs.activation if schedule.kinds - {"F"} else (0,) * stages
+        rank_of = schedule.rank_of
+        self.transfer = [
+            costs.transfer[s] if s + 1 < stages and rank_of[s] != rank_of[s + 1] else 0
+            for s in range(stages)
+        ]
+
+    def advance(self, rank: int) -> list[int]:
+        """Run a rank until it must wait; the ranks that waited for something it has run."""
+        order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
+        forward_end, backward_end = self.forward_end, self.backward_end
+        forward_waiter, backward_waiter = self.forward_waiter, self.backward_waiter
+        costs, transfer, last = self.costs, self.transfer, self.schedule.stages - 1
+        now = ends[-1] if ends else 0
+        held, peak = self.held[rank], self.peaks[rank]
+        woken: list[int] = []
+        for at in range(len(ends), len(order)):
+            stage, kind, microbatch = order[at]
+            start = now
+            if kind == "F":
+                if stage > 0:
+                    need = forward_end[stage - 1][microbatch]
+                    if need < 0:
+                        forward_waiter[stage - 1][microbatch] = rank
+                        break
+                    start = max(start, need + transfer[stage - 1])
+                now = start + costs.forward[stage]
+                forward_end[stage][microbatch] = now
+                held += self.activation[stage]
+                if microbatch in forward_waiter[stage]:
+                    woken.append(forward_waiter[stage].pop(microbatch))
+            elif kind == "W":
+                if backward_end[stage][microbatch] < 0:
+                    break
+                now = start + costs.weight_grad[stage]
+                held -= costs.waiting[stage]
+            else:
+                if forward_end[stage][microbatch] < 0:
+                    break
+                if stage < last:
+                    need = backward_end[stage + 1][microbatch]
+                    if need < 0:
+                        backward_waiter[stage + 1][microbatch] = rank
+                        break
+                    start = max(start, need + transfer[stage])
+                now = start + costs.input_grad[stage]
+                held -= costs.activation[stage]
+                if kind == "B":
+                    now += costs.weight_grad[stage]
+                else:
+                    held += costs.waiting[stage]
+                backward_end[stage][microbatch] = now
+                if microbatch in backward_waiter[stage]:
+                    woken.append(backward_waiter[stage].pop(microbatch))
+            starts.append(start)
+            ends.append(now)
+            peak = max(peak, held)
+        self.held[rank], self.peaks[rank] = held, peak
+        return woken
+
+
+def _idle(busy: float, whole: float) -> float:
+    return 1 - busy / whole if whole else 0.0
+
+
+def _deadlock(schedule: Schedule, done: list[int]) -> PlanError:
+    """Follow who waits for whom until a rank comes up again, or until nobody runs the action."""
+    rank = next(r for r, order in enumerate(schedule.orders) if done[r] < len(order))
+    chain: list[int] = []
+    steps: dict[int, str] = {}
+    while rank not in steps:
+        action = schedule.orders[rank][done[rank]]
+        needed = _missing(schedule, action, done)
+        owner = schedule.rank_of[needed.stage]
+        if done[owner] == len(schedule.orders[owner]):
+            return _error(
+                schedule, rank, action, f"it waits for {needed}, which rank {owner} never runs", ""
+            )
+        chain.append(rank)
+        steps[rank] = f"rank {rank} stands at {action}, which needs {needed} of rank {owner}"
+        rank = owner
+    cycle = chain[chain.index(rank) :]
+    if len(cycle) == 1:
+        what = "it stands before an action of its own rank that it needs"
+    else:
+        what = f"{len(cycle)} ranks wait for each other in a circle"
+    first = schedule.orders[rank][done[rank]]
+    return _error(schedule, rank, first, what, "; ".join(steps[r] for r in cycle))
+
+
+def _missing(schedule: Schedule, action: Action, done: list[int]) -> Action:
+    """What a blocked action waits for."""
+    stage, kind, microbatch = action
+    own_backward_next = stage + 1 == schedule.stages
+    if kind == "F":
+        return Action(stage - 1, "F", microbatch)
+    if kind == "W":
+        return Action(stage, "I", microbatch)
+    owner = schedule.rank_of[stage]
+    forward = Action(stage, "F", microbatch)
+    if own_backward_next or forward not in schedule.orders[owner][: done[owner]]:
+        return forward
+    behind = schedule.orders[schedule.rank_of[stage + 1]]
+    whole = Action(stage + 1, "B", microbatch)
+    return whole if whole in behind else Action(stage + 1, "I", microbatch)
+
+
+def _error(schedule: Schedule, rank: int, action: Action, what: str, why: str) -> PlanError:
+    return PlanError(
+        where=f"schedule {schedule.name}, pipeline rank {rank}, action {action}",
+        what=f"the order never finishes: {what}",
+        why=why,
+        do="Move the action that is needed before the one that needs it, or name a schedule that "
+        "partc makes, for example schedule='1f1b'.",
+    )
