@@ -49,7 +49,7 @@ def _end_of_phase(node: fx.Node) -> fx.Node:
 def _wait_late(graph: Graph, node: fx.Node, order: dict[fx.Node, int], phased: bool) -> None:
     readers = list(node.users)
     first = min(readers, key=lambda n: order[n])
-    if phased and first.op != "output" and value(first).phase != value(node).phase:
+    if phased and (first.op == "output" or value(first).phase != value(node).phase):
         first = _end_of_phase(node)
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
