@@ -122,12 +122,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
         norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), norm_weight, norm_bias, 1e-05,
-        )                                        # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
-        w1 = F.linear(norm, w1_weight, w1_bias)  # f64[4@dp,8,10]
-        gelu = F.gelu(w1)                        # f64[4@dp,8,10]
-        w2 = F.linear(gelu, w2_weight, w2_bias)  # f64[4@dp,8,6]
-        y = x + w2                               # f64[4@dp,8,6]
+            x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        w1 = F.linear(norm, w1_weight, w1_bias)      # f64[4@dp,8,10]
+        gelu = F.gelu(w1)                            # f64[4@dp,8,10]
+        w2 = F.linear(gelu, w2_weight, w2_bias)      # f64[4@dp,8,6]
+        y = x + w2                                   # f64[4@dp,8,6]
         return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
@@ -197,8 +196,7 @@ class ToyStep(nn.Module):
         log_softmax = torch.log_softmax(head.reshape(16, 14), 1)        # f64[32@dp,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100,
-        )                                                               # f64[]{U:dp}, f64[]{U:dp}
+            log_softmax, reshape, None, 2, -100)                        # f64[]{U:dp}, f64[]{U:dp}
         count_done = dist.all_reduce(count, group=self.dp, async_op=True)  # f64[]
         count_done.wait()                                               # exposed: its result is needed next
         loss = nll_loss_forward / count                                 # f64[]{U:dp}
@@ -207,11 +205,9 @@ class ToyStep(nn.Module):
         ones_like = torch.ones_like(loss)                               # f64[]
         d_div = ones_like / count                                       # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count,
-        )                                                               # f64[32@dp,14]
+            d_div, log_softmax, reshape, None, 2, -100, count)          # f64[32@dp,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64,
-        )                                                               # f64[32@dp,14]
+            d_log_softmax, log_softmax, 1, torch.float64)               # f64[32@dp,14]
         del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(2, 8, 14)                            # f64[4@dp,8,14]
         del d_reshape
@@ -229,8 +225,7 @@ class ToyStep(nn.Module):
             finish(before)                                              # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_x, ids_1, 14, -1, scale_grad_by_freq=False,
-        )                                                               # f64[14,6]{U:dp}
+            d_x, ids_1, 14, -1, scale_grad_by_freq=False)               # f64[14,6]{U:dp}
         d_embed_weight, done = scatter_sum(d_embed_weight, 2, self.dp)  # f64[14@dp,6]
         reduced.append((self.embed_weight, d_embed_weight, done))
         del d_x, ids_1, d_embed_weight

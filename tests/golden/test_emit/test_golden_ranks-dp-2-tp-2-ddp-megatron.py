@@ -86,17 +86,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
         norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), self.norm_weight, self.norm_bias, 1e-05,
-        )                                                  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+            x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
         # w1
-        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
-        gelu = F.gelu(w1)                                  # f64[4@dp,8,10@tp]
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)      # f64[4@dp,8,10@tp]
+        gelu = F.gelu(w1)                                      # f64[4@dp,8,10@tp]
         # w2
-        linear = F.linear(gelu, self.w2_weight)            # f64[4@dp,8,6]{U:tp}
+        linear = F.linear(gelu, self.w2_weight)                # f64[4@dp,8,6]{U:tp}
         linear_done = dist.all_reduce(linear, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        linear_done.wait()                                 # exposed: its result is needed next
-        w2 = linear + self.w2_bias                         # f64[4@dp,8,6]
-        y = x + w2                                         # f64[4@dp,8,6]
+        linear_done.wait()                                     # exposed: its result is needed next
+        w2 = linear + self.w2_bias                             # f64[4@dp,8,6]
+        y = x + w2                                             # f64[4@dp,8,6]
         return y, (w1, gelu, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
@@ -153,8 +152,7 @@ class ToyStep(nn.Module):
         window_1 = window(ids_1, self.tp_rank, 7)                    # i64[4@dp,8]
         masked_embedding_1 = masked_embedding(self.embed_weight, window_1)  # f64[4@dp,8,6]{U:tp}
         masked_embedding_1_done = dist.all_reduce(
-            masked_embedding_1, group=self.tp, async_op=True,
-        )                                                            # f64[4@dp,8,6]
+            masked_embedding_1, group=self.tp, async_op=True)        # f64[4@dp,8,6]
         masked_embedding_1_done.wait()                               # exposed: its result is needed next
         del ids_1
         # blocks
@@ -180,8 +178,7 @@ class ToyStep(nn.Module):
         del sub, total, total_done
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            sub_1, window_2, None, 2, -100,
-        )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
+            sub_1, window_2, None, 2, -100)                          # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
         count_done = dist.all_reduce(count, group=self.dp, async_op=True)  # f64[]{U:tp}
         count_done.wait()                                            # exposed: its result is needed next
         count_done = dist.all_reduce(count, group=self.tp, async_op=True)  # f64[]
@@ -216,8 +213,7 @@ class ToyStep(nn.Module):
             finish(before)                                           # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False,
-        )                                                            # f64[14@tp,6]{U:dp}
+            d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False)   # f64[14@tp,6]{U:dp}
         del d_blocks_1, window_1, d_blocks_1_done
         done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.embed_weight, d_embed_weight, done))
