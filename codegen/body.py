@@ -14,7 +14,7 @@ from torch import fx
 from partc import collectives, ops
 from partc.codegen.backends import c10d
 from partc.codegen.equal import ends_step
-from partc.codegen.helpers import Helpers
+from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
 from partc.codegen.names import Scope, inside, op_name
 from partc.codegen.random import generator
@@ -85,6 +85,9 @@ class Body:
         """The right side of a call."""
         if node.target in (*collectives.LOCAL, collectives.axis_index):
             return c10d.local(node, self.text(node.all_input_nodes[0]), self.helpers)
+        if isinstance(node.target, Outlined):
+            texts = [str(self.text(a)) for a in node.all_input_nodes]
+            return Text(f"{node.target.name}({', '.join(texts)})")
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
         return spell(node, self.text, self.device)
@@ -168,7 +171,10 @@ class Body:
         while len(names) > 1 and names[-1] == "_" and len(by_index) == 1 and 0 in by_index:
             names.pop()
         bound = [by_index[i] for i in sorted(by_index)]
-        remark = comment(", ".join(typed(n) for n in bound))
+        shown = (
+            bound[:1] if isinstance(node.target, Outlined) else bound
+        )  # it says the others itself
+        remark = comment(", ".join(typed(n) for n in shown))
         if len(names) == 1:
             lines = [Line(f"{names[0]} = {call.at(ATOM)}[0]", remark)]
         else:

@@ -6,13 +6,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MESH = {}
+DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
-    "norm_weight": ("norm.weight", (6,), "float64", ()),
-    "norm_bias": ("norm.bias", (6,), "float64", ()),
-    "w1_weight": ("w1.weight", (10, 6), "float64", ()),
-    "w1_bias": ("w1.bias", (10,), "float64", ()),
-    "w2_weight": ("w2.weight", (6, 10), "float64", ()),
-    "w2_bias": ("w2.bias", (6,), "float64", ()),
+    "norm_weight": ("norm.weight", (6,), "float64", ()),  # f64[6]
+    "norm_bias": ("norm.bias", (6,), "float64", ()),  # f64[6]
+    "w1_weight": ("w1.weight", (10, 6), "float64", ()),  # f64[10,6]
+    "w1_bias": ("w1.bias", (10,), "float64", ()),  # f64[10]
+    "w2_weight": ("w2.weight", (6, 10), "float64", ()),  # f64[6,10]
+    "w2_bias": ("w2.bias", (6,), "float64", ()),  # f64[6]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     "embed_weight": ("embed.weight", (14, 6), "float64", ()),
@@ -26,6 +27,15 @@ INPUTS = {  # the global batch: (shape, dtype)
     "ids": ((4, 8), "int64"),
     "labels": ((4, 8), "int64"),
 }
+
+
+def empty_piece(
+    shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]
+) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -47,12 +57,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_weight = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.norm_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.w1_weight = nn.Parameter(torch.empty(10, 6, dtype=torch.float64))  # f64[10,6]
-        self.w1_bias = nn.Parameter(torch.empty(10, dtype=torch.float64))  # f64[10]
-        self.w2_weight = nn.Parameter(torch.empty(6, 10, dtype=torch.float64))  # f64[6,10]
-        self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty_piece(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm

@@ -8,13 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 MESH = {"dp": 2}
+DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
-    "norm_weight": ("norm.weight", (6,), "float64", (("dp", 0, 1),)),
-    "norm_bias": ("norm.bias", (6,), "float64", (("dp", 0, 1),)),
-    "w1_weight": ("w1.weight", (10, 6), "float64", (("dp", 0, 1),)),
-    "w1_bias": ("w1.bias", (10,), "float64", (("dp", 0, 1),)),
-    "w2_weight": ("w2.weight", (6, 10), "float64", (("dp", 0, 1),)),
-    "w2_bias": ("w2.bias", (6,), "float64", (("dp", 0, 1),)),
+    "norm_weight": ("norm.weight", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+    "norm_bias": ("norm.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+    "w1_weight": ("w1.weight", (10, 6), "float64", (("dp", 0, 1),)),  # f64[10@dp,6]
+    "w1_bias": ("w1.bias", (10,), "float64", (("dp", 0, 1),)),  # f64[10@dp]
+    "w2_weight": ("w2.weight", (6, 10), "float64", (("dp", 0, 1),)),  # f64[6@dp,10]
+    "w2_bias": ("w2.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     "embed_weight": ("embed.weight", (14, 6), "float64", (("dp", 0, 1),)),
@@ -30,6 +31,15 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
+
+
+def empty_piece(
+    shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]
+) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -91,13 +101,9 @@ class Block(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
-        self.whole = []                                                   # weights that are being gathered
-        self.norm_weight = nn.Parameter(torch.empty(3, dtype=torch.float64))  # f64[6@dp]
-        self.norm_bias = nn.Parameter(torch.empty(3, dtype=torch.float64))  # f64[6@dp]
-        self.w1_weight = nn.Parameter(torch.empty(5, 6, dtype=torch.float64))  # f64[10@dp,6]
-        self.w1_bias = nn.Parameter(torch.empty(5, dtype=torch.float64))  # f64[10@dp]
-        self.w2_weight = nn.Parameter(torch.empty(3, 10, dtype=torch.float64))  # f64[6@dp,10]
-        self.w2_bias = nn.Parameter(torch.empty(3, dtype=torch.float64))  # f64[6@dp]
+        self.whole = []  # weights that are being gathered
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty_piece(*known)))
 
     def gather(self) -> None:
         """Start to gather the block's weights."""
@@ -190,7 +196,7 @@ class ToyStep(nn.Module):
         del saved
         self.blocks[-1].regather()                                      # what the next loop begins with
         # head
-        head_weight_done.wait()                                         # exposed: its result is needed next
+        head_weight_done.wait()                                         # hidden behind the last block
         head = F.linear(x, head_weight)                                 # f64[4@dp,8,14]
         reshape = labels.chunk(2)[self.dp_rank].reshape(16)             # i64[32@dp]
         log_softmax = torch.log_softmax(head.reshape(16, 14), 1)        # f64[32@dp,14]

@@ -8,13 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 MESH = {"dp": 2, "tp": 2}
+DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
-    "norm_weight": ("norm.weight", (6,), "float64", ()),
-    "norm_bias": ("norm.bias", (6,), "float64", ()),
-    "w1_weight": ("w1.weight", (10, 6), "float64", (("tp", 0, 1),)),
-    "w1_bias": ("w1.bias", (10,), "float64", (("tp", 0, 1),)),
-    "w2_weight": ("w2.weight", (6, 10), "float64", (("tp", 1, 1),)),
-    "w2_bias": ("w2.bias", (6,), "float64", ()),
+    "norm_weight": ("norm.weight", (6,), "float64", ()),  # f64[6]
+    "norm_bias": ("norm.bias", (6,), "float64", ()),  # f64[6]
+    "w1_weight": ("w1.weight", (10, 6), "float64", (("tp", 0, 1),)),  # f64[10@tp,6]
+    "w1_bias": ("w1.bias", (10,), "float64", (("tp", 0, 1),)),  # f64[10@tp]
+    "w2_weight": ("w2.weight", (6, 10), "float64", (("tp", 1, 1),)),  # f64[6,10@tp]
+    "w2_bias": ("w2.bias", (6,), "float64", ()),  # f64[6]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     "embed_weight": ("embed.weight", (14, 6), "float64", (("tp", 0, 1),)),
@@ -30,6 +31,15 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
+
+
+def empty_piece(
+    shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]
+) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -76,12 +86,8 @@ class Block(nn.Module):
         super().__init__()
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
         self.tp, self.tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
-        self.norm_weight = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.norm_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.w1_weight = nn.Parameter(torch.empty(5, 6, dtype=torch.float64))  # f64[10@tp,6]
-        self.w1_bias = nn.Parameter(torch.empty(5, dtype=torch.float64))  # f64[10@tp]
-        self.w2_weight = nn.Parameter(torch.empty(6, 5, dtype=torch.float64))  # f64[6,10@tp]
-        self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty_piece(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
