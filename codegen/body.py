@@ -57,6 +57,7 @@ class Body:
     device: str = "self.device"
     prefix: str = ""
     taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
+    at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
 
     def __post_init__(self) -> None:
         named = {
@@ -203,6 +204,11 @@ class Body:
             lines.append(Line(f"reduced.append(({params[0]}, {name}, done))"))
             return Statement(lines, binds=[node])
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
+        if overwrites and self._next_wait(node) is not None:
+            remark = f"{typed(node)}; {value(node).note or 'exposed'}"
+            lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
+            self.at_once.add(node)
+            return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
         return Statement(lines, binds=[node])
@@ -221,12 +227,20 @@ class Body:
         waits = list(node.users)
         return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
 
+    def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        """The wait for a collective, if it is the very next statement."""
+        wait = next(iter(start.users), None)
+        if wait is None or wait.target is not collectives.wait or wait not in self.place:
+            return None
+        between = self.order[self.place[start] + 1 : self.place[wait]]
+        return wait if all(n in self.inlined or not self._has_line(n) for n in between) else None
+
     def _wait(self, node: fx.Node) -> Statement:
         start = node.all_input_nodes[0]
         name = str(self.seen[start])
         self.seen[node] = Text(name)
         lines = []
-        if start not in self.taken:
+        if start not in self.taken | self.at_once:
             lines.append(Line(f"{name}_done.wait()", comment(self._hidden_by(start, node))))
         after = c10d.after_wait(start, name, self.helpers)
         lines += [Line(after, comment(typed(node)))] if after else []

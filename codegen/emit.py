@@ -99,7 +99,7 @@ class _Program:
             header=[_header_line(line) for line in self.header.strip().splitlines()],
             distributed=bool(self.graph.mesh.names),
             mesh=literal(dict(self.graph.mesh.axes)),
-            dtypes=literal(self._dtypes()) if "empty_piece" in self.helpers.used else "",
+            dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=self._tables(),
             helpers=self.helpers.text(),
             blocks=blocks,

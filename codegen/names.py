@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -153,8 +154,22 @@ def op_name(node: fx.Node) -> str:
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
     for kind in ("param", "buffer", "input"):
-        for name, node in graph.placeholders(kind).items():
-            yield node, identifier(inside(name, prefix))
+        placed = graph.placeholders(kind)
+        names = [inside(name, prefix) for name in placed if _within(name, prefix)]
+        short = Counter(map(_last_two, names))
+        for name, node in placed.items():
+            own = inside(name, prefix)
+            alone = own in names and short[_last_two(own)] == 1
+            yield node, identifier(_last_two(own) if alone else own)
+
+
+def _last_two(name: str) -> str:
+    """What a parameter is called where no other is called so.
+
+    >>> _last_two("self_attn.q_proj.weight")
+    'q_proj.weight'
+    """
+    return ".".join(name.split(".")[-2:])
 
 
 RESULTS = {  # of ops whose schema does not name them
@@ -233,7 +248,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
 
 
 def _within(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.")
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _gradient_names(
@@ -256,7 +271,7 @@ def _gradient_names(
             named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
             _follow_operands([node], named)
         elif node in final:
-            found[node] = "d_" + identifier(inside(final[node], prefix))
+            found[node] = f"d_{named[graph.params[final[node]]]}"
         else:
             found[node] = _gradient_name(node, by_name, named, found)
     yield from found.items()

@@ -24,7 +24,7 @@ from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.names import Scope, wishes
 from partc.codegen.storage import is_view, owner
 from partc.codegen.text import NONE, Line, Text, block, wrap
-from partc.graph import Graph, held, is_tensor, set_held, shape_of, typed, update, value
+from partc.graph import Graph, held, is_tensor, picked, set_held, shape_of, typed, update, value
 from partc.quoting import comment, docstring, identifier
 
 LINES = 3  # a shorter function hides more than it says
@@ -136,8 +136,12 @@ def _units(graph: Graph, place: Place) -> list[Unit]:
 def _is_movable(node: fx.Node) -> bool:
     """Whether a call needs nothing but its operands."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    moves = getattr(node.target, "__module__", "") == collectives.__name__
-    return not (random or moves or node.target is ops.dropout_mask)
+    return not (random or _moves(node) or node.target is ops.dropout_mask)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a call is a collective, a wait, or depends on the rank."""
+    return getattr(node.target, "__module__", "") == collectives.__name__
 
 
 def _homes(graph: Graph, node: fx.Node) -> Iterator[_Home]:
@@ -186,8 +190,8 @@ def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_stored(node: fx.Node) -> bool:
     """Whether a call only moves a value to where the step gives it back."""
-    moves = getattr(node.target, "__module__", "") == collectives.__name__
-    return node.op == "output" or (moves and all(_is_stored(u) for u in node.users))
+    passes = _moves(node) or node.target is operator.getitem
+    return node.op == "output" or (passes and all(_is_stored(u) for u in node.users))
 
 
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -286,10 +290,8 @@ def _given(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.Node, s
     names: dict[fx.Node, str] = {}
     main = "d_y" if unit.is_backward else "x"
     for node in unit.inputs:
-        stored = node
-        while getattr(stored.target, "__module__", "") == collectives.__name__:
-            stored = stored.all_input_nodes[0]
-        if stored.op == "placeholder" and value(stored).kind in ("param", "buffer"):
+        stored = _stored(node)
+        if stored is not None:
             own = value(stored).name.removeprefix(f"{unit.home.path}.")
             names[node] = identifier(".".join(own.split(".")[-2:]))
         elif unit.is_backward and (unit.home.path, node) in known:
@@ -297,6 +299,16 @@ def _given(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.Node, s
         elif main not in names.values() and (value(node).phase == "B") == unit.is_backward:
             names[node] = main
     return names
+
+
+def _stored(node: fx.Node) -> fx.Node | None:
+    """The parameter or buffer that a value is, perhaps gathered."""
+    index = 0
+    while node.op == "call_function" and (_moves(node) or node.target is operator.getitem):
+        index = picked(node)[1] if node.target is operator.getitem else index
+        operands = node.all_input_nodes
+        node = operands[index] if len(operands) > 1 else operands[0]
+    return node if node.op == "placeholder" and value(node).kind in ("param", "buffer") else None
 
 
 @dataclass
@@ -422,9 +434,9 @@ def _called(
         set_held(call, tuple(held(n) for n in outputs))
         for i, output in reversed(list(enumerate(outputs))):
             with graph.fx.inserting_after(call):
-                picked = graph.fx.call_function(operator.getitem, (call, i))
-            picked.meta = dict(output.meta)
-            results.insert(1, picked)
+                result = graph.fx.call_function(operator.getitem, (call, i))
+            result.meta = dict(output.meta)
+            results.insert(1, result)
     for output, result in zip(outputs, results[-len(outputs) :], strict=True):
         output.replace_all_uses_with(result)
     for node in members if value(call).phase == "F" else ():

@@ -13,9 +13,7 @@ MESH: dict[str, int] = {}  # stand for the tables of a program
 DTYPES: dict[str, torch.dtype] = {}
 
 
-def empty_piece(
-    shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]
-) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
     """Memory for this rank's piece of a parameter or buffer."""
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]

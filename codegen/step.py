@@ -47,6 +47,11 @@ class StepBody(Body):
         behind = "hidden behind the last block"
         return behind if start in self.ahead else super()._hidden_by(start, wait)
 
+    def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        wait = super()._next_wait(start)
+        stretches = [nodes for _, nodes in self._sections()]
+        return wait if any(start in nodes and wait in nodes for nodes in stretches) else None
+
     def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
         """Each loop with the calls up to the next one; those before the first loop come first."""
         sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]

@@ -61,7 +61,7 @@ def declarations(
             Line(_declaration(node, name, kind, _is_frozen(graph, node)), comment(typed(node)))
             for node, name in attributes.items()
         ]
-    made = f"{helpers.use('empty_piece')}(*known)"
+    made = f"{helpers.use('empty')}(*known)"
     if kind == "param":
         made = f"nn.Parameter({made})"
     add = f"self.register_{'parameter' if kind == 'param' else kind}(name, {made})"

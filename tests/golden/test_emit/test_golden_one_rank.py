@@ -29,9 +29,7 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 
-def empty_piece(
-    shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]
-) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
     """Memory for this rank's piece of a parameter or buffer."""
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
@@ -58,7 +56,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name, (_, *known) in BLOCK_SHARDS.items():
-            self.register_parameter(name, nn.Parameter(empty_piece(*known)))
+            self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm

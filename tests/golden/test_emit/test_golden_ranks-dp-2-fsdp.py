@@ -33,9 +33,7 @@ INPUTS = {  # the global batch: (shape, dtype)
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
 
 
-def empty_piece(
-    shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]
-) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
     """Memory for this rank's piece of a parameter or buffer."""
     for axis, dim, _ in cuts:
         shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
@@ -103,7 +101,7 @@ class Block(nn.Module):
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
         self.whole = []  # weights that are being gathered
         for name, (_, *known) in BLOCK_SHARDS.items():
-            self.register_parameter(name, nn.Parameter(empty_piece(*known)))
+            self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def gather(self) -> None:
         """Start to gather the block's weights."""
@@ -203,8 +201,7 @@ class ToyStep(nn.Module):
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             log_softmax, reshape, None, 2, -100)                        # f64[]{U:dp}, f64[]{U:dp}
-        count_done = dist.all_reduce(count, group=self.dp, async_op=True)  # f64[]
-        count_done.wait()                                               # exposed: its result is needed next
+        dist.all_reduce(count, group=self.dp)                           # f64[]; exposed
         loss = nll_loss_forward / count                                 # f64[]{U:dp}
         loss_1 = loss.clone()
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
