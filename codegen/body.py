@@ -14,7 +14,7 @@ from torch import fx
 from partc import collectives, ops
 from partc.codegen.backends import c10d
 from partc.codegen.equal import ends_step
-from partc.codegen.helpers import Helpers
+from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
 from partc.codegen.names import Scope, inside, op_name
 from partc.codegen.random import generator
@@ -57,6 +57,7 @@ class Body:
     device: str = "self.device"
     prefix: str = ""
     taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
+    at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
 
     def __post_init__(self) -> None:
         named = {
@@ -85,6 +86,9 @@ class Body:
         """The right side of a call."""
         if node.target in (*collectives.LOCAL, collectives.axis_index):
             return c10d.local(node, self.text(node.all_input_nodes[0]), self.helpers)
+        if isinstance(node.target, Outlined):
+            texts = [str(self.text(a)) for a in node.all_input_nodes]
+            return Text(f"{node.target.name}({', '.join(texts)})")
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
         return spell(node, self.text, self.device)
@@ -168,7 +172,10 @@ class Body:
         while len(names) > 1 and names[-1] == "_" and len(by_index) == 1 and 0 in by_index:
             names.pop()
         bound = [by_index[i] for i in sorted(by_index)]
-        remark = comment(", ".join(typed(n) for n in bound))
+        shown = (
+            bound[:1] if isinstance(node.target, Outlined) else bound
+        )  # it says the others itself
+        remark = comment(", ".join(typed(n) for n in shown))
         if len(names) == 1:
             lines = [Line(f"{names[0]} = {call.at(ATOM)}[0]", remark)]
         else:
@@ -197,6 +204,11 @@ class Body:
             lines.append(Line(f"reduced.append(({params[0]}, {name}, done))"))
             return Statement(lines, binds=[node])
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
+        if overwrites and self._next_wait(node) is not None:
+            remark = f"{typed(node)}; {value(node).note or 'exposed'}"
+            lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
+            self.at_once.add(node)
+            return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
         return Statement(lines, binds=[node])
@@ -215,12 +227,20 @@ class Body:
         waits = list(node.users)
         return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
 
+    def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        """The wait for a collective, if it is the very next statement."""
+        wait = next(iter(start.users), None)
+        if wait is None or wait.target is not collectives.wait or wait not in self.place:
+            return None
+        between = self.order[self.place[start] + 1 : self.place[wait]]
+        return wait if all(n in self.inlined or not self._has_line(n) for n in between) else None
+
     def _wait(self, node: fx.Node) -> Statement:
         start = node.all_input_nodes[0]
         name = str(self.seen[start])
         self.seen[node] = Text(name)
         lines = []
-        if start not in self.taken:
+        if start not in self.taken | self.at_once:
             lines.append(Line(f"{name}_done.wait()", comment(self._hidden_by(start, node))))
         after = c10d.after_wait(start, name, self.helpers)
         lines += [Line(after, comment(typed(node)))] if after else []

@@ -15,9 +15,9 @@ from partc.codegen.equal import Group, ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
-from partc.codegen.tables import declaration
+from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, held, is_tensor, typed, value
+from partc.graph import Graph, Kind, held, is_tensor, typed, value
 from partc.quoting import comment
 
 ARGUMENT_TYPES = {"saved": "tuple[Tensor, ...]", "reduced": "Reduced"}
@@ -104,13 +104,21 @@ class BlockClass:
         lines = (
             [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
         )
-        for suffix, attribute in self.suffixes.items():
-            name = f"{self.run.layers[0]}.{suffix}"
-            kind = "param" if name in self.graph.params else "buffer"
-            node = self.graph.placeholders(kind)[name]  # type: ignore[arg-type]
-            code = declaration(node, attribute, kind, name in self.graph.grads)
-            lines.append(Line(code, comment(typed(node))))
+        for kind, constant in TABLES.items():
+            lines += declarations(
+                self.graph, self.stored(kind), kind, self.table(constant), self.helpers
+            )
         return lines
+
+    def stored(self, kind: Kind) -> dict[fx.Node, str]:
+        """The first block's parameters or buffers with their attributes in the class."""
+        placed = self.graph.placeholders(kind)
+        names = {f"{self.run.layers[0]}.{suffix}": a for suffix, a in self.suffixes.items()}
+        return {placed[name]: attribute for name, attribute in names.items() if name in placed}
+
+    def table(self, constant: str) -> str:
+        """The name of the table with the rows of one block."""
+        return f"{self.name.upper()}_{constant}"
 
     def _gathers(self) -> bool:
         return any(self.gathered(side) for side in self.sides)
@@ -131,7 +139,7 @@ class BlockClass:
     def _function(self, side: Interface) -> dict[str, str]:
         layer = self.run.layers[0]
         wish = wishes(self.graph, layer, self._given())
-        scope = Scope(["saved"])
+        scope = Scope(["saved", *self.helpers.names])
         seen: dict[fx.Node, Text] = {}
         for slot in side.of("own"):
             node = side.own(slot)

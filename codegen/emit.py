@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jinja2
+import torch
 from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop, Run, arrange
@@ -15,14 +16,15 @@ from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
+from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
 from partc.codegen.safety import check_source
 from partc.codegen.slots import Interface, Unfit, interfaces
 from partc.codegen.step import StepBody
-from partc.codegen.tables import declaration, row, table
+from partc.codegen.tables import TABLES, declarations, is_listed, row, table
 from partc.codegen.text import Line, Text, block
 from partc.codegen.tidy import copied, share_gathers
-from partc.graph import Graph, is_tensor, typed, value
+from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.quoting import comment, docstring, identifier, literal
 
 TEMPLATES = jinja2.Environment(
@@ -33,7 +35,7 @@ TEMPLATES = jinja2.Environment(
     keep_trailing_newline=True,
     autoescape=False,  # Python text; every value comes quoted
 )
-TABLES = {
+MEANINGS = {
     "SHARDS": "attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))",
     "BUFFERS": "the same for buffers",
     "ALIASES": "second name of a tied parameter: the name it stands under",
@@ -45,7 +47,10 @@ def emit(graph: Graph, *, header: str) -> str:
     """The text of a role's file: data, helpers, block classes and ``class <Model>Step``."""
     graph = copied(graph)
     items, sides = arranged(graph)
-    text = _Program(graph, header, items, sides).text()
+    helpers = Helpers()
+    items = outlined(graph, items, helpers)
+    sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+    text = _Program(graph, header, items, sides, helpers).text()
     check_source(text)
     return text
 
@@ -68,7 +73,7 @@ class _Program:
     header: str
     items: list[Item]
     sides: dict[Loop, Interface]
-    helpers: Helpers = field(default_factory=Helpers)
+    helpers: Helpers
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
@@ -88,11 +93,13 @@ class _Program:
             }
             for c in self.classes.values()
         ]
+        made = block(self._declarations(), 2)
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[_header_line(line) for line in self.header.strip().splitlines()],
             distributed=bool(self.graph.mesh.names),
             mesh=literal(dict(self.graph.mesh.axes)),
+            dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=self._tables(),
             helpers=self.helpers.text(),
             blocks=blocks,
@@ -100,7 +107,7 @@ class _Program:
             reduces="finish" in self.helpers.used,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
-            declarations=block(self._declarations(), 2),
+            declarations=made,
             method="step" if self.graph.loss is not None else "forward",
             result="Tensor" if self.graph.loss is not None else "dict[str, Tensor]",
             arguments=list(arguments.values()),
@@ -130,59 +137,68 @@ class _Program:
     def _stored(self) -> dict[str, fx.Node]:
         return {**self.graph.params, **self.graph.buffers}
 
-    def _standing(self, kind: str) -> Iterator[tuple[str, fx.Node]]:
+    def _standing(self, kind: Kind) -> dict[fx.Node, str]:
         """Parameters or buffers that are attributes of the step module itself."""
-        placed = self.graph.placeholders(kind)  # type: ignore[arg-type]
-        return ((name, node) for name, node in placed.items() if "." not in self.attributes[node])
+        nodes = self.graph.placeholders(kind).values()
+        return {n: self.attributes[n] for n in nodes if "." not in self.attributes[n]}
 
     def _arguments(self) -> dict[fx.Node, str]:
-        scope = Scope()
+        scope = Scope(self.helpers.names)
         return {node: scope.fresh(name) for name, node in self.graph.inputs.items()}
 
     # data ------------------------------------------------------------------------------------
     def _tables(self) -> list[str]:
-        entries: dict[str, list[str]] = {
+        entries: dict[str, list[Line]] = {
             "ALIASES": [
-                f"{literal(a)}: {literal(b)}" for a, b in sorted(self.graph.aliases.items())
+                Line(f"{literal(a)}: {literal(b)}") for a, b in sorted(self.graph.aliases.items())
             ],
             "INPUTS": [
-                f"{literal(name)}: {literal((tuple(value(n).shape), dtype_name(n)))}"
+                Line(f"{literal(name)}: {literal((tuple(value(n).shape), dtype_name(n)))}")
                 for name, n in self.graph.inputs.items()
             ],
         }
         tables = []
-        for constant, kind in (("SHARDS", "param"), ("BUFFERS", "buffer")):
-            rows = [row(self.graph, n, self.attributes[n]) for _, n in self._standing(kind)]
-            entries[constant] = [f"{literal(r.attribute)}: {r.value}" for r in rows]
+        for kind, constant in TABLES.items():
+            entries[constant] = self._rows(self._standing(kind))
             for cls in self.classes.values():
-                own = self._block_table(cls, kind)
+                own = cls.stored(kind)
                 if own:
-                    name = f"{cls.name.upper()}_{constant}"
-                    tables.append(table(name, f"of one of {_span(cls.run)}", own))
-                    entries[constant].append(_spread(cls, name))
-        return tables + [table(name, TABLES[name], entries[name]) for name in TABLES]
+                    name, span = cls.table(constant), f"of one of {_span(cls.run)}"
+                    tables.append(table(name, span, self._rows(own, f"{cls.run.layers[0]}.")))
+                    entries[constant].append(Line(_spread(cls, name)))
+        return tables + [table(name, MEANINGS[name], entries[name]) for name in MEANINGS]
 
-    def _block_table(self, cls: BlockClass, kind: str) -> list[str]:
-        """The rows of one block, names as seen from the block."""
-        placed = self.graph.placeholders(kind)  # type: ignore[arg-type]
-        return [
-            f"{literal(attribute)}: {literal((suffix, r.shape, r.dtype, r.cuts))}"
-            for suffix, attribute in cls.suffixes.items()
-            if (name := f"{cls.run.layers[0]}.{suffix}") in placed
-            and (r := row(self.graph, placed[name], attribute))
-        ]
+    def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
+        """The entries of parameters or buffers, names as seen from the block at ``prefix``.
+
+        Their types stand beside them where no declarations do.
+        """
+        listed = is_listed(self.graph, list(stored))
+        lines = []
+        for node, attribute in stored.items():
+            r = row(self.graph, node, attribute)
+            known = (r.name.removeprefix(prefix), r.shape, r.dtype, r.cuts)
+            remark = comment(typed(node)) if listed else ""
+            lines.append(Line(f"{literal(attribute)}: {literal(known)}", remark))
+        return lines
 
     def _declarations(self) -> list[Line]:
         lines = []
-        for kind in ("param", "buffer"):
-            for name, node in self._standing(kind):
-                code = declaration(node, self.attributes[node], kind, name in self.graph.grads)
-                lines.append(Line(code, comment(typed(node))))
+        for kind, constant in TABLES.items():
+            some = any(cls.stored(kind) for cls in self.classes.values())
+            lines += declarations(
+                self.graph, self._standing(kind), kind, constant, self.helpers, some
+            )
         mesh = "mesh" if self.graph.mesh.names else ""
         for cls in self.classes.values():
             made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", _span(cls.run)))
         return lines
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of all parameters and buffers by name."""
+        nodes = self._stored().values()
+        return {dtype_name(n): value(n).dtype for n in nodes}
 
     # step ------------------------------------------------------------------------------------
     def _step(self, arguments: dict[fx.Node, str]) -> str:
@@ -192,9 +208,11 @@ class _Program:
         seen |= {node: Text(name) for node, name in arguments.items()}
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
+        scope = Scope([*arguments.values(), *self.helpers.names])
+        scope = Scope([*arguments.values(), *self.helpers.names])
         body = StepBody(
-            graph, order, wishes(graph), Scope(arguments.values()), self.helpers, seen, kept,
-            self._final_grads(order), f"{next(iter(arguments.values()), 'self')}.device",
+            graph, order, wishes(graph), scope, self.helpers, seen, kept, self._final_grads(order),
+            f"{next(iter(arguments.values()), 'self')}.device",
             items=self.items, classes=self.classes,
         )  # fmt: skip
         lasting = {n for n in kept if is_tensor(n) and n in order}

@@ -5,10 +5,30 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from partc import ops
 from partc.codegen import printed
+
+
+@dataclass(frozen=True, eq=False)
+class Outlined:
+    """A function made of calls that several places of a program make alike: the target of a call.
+
+    ``results`` are the names of what it gives.
+    """
+
+    name: str
+    text: str
+    results: tuple[str, ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError("it is printed, not called")
 
 
 class Helpers:
@@ -16,6 +36,12 @@ class Helpers:
 
     def __init__(self) -> None:
         self.used: set[str] = set()
+        self.outlined: list[Outlined] = []
+
+    @property
+    def names(self) -> list[str]:
+        """The names that no value of this program may have, beside those of ``names()``."""
+        return [function.name for function in self.outlined]
 
     def use(self, name: str) -> str:
         """Note that the program calls a printed function; gives back its name."""
@@ -31,7 +57,8 @@ class Helpers:
             if name not in needed:
                 needed.add(name)
                 todo += [called for called in _called(name) if _find(called) is not None]
-        return "\n\n\n".join(_source(name) for name in sorted(needed, key=_position))
+        printed = [_source(name) for name in sorted(needed, key=_position)]
+        return "\n\n\n".join([*printed, *(function.text for function in self.outlined)])
 
 
 def names() -> set[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from partc import collectives
+from partc.codegen.helpers import Outlined
 from partc.codegen.storage import VIEWS
 from partc.graph import is_tensor, tensor_args, value
 
@@ -103,5 +104,7 @@ def _takes(user: fx.Node) -> bool:
 
 
 def _may_hold(user: fx.Node) -> bool:
-    """A wait or an in-place collective needs a name to work on."""
+    """What is waited for or overwritten needs a name, a function's argument deserves one."""
+    if isinstance(user.target, Outlined):
+        return False
     return user.target not in (collectives.wait, collectives.all_reduce, operator.getitem)

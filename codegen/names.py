@@ -5,7 +5,8 @@ from __future__ import annotations
 import builtins
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import fx
@@ -136,9 +137,11 @@ def module_name(path: str) -> str:
 
 def op_name(node: fx.Node) -> str:
     """The op's own name: ``silu`` of ``aten.silu.default``; attention is ``attention``."""
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return op_name(node.args[0])
     target = node.target
+    if isinstance(target, helpers.Outlined):
+        return target.results[0]
+    if target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return op_name(node.args[0])
     name = str(
         getattr(getattr(target, "_schema", None), "name", "")
         or getattr(target, "__name__", "value")
@@ -151,14 +154,29 @@ def op_name(node: fx.Node) -> str:
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
     for kind in ("param", "buffer", "input"):
-        for name, node in graph.placeholders(kind).items():
-            yield node, identifier(inside(name, prefix))
+        placed = graph.placeholders(kind)
+        names = [inside(name, prefix) for name in placed if _within(name, prefix)]
+        short = Counter(map(_last_two, names))
+        for name, node in placed.items():
+            own = inside(name, prefix)
+            alone = own in names and short[_last_two(own)] == 1
+            yield node, identifier(_last_two(own) if alone else own)
+
+
+def _last_two(name: str) -> str:
+    """What a parameter is called where no other is called so.
+
+    >>> _last_two("self_attn.q_proj.weight")
+    'q_proj.weight'
+    """
+    return ".".join(name.split(".")[-2:])
 
 
 RESULTS = {  # of ops whose schema does not name them
     "native_layer_norm": ("", "mean", "rstd"),
     "native_group_norm": ("", "mean", "rstd"),
     "native_batch_norm": ("", "mean", "rstd"),
+    "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
     "nll_loss_forward": ("", "count"),
     "nll_loss2d_forward": ("", "count"),
     "max_pool2d_with_indices": ("", "indices"),
@@ -169,15 +187,23 @@ RESULTS = {  # of ops whose schema does not name them
 def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """The results of a call that has several: ``mean`` and ``rstd`` of a layer norm."""
     for node in nodes:
-        if node.target is operator.getitem and hasattr(node.all_input_nodes[0].target, "_schema"):
+        if node.target is operator.getitem:
             call, index = node.all_input_nodes[0], node.args[1]
-            names = RESULTS.get(op_name(call)) or [r.name for r in call.target._schema.returns]  # type: ignore[union-attr]
+            names = _names_of_results(call)
             if (
                 isinstance(index, int)
                 and index < len(names)
                 and names[index] not in ("", "output", None)
             ):
                 yield node, str(names[index])
+
+
+def _names_of_results(call: fx.Node) -> Sequence[str | None]:
+    if isinstance(call.target, helpers.Outlined):
+        return call.target.results
+    schema = getattr(call.target, "_schema", None)
+    returns = [result.name for result in schema.returns] if schema is not None else []
+    return RESULTS.get(op_name(call)) or returns
 
 
 def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
@@ -222,7 +248,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
 
 
 def _within(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.")
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _gradient_names(
@@ -243,8 +269,9 @@ def _gradient_names(
         ):
             again = node.all_input_nodes[0] if node.target in MOVES else known.get(_origin(node))
             named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
+            _follow_operands([node], named)
         elif node in final:
-            found[node] = "d_" + identifier(inside(final[node], prefix))
+            found[node] = f"d_{named[graph.params[final[node]]]}"
         else:
             found[node] = _gradient_name(node, by_name, named, found)
     yield from found.items()

@@ -1,6 +1,6 @@
 """Functions that generated programs carry: those a program calls are printed as they stand here.
 
-They may use torch and one another, nothing else.
+They may use torch, one another and the tables of the program, nothing else.
 """
 
 from __future__ import annotations
@@ -8,6 +8,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+MESH: dict[str, int] = {}  # stand for the tables of a program
+DTYPES: dict[str, torch.dtype] = {}
+
+
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:

@@ -23,6 +23,7 @@ class StepBody(Body):
 
     items: Sequence[Item] = ()
     classes: dict[Run, BlockClass] = field(default_factory=dict)
+    ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last turn
 
     def statements(self) -> list[Statement]:
         """One Statement per call or loop, in order."""
@@ -32,6 +33,7 @@ class StepBody(Body):
         for loop, nodes in sections:
             early = [node for node in nodes if gathers_param(node)]
             if loop is not None:
+                self.ahead.update(early)
                 found.append(self._loop(loop, early))
             found += [s for node in early for s in self.one(node)]
             following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
@@ -40,6 +42,15 @@ class StepBody(Body):
                 found.append(Statement([Line(call, "what the next loop begins with")]))
             found += [s for node in nodes if node not in early for s in self.one(node)]
         return found
+
+    def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
+        behind = "hidden behind the last block"
+        return behind if start in self.ahead else super()._hidden_by(start, wait)
+
+    def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        wait = super()._next_wait(start)
+        stretches = [nodes for _, nodes in self._sections()]
+        return wait if any(start in nodes and wait in nodes for nodes in stretches) else None
 
     def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
         """Each loop with the calls up to the next one; those before the first loop come first."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from partc.graph import Graph, held, value
-from partc.quoting import literal
+from partc.codegen.helpers import Helpers
+from partc.codegen.text import Line
+from partc.graph import Graph, Kind, held, typed, value
+from partc.quoting import comment, literal
 
+TABLES: dict[Kind, str] = {"param": "SHARDS", "buffer": "BUFFERS"}
+MANY = 4  # fewer are written one by one
 Cuts = tuple[tuple[str, int, int], ...]
 
 
@@ -39,7 +43,39 @@ def row(graph: Graph, node: fx.Node, attribute: str) -> Row:
     )
 
 
-def declaration(node: fx.Node, attribute: str, kind: str, trainable: bool) -> str:
+def is_listed(graph: Graph, nodes: Sequence[fx.Node]) -> bool:
+    """Whether parameters or buffers are so many that a loop over their table makes them."""
+    return len(nodes) >= MANY and not any(_is_frozen(graph, node) for node in nodes)
+
+
+def declarations(
+    graph: Graph, attributes: Mapping[fx.Node, str], kind: Kind, source: str, helpers: Helpers,
+    some: bool = False,
+) -> list[Line]:  # fmt: skip
+    """The statements that make this rank's pieces of parameters or buffers.
+
+    ``source`` is their table; with ``some`` it has those of blocks too, under dotted names.
+    """
+    if not is_listed(graph, list(attributes)):
+        return [
+            Line(_declaration(node, name, kind, _is_frozen(graph, node)), comment(typed(node)))
+            for node, name in attributes.items()
+        ]
+    made = f"{helpers.use('empty')}(*known)"
+    if kind == "param":
+        made = f"nn.Parameter({made})"
+    add = f"self.register_{'parameter' if kind == 'param' else kind}(name, {made})"
+    head = Line(f"for name, (_, *known) in {source}.items():")
+    if some:
+        return [head, Line('if "." not in name:', indent=1), Line(add, indent=2)]
+    return [head, Line(add, indent=1)]
+
+
+def _is_frozen(graph: Graph, node: fx.Node) -> bool:
+    return value(node).kind == "param" and value(node).name not in graph.grads
+
+
+def _declaration(node: fx.Node, attribute: str, kind: Kind, frozen: bool) -> str:
     """The statement that makes this rank's piece of a parameter or buffer."""
     fake = held(node)
     sizes = ", ".join(map(str, fake.shape)) or "()"
@@ -47,13 +83,14 @@ def declaration(node: fx.Node, attribute: str, kind: str, trainable: bool) -> st
     empty = f"torch.empty({sizes}{dtype})"
     if kind == "buffer":
         return f"self.register_buffer({literal(attribute)}, {empty})"
-    frozen = "" if trainable else ", requires_grad=False"
-    return f"self.{attribute} = nn.Parameter({empty}{frozen})"
+    return f"self.{attribute} = nn.Parameter({empty}{', requires_grad=False' if frozen else ''})"
 
 
-def table(name: str, remark: str, entries: Iterable[str]) -> str:
+def table(name: str, remark: str, entries: Iterable[Line]) -> str:
     """A dict as a module constant, one entry per line."""
-    lines = [f"    {entry}," for entry in entries]
+    lines = [
+        f"    {entry.code}," + (f"  # {entry.remark}" if entry.remark else "") for entry in entries
+    ]
     return (
         "\n".join([f"{name} = {{  # {remark}", *lines, "}"])
         if lines

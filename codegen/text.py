@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20, 9, -1)
@@ -56,53 +56,78 @@ def block(lines: Iterable[Line], indent: int) -> str:
 
 def _rows(line: Line, indent: int) -> list[str]:
     """A line's code, broken also where the remark would stand too far to the right."""
-    rows = wrap(line.code, 4 * (indent + line.indent))
-    too_far = len(rows) == 1 and len(rows[0]) + 4 + len(line.remark) > PAGE
-    return wrap(line.code, 4 * (indent + line.indent), force=True) if too_far else rows
+    room = len(line.remark) + 4 if line.remark and line.code else 0
+    return wrap(line.code, 4 * (indent + line.indent), room)
 
 
-def wrap(code: str, indent: int, force: bool = False) -> list[str]:
-    """A statement as lines within the page, broken inside its last bracket that is long enough.
+def wrap(code: str, indent: int, room: int = 0) -> list[str]:
+    """A statement as lines within the page, ``room`` columns left free after the last one.
 
-    ``force`` breaks one that would fit.
+    Of the ways to break it inside a bracket, the one with the fewest lines is taken.
+
+    >>> wrap("y = f(" + ", ".join(["argument"] * 12) + ")", 4)[1]
+    '          argument, argument, argument, argument)'
     """
     pad = " " * indent
-    if (len(pad) + len(code) <= WIDTH and not force) or not code:
-        return [pad + code]
-    pairs = [p for p in _brackets(code) if p[1] - p[0] > len(code) // 3 and _may_break(code, p)]
-    if not pairs:
-        return _wrap_targets(code, indent)
-    start, end = pairs[0]
+    plain = [pad + code]
+    if _fits(plain, room) or not code:
+        return plain
+    pairs = _brackets(code)
+    big = [pair for pair in pairs if pair[1] - pair[0] > len(code) // 3]
+    ways = [way for pair in big for way in _broken(code, pair, indent)]
+    if not _fits(plain, 0):
+        ways += _broken_targets(code, indent)
+        ways += [way for pair in pairs if pair not in big for way in _broken(code, pair, indent)]
+    fitting = [way for way in ways if _fits(way, room)]
+    return min(fitting or ways or [plain], key=lambda way: (_too_long(way), len(way)))
+
+
+def _too_long(rows: Sequence[str]) -> int:
+    """By how many columns the longest line leaves the page."""
+    return max(0, *(len(row) - WIDTH for row in rows))
+
+
+def _fits(rows: Sequence[str], room: int) -> bool:
+    return not _too_long(rows) and len(rows[-1]) + room <= PAGE
+
+
+def _broken(code: str, pair: tuple[int, int], indent: int) -> Iterator[list[str]]:
+    """A statement broken inside one bracket: under its first item, or on lines of their own."""
+    start, end = pair
     items = [item.strip() for item in _split(code[start + 1 : end]) if item.strip()]
-    comma = "," if len(items) > 1 or code[start] != "(" or _is_call(code, start) else ""
-    rows = _fill([item + "," for item in items[:-1]] + [items[-1] + comma], indent + 4)
-    return [pad + code[: start + 1], *rows, pad + code[end:]]
+    if len(items) < 2 and not (items and _is_call(code, start)):
+        return
+    items = [*(f"{item}," for item in items[:-1]), items[-1]]
+    opened, closed = " " * indent + code[: start + 1], code[end:]
+    if indent + start < WIDTH // 2 and len(items) > 1:
+        first, *rows = _fill(items, indent + start + 1, closed)
+        yield [opened + first.lstrip(), *rows]
+    if not code.startswith("def "):  # its body would follow at the same depth
+        yield [opened, *_fill(items, indent + 4, closed)]
+    items[-1] += "," if len(items) > 1 else ""
+    yield [opened, *_fill(items, indent + 4), " " * indent + closed]
 
 
-def _wrap_targets(code: str, indent: int) -> list[str]:
-    """``a, b = value`` with its targets in parentheses, as many to a line as fit."""
-    pad = " " * indent
+def _broken_targets(code: str, indent: int) -> Iterator[list[str]]:
+    """``a, b = saved`` broken among its targets, which then stand in brackets."""
     targets, equals, right = code.partition(" = ")
-    names = _split(targets)
-    if not equals or len(names) == 1:
-        return [pad + code]
-    rows = _fill([f"{name.strip()}," for name in names if name.strip()], indent + 4)
-    return [f"{pad}(", *rows, f"{pad}) = {right}"]
+    if equals and len(_split(targets)) > 1 and not _brackets(targets):
+        yield from _broken(f"({targets}) = {right}", (0, len(targets) + 1), indent)
 
 
-def _fill(items: Sequence[str], indent: int) -> list[str]:
-    """Items side by side, as many as fit; one too long by itself is wrapped in turn."""
+def _fill(items: Sequence[str], indent: int, closed: str = "") -> list[str]:
+    """Items side by side, as many as fit, ``closed`` right behind the last one.
+
+    An item too long by itself is wrapped in turn.
+    """
     rows: list[str] = []
     for item in items:
-        if (
-            rows
-            and len(rows[-1]) + 1 + len(item) <= WIDTH
-            and not rows[-1].lstrip().startswith(")")
-        ):
+        behind = len(closed) if item is items[-1] else 0
+        if rows and len(rows[-1]) + 1 + len(item) + behind <= WIDTH:
             rows[-1] += f" {item}"
         else:
             rows += wrap(item, indent)
-    return rows
+    return [*rows[:-1], rows[-1] + closed]
 
 
 def _brackets(code: str) -> list[tuple[int, int]]:
@@ -116,10 +141,6 @@ def _brackets(code: str) -> list[tuple[int, int]]:
             if not open_at:
                 pairs.append((start, at))
     return pairs[::-1]
-
-
-def _may_break(code: str, pair: tuple[int, int]) -> bool:
-    return _is_call(code, pair[0]) or len(_split(code[pair[0] + 1 : pair[1]])) > 1
 
 
 def _is_call(code: str, start: int) -> bool:

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from partc.source_lines import source_here
+from partc.source_lines import calls_here, source_here
 
 Objective = Callable[..., Any]
 
@@ -183,7 +183,7 @@ class _Origins(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        origin = {"source": source_here()}
+        origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         if torch.Tag.nondeterministic_seeded in func.tags:
             with _disable_current_modes():
                 state = torch.default_generator.get_state().numpy().tobytes()

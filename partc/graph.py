@@ -46,6 +46,7 @@ class Value:
     name: str = ""  # parameter, buffer or input: the user's name; op: "" or a hint for its name
     module: str = ""  # path of the module whose forward made it, "" for loss code
     source: str = ""  # "model.py:14" and the source line's text after ": "
+    calls: tuple[tuple[str, int], ...] = ()  # the user's functions in that module, and their lines
     phase: Phase = "F"
     stage: int = 0  # of the pipeline; -1: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
@@ -58,8 +59,8 @@ class Graph:
 
     ``aliases`` maps each second name of a tied parameter or buffer to the name that stands in the
     graph.
-    ``constants`` holds the values of buffers that are known when compiling, ``trainable`` the
-    names of the parameters that have a gradient.
+    ``constants`` holds the values of buffers that are known when compiling, ``classes`` the name
+    of every module's class by path.
     """
 
     fx: FxGraph
@@ -67,6 +68,7 @@ class Graph:
     model: str = ""
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         from partc.graph_text import graph_text  # it needs this module

@@ -14,6 +14,7 @@ from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
+_MODULE = nn.Module._call_impl.__code__.co_filename
 _ENTRY = "step"  # the function in capture.py below which the user's code runs
 
 
@@ -28,6 +29,24 @@ def source_here() -> str:
             return ""
         frame = frame.f_back
     return ""
+
+
+def calls_here() -> tuple[tuple[str, int], ...]:
+    """The user's functions that are running below the innermost module's ``__call__``.
+
+    Outermost first: each function's name and the line that is running in it.
+    """
+    found: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_module = code.co_filename == _MODULE and code.co_name == "_call_impl"
+        if is_module or (code.co_name == _ENTRY and code.co_filename.startswith(_OURS)):
+            break
+        if _is_users(code.co_filename):
+            found.append((code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(found))
 
 
 def source_of(error: BaseException) -> str:

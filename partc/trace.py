@@ -141,6 +141,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
     """A Graph whose placeholders, values and outputs are named and described."""
     names = recording.names
     graph = Graph(recording.module.graph, model=type(model).__name__, aliases=dict(names.aliases))
+    graph.classes = {path: type(m).__name__ for path, m in model.named_modules() if _computes(m)}
     placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
     kinds = (
         ["param"] * len(names.params) + ["buffer"] * len(names.buffers) + ["input"] * len(inputs)
@@ -239,6 +240,11 @@ def _refuse_trainable(tensor: Tensor) -> None:
         )
 
 
+def _computes(module: nn.Module) -> bool:
+    """Whether a module does something of its own: it is no list of others."""
+    return not type(module).__module__.startswith("torch.nn.modules.container")
+
+
 def _keep_known_buffers(graph: Graph, recording: Recording) -> None:
     """Values of small buffers that the step does not change are known when compiling."""
     changed = graph.outputs.buffers
@@ -255,7 +261,11 @@ def _describe(graph: Graph) -> None:
     for node in graph.calls():
         noted = node.meta.get("custom", {})
         fake = node.meta.get("val")
-        known = Value(module=noted.get("module", ""), source=noted.get("source", ""))
+        known = Value(
+            module=noted.get("module", ""),
+            source=noted.get("source", ""),
+            calls=noted.get("calls", ()),
+        )
         set_value(node, known)
         set_held(node, fake)
         set_draw(node, noted.get("draw", ""))
@@ -275,7 +285,7 @@ def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
     if not value(node).module and origin is not None:
         update(node, module=value(origin).module)
         if not value(node).source:
-            update(node, source=value(origin).source)
+            update(node, source=value(origin).source, calls=value(origin).calls)
 
 
 def _has_forward(node: fx.Node) -> bool:

@@ -23,8 +23,7 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     k: dict[str, Any] = dict(node.kwargs)
     group = f"self.{k['axis']}"
     if node.target is collectives.all_reduce:
-        op = ", op=dist.ReduceOp.MAX" if k.get("op", "sum") == "max" else ""
-        return f"{done} = dist.all_reduce({name}{op}, group={group}, async_op=True)"
+        return f"{done} = {all_reduce(node, name).removesuffix(')')}, async_op=True)"
     operands = [str(x), str(k["num"]), group]
     if node.target is collectives.all_gather:
         call = helpers.use("gather")
@@ -35,6 +34,12 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
         call = helpers.use("exchange")
         operands += _cut(k["to_dim"], k.get("to_outer", 1), always=True)
     return f"{name}, {done} = {call}({', '.join(operands)})"
+
+
+def all_reduce(node: fx.Node, name: str) -> str:
+    """The statement that finishes a sum, or a maximum, before the next one runs."""
+    op = ", op=dist.ReduceOp.MAX" if node.kwargs.get("op", "sum") == "max" else ""
+    return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']})"
 
 
 def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:

@@ -6,13 +6,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MESH = {}
+DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
-    "norm_weight": ("norm.weight", (6,), "float64", ()),
-    "norm_bias": ("norm.bias", (6,), "float64", ()),
-    "w1_weight": ("w1.weight", (10, 6), "float64", ()),
-    "w1_bias": ("w1.bias", (10,), "float64", ()),
-    "w2_weight": ("w2.weight", (6, 10), "float64", ()),
-    "w2_bias": ("w2.bias", (6,), "float64", ()),
+    "norm_weight": ("norm.weight", (6,), "float64", ()),  # f64[6]
+    "norm_bias": ("norm.bias", (6,), "float64", ()),  # f64[6]
+    "w1_weight": ("w1.weight", (10, 6), "float64", ()),  # f64[10,6]
+    "w1_bias": ("w1.bias", (10,), "float64", ()),  # f64[10]
+    "w2_weight": ("w2.weight", (6, 10), "float64", ()),  # f64[6,10]
+    "w2_bias": ("w2.bias", (6,), "float64", ()),  # f64[6]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     "embed_weight": ("embed.weight", (14, 6), "float64", ()),
@@ -26,6 +27,13 @@ INPUTS = {  # the global batch: (shape, dtype)
     "ids": ((4, 8), "int64"),
     "labels": ((4, 8), "int64"),
 }
+
+
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -47,24 +55,19 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm_weight = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.norm_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.w1_weight = nn.Parameter(torch.empty(10, 6, dtype=torch.float64))  # f64[10,6]
-        self.w1_bias = nn.Parameter(torch.empty(10, dtype=torch.float64))  # f64[10]
-        self.w2_weight = nn.Parameter(torch.empty(6, 10, dtype=torch.float64))  # f64[6,10]
-        self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
         norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), self.norm_weight, self.norm_bias, 1e-05,
-        )                                                  # f64[4,8,6], f64[4,8,1], f64[4,8,1]
+            x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4,8,6], f64[4,8,1], f64[4,8,1]
         # w1
-        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4,8,10]
-        gelu = F.gelu(w1)                                  # f64[4,8,10]
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)      # f64[4,8,10]
+        gelu = F.gelu(w1)                                      # f64[4,8,10]
         # w2
-        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[4,8,6]
-        y = x + w2                                         # f64[4,8,6]
+        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)      # f64[4,8,6]
+        y = x + w2                                             # f64[4,8,6]
         return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
@@ -100,44 +103,40 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         # embed
-        x = F.embedding(ids, self.embed_weight)                   # f64[4,8,6]
+        x = F.embedding(ids, self.embed_weight)                    # f64[4,8,6]
         # blocks
         blocks_saved = []
         for layer in self.blocks:
-            x, saved = layer(x)                                   # f64[4,8,6]
+            x, saved = layer(x)                                    # f64[4,8,6]
             blocks_saved.append(saved)
         del saved
         # head
-        head = F.linear(x, self.head_weight)                      # f64[4,8,14]
-        reshape = labels.reshape(32)                              # i64[32]
-        log_softmax = torch.log_softmax(head.reshape(32, 14), 1)  # f64[32,14]
+        head = F.linear(x, self.head_weight)                       # f64[4,8,14]
+        reshape = labels.reshape(32)                               # i64[32]
+        log_softmax = torch.log_softmax(head.reshape(32, 14), 1)   # f64[32,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100,
-        )                                                         # f64[], f64[]
-        loss = nll_loss_forward / count                           # f64[]
-        ones_like = torch.ones_like(loss)                         # f64[]
-        d_div = ones_like / count                                 # f64[]
+            log_softmax, reshape, None, 2, -100)                   # f64[], f64[]
+        loss = nll_loss_forward / count                            # f64[]
+        ones_like = torch.ones_like(loss)                          # f64[]
+        d_div = ones_like / count                                  # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count,
-        )                                                         # f64[32,14]
+            d_div, log_softmax, reshape, None, 2, -100, count)     # f64[32,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64,
-        )                                                         # f64[32,14]
+            d_log_softmax, log_softmax, 1, torch.float64)          # f64[32,14]
         del reshape, d_log_softmax, log_softmax
-        d_head = d_reshape.reshape(4, 8, 14)                      # f64[4,8,14]
+        d_head = d_reshape.reshape(4, 8, 14)                       # f64[4,8,14]
         del d_reshape
-        add_weight_grad(self.head_weight, d_head, x)              # f64[14,6]
-        d_x = d_head @ self.head_weight                           # f64[4,8,6]
+        add_weight_grad(self.head_weight, d_head, x)               # f64[14,6]
+        d_x = d_head @ self.head_weight                            # f64[4,8,6]
         del x, d_head
         # blocks
         for layer in reversed(self.blocks):
-            d_x = layer.backward(d_x, blocks_saved.pop())         # f64[4,8,6]
+            d_x = layer.backward(d_x, blocks_saved.pop())          # f64[4,8,6]
         # embed
-        add_grad(
-            self.embed_weight,
-            torch.ops.aten.embedding_dense_backward(d_x, ids, 14, -1, scale_grad_by_freq=False),
-        )                                                         # f64[14,6]
+        add_grad(self.embed_weight,
+                 torch.ops.aten.embedding_dense_backward(
+                     d_x, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,6]
         return loss
 
 

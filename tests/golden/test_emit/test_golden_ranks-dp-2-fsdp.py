@@ -8,13 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 MESH = {"dp": 2}
+DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
-    "norm_weight": ("norm.weight", (6,), "float64", (("dp", 0, 1),)),
-    "norm_bias": ("norm.bias", (6,), "float64", (("dp", 0, 1),)),
-    "w1_weight": ("w1.weight", (10, 6), "float64", (("dp", 0, 1),)),
-    "w1_bias": ("w1.bias", (10,), "float64", (("dp", 0, 1),)),
-    "w2_weight": ("w2.weight", (6, 10), "float64", (("dp", 0, 1),)),
-    "w2_bias": ("w2.bias", (6,), "float64", (("dp", 0, 1),)),
+    "norm_weight": ("norm.weight", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+    "norm_bias": ("norm.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+    "w1_weight": ("w1.weight", (10, 6), "float64", (("dp", 0, 1),)),  # f64[10@dp,6]
+    "w1_bias": ("w1.bias", (10,), "float64", (("dp", 0, 1),)),  # f64[10@dp]
+    "w2_weight": ("w2.weight", (6, 10), "float64", (("dp", 0, 1),)),  # f64[6@dp,10]
+    "w2_bias": ("w2.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     "embed_weight": ("embed.weight", (14, 6), "float64", (("dp", 0, 1),)),
@@ -30,6 +31,13 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
+
+
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -91,13 +99,9 @@ class Block(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
-        self.whole = []                                                   # weights that are being gathered
-        self.norm_weight = nn.Parameter(torch.empty(3, dtype=torch.float64))  # f64[6@dp]
-        self.norm_bias = nn.Parameter(torch.empty(3, dtype=torch.float64))  # f64[6@dp]
-        self.w1_weight = nn.Parameter(torch.empty(5, 6, dtype=torch.float64))  # f64[10@dp,6]
-        self.w1_bias = nn.Parameter(torch.empty(5, dtype=torch.float64))  # f64[10@dp]
-        self.w2_weight = nn.Parameter(torch.empty(3, 10, dtype=torch.float64))  # f64[6@dp,10]
-        self.w2_bias = nn.Parameter(torch.empty(3, dtype=torch.float64))  # f64[6@dp]
+        self.whole = []  # weights that are being gathered
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def gather(self) -> None:
         """Start to gather the block's weights."""
@@ -122,12 +126,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
         norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), norm_weight, norm_bias, 1e-05,
-        )                                        # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
-        w1 = F.linear(norm, w1_weight, w1_bias)  # f64[4@dp,8,10]
-        gelu = F.gelu(w1)                        # f64[4@dp,8,10]
-        w2 = F.linear(gelu, w2_weight, w2_bias)  # f64[4@dp,8,6]
-        y = x + w2                               # f64[4@dp,8,6]
+            x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        w1 = F.linear(norm, w1_weight, w1_bias)      # f64[4@dp,8,10]
+        gelu = F.gelu(w1)                            # f64[4@dp,8,10]
+        w2 = F.linear(gelu, w2_weight, w2_bias)      # f64[4@dp,8,6]
+        y = x + w2                                   # f64[4@dp,8,6]
         return y, (gelu, w1, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
@@ -191,27 +194,23 @@ class ToyStep(nn.Module):
         del saved
         self.blocks[-1].regather()                                      # what the next loop begins with
         # head
-        head_weight_done.wait()                                         # exposed: its result is needed next
+        head_weight_done.wait()                                         # hidden behind the last block
         head = F.linear(x, head_weight)                                 # f64[4@dp,8,14]
         reshape = labels.chunk(2)[self.dp_rank].reshape(16)             # i64[32@dp]
         log_softmax = torch.log_softmax(head.reshape(16, 14), 1)        # f64[32@dp,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100,
-        )                                                               # f64[]{U:dp}, f64[]{U:dp}
-        count_done = dist.all_reduce(count, group=self.dp, async_op=True)  # f64[]
-        count_done.wait()                                               # exposed: its result is needed next
+            log_softmax, reshape, None, 2, -100)                        # f64[]{U:dp}, f64[]{U:dp}
+        dist.all_reduce(count, group=self.dp)                           # f64[]; exposed
         loss = nll_loss_forward / count                                 # f64[]{U:dp}
         loss_1 = loss.clone()
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
         ones_like = torch.ones_like(loss)                               # f64[]
         d_div = ones_like / count                                       # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count,
-        )                                                               # f64[32@dp,14]
+            d_div, log_softmax, reshape, None, 2, -100, count)          # f64[32@dp,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64,
-        )                                                               # f64[32@dp,14]
+            d_log_softmax, log_softmax, 1, torch.float64)               # f64[32@dp,14]
         del reshape, d_log_softmax, log_softmax
         d_head = d_reshape.reshape(2, 8, 14)                            # f64[4@dp,8,14]
         del d_reshape
@@ -229,8 +228,7 @@ class ToyStep(nn.Module):
             finish(before)                                              # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_x, ids_1, 14, -1, scale_grad_by_freq=False,
-        )                                                               # f64[14,6]{U:dp}
+            d_x, ids_1, 14, -1, scale_grad_by_freq=False)               # f64[14,6]{U:dp}
         d_embed_weight, done = scatter_sum(d_embed_weight, 2, self.dp)  # f64[14@dp,6]
         reduced.append((self.embed_weight, d_embed_weight, done))
         del d_x, ids_1, d_embed_weight

@@ -8,13 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 MESH = {"dp": 2, "tp": 2}
+DTYPES = {"float64": torch.float64}
 BLOCK_SHARDS = {  # of one of blocks.0 .. 1
-    "norm_weight": ("norm.weight", (6,), "float64", ()),
-    "norm_bias": ("norm.bias", (6,), "float64", ()),
-    "w1_weight": ("w1.weight", (10, 6), "float64", (("tp", 0, 1),)),
-    "w1_bias": ("w1.bias", (10,), "float64", (("tp", 0, 1),)),
-    "w2_weight": ("w2.weight", (6, 10), "float64", (("tp", 1, 1),)),
-    "w2_bias": ("w2.bias", (6,), "float64", ()),
+    "norm_weight": ("norm.weight", (6,), "float64", ()),  # f64[6]
+    "norm_bias": ("norm.bias", (6,), "float64", ()),  # f64[6]
+    "w1_weight": ("w1.weight", (10, 6), "float64", (("tp", 0, 1),)),  # f64[10@tp,6]
+    "w1_bias": ("w1.bias", (10,), "float64", (("tp", 0, 1),)),  # f64[10@tp]
+    "w2_weight": ("w2.weight", (6, 10), "float64", (("tp", 1, 1),)),  # f64[6,10@tp]
+    "w2_bias": ("w2.bias", (6,), "float64", ()),  # f64[6]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     "embed_weight": ("embed.weight", (14, 6), "float64", (("tp", 0, 1),)),
@@ -30,6 +31,13 @@ INPUTS = {  # the global batch: (shape, dtype)
 }
 
 Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
+
+
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -76,27 +84,21 @@ class Block(nn.Module):
         super().__init__()
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
         self.tp, self.tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
-        self.norm_weight = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.norm_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
-        self.w1_weight = nn.Parameter(torch.empty(5, 6, dtype=torch.float64))  # f64[10@tp,6]
-        self.w1_bias = nn.Parameter(torch.empty(5, dtype=torch.float64))  # f64[10@tp]
-        self.w2_weight = nn.Parameter(torch.empty(6, 5, dtype=torch.float64))  # f64[6,10@tp]
-        self.w2_bias = nn.Parameter(torch.empty(6, dtype=torch.float64))  # f64[6]
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
         norm, mean, rstd = torch.native_layer_norm(
-            x, (6,), self.norm_weight, self.norm_bias, 1e-05,
-        )                                                  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+            x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
         # w1
-        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
-        gelu = F.gelu(w1)                                  # f64[4@dp,8,10@tp]
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)      # f64[4@dp,8,10@tp]
+        gelu = F.gelu(w1)                                      # f64[4@dp,8,10@tp]
         # w2
-        linear = F.linear(gelu, self.w2_weight)            # f64[4@dp,8,6]{U:tp}
-        linear_done = dist.all_reduce(linear, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        linear_done.wait()                                 # exposed: its result is needed next
-        w2 = linear + self.w2_bias                         # f64[4@dp,8,6]
-        y = x + w2                                         # f64[4@dp,8,6]
+        linear = F.linear(gelu, self.w2_weight)                # f64[4@dp,8,6]{U:tp}
+        dist.all_reduce(linear, group=self.tp)                 # f64[4@dp,8,6]; exposed
+        w2 = linear + self.w2_bias                             # f64[4@dp,8,6]
+        y = x + w2                                             # f64[4@dp,8,6]
         return y, (w1, gelu, norm, x, mean, rstd)
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
@@ -152,10 +154,7 @@ class ToyStep(nn.Module):
         # embed
         window_1 = window(ids_1, self.tp_rank, 7)                    # i64[4@dp,8]
         masked_embedding_1 = masked_embedding(self.embed_weight, window_1)  # f64[4@dp,8,6]{U:tp}
-        masked_embedding_1_done = dist.all_reduce(
-            masked_embedding_1, group=self.tp, async_op=True,
-        )                                                            # f64[4@dp,8,6]
-        masked_embedding_1_done.wait()                               # exposed: its result is needed next
+        dist.all_reduce(masked_embedding_1, group=self.tp)           # f64[4@dp,8,6]; exposed
         del ids_1
         # blocks
         blocks_saved = []
@@ -169,23 +168,18 @@ class ToyStep(nn.Module):
         del head
         reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)        # i64[32@dp]
         amax = torch.amax(reshape, 1, keepdim=True)                  # f64[32@dp,1]{M:tp}
-        amax_done = dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp, async_op=True)  # f64[32@dp,1]
-        amax_done.wait()                                             # exposed: its result is needed next
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp)   # f64[32@dp,1]; exposed
         sub = reshape - amax                                         # f64[32@dp,14@tp]
-        del amax, reshape, amax_done
+        del amax, reshape
         total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
-        total_done = dist.all_reduce(total, group=self.tp, async_op=True)  # f64[32@dp,1]
-        total_done.wait()                                            # exposed: its result is needed next
+        dist.all_reduce(total, group=self.tp)                        # f64[32@dp,1]; exposed
         sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
-        del sub, total, total_done
+        del sub, total
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            sub_1, window_2, None, 2, -100,
-        )                                                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
-        count_done = dist.all_reduce(count, group=self.dp, async_op=True)  # f64[]{U:tp}
-        count_done.wait()                                            # exposed: its result is needed next
-        count_done = dist.all_reduce(count, group=self.tp, async_op=True)  # f64[]
-        count_done.wait()                                            # exposed: its result is needed next
+            sub_1, window_2, None, 2, -100)                          # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
+        dist.all_reduce(count, group=self.dp)                        # f64[]{U:tp}; exposed
+        dist.all_reduce(count, group=self.tp)                        # f64[]; exposed
         loss = nll_loss_forward / count                              # f64[]{U:dp}{U:tp}
         loss_1 = loss.clone()
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]{U:tp}
@@ -204,7 +198,7 @@ class ToyStep(nn.Module):
         d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
         d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
-        del d_head, masked_embedding_1, masked_embedding_1_done
+        del d_head, masked_embedding_1
         done = dist.all_reduce(d_head_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.head_weight, d_head_weight, done))
         d_blocks_1_done.wait()                                       # hidden behind d_head_weight
@@ -216,15 +210,13 @@ class ToyStep(nn.Module):
             finish(before)                                           # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False,
-        )                                                            # f64[14@tp,6]{U:dp}
+            d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False)   # f64[14@tp,6]{U:dp}
         del d_blocks_1, window_1, d_blocks_1_done
         done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
         reduced.append((self.embed_weight, d_embed_weight, done))
         del d_embed_weight
         loss_1_done.wait()                                           # hidden behind ones_like, d_sub, d_total ...
-        loss_1_done = dist.all_reduce(loss_1, group=self.tp, async_op=True)  # f64[]
-        loss_1_done.wait()                                           # exposed: its result is needed next
+        dist.all_reduce(loss_1, group=self.tp)                       # f64[]; exposed
         finish(reduced)
         return loss_1
 
