@@ -24,6 +24,7 @@ from partc.codegen.text import ATOM, NONE, Line, Text
 from partc.graph import Graph, held, is_tensor, results_of, typed, value
 from partc.quoting import comment, literal
 
+ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")
 SMALL, BIG = 64, 2  # fractions of the biggest value: not worth a `del`, worth one at once
 
 
@@ -57,6 +58,7 @@ class Body:
     device: str = "self.device"
     prefix: str = ""
     taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
+    adds: tuple[str, str] = ADDS  # the functions that add to a gradient
     at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
 
     def __post_init__(self) -> None:
@@ -262,7 +264,7 @@ class Body:
     def _stores(self, node: fx.Node) -> list[Line]:
         """Adds a value that is a final gradient to its parameters."""
         return [
-            Line(f"{self.helpers.use('add_grad')}({param}, {self._own(node)})")
+            Line(f"{self.helpers.use(self.adds[0])}({param}, {self._own(node)})")
             for param in self.stored.get(node, [])
         ]
 
@@ -289,7 +291,7 @@ class Body:
         params = self.stored[node]
         if node.target is ops.weight_grad and len(params) == 1:
             d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
-            call = f"{self.helpers.use('add_weight_grad')}({params[0]}, {d_y}, {x})"
+            call = f"{self.helpers.use(self.adds[1])}({params[0]}, {d_y}, {x})"
             return Statement([Line(call, comment(typed(node)))])
         code = self.expression(node).at(NONE)
         self.seen[node] = Text(code, NONE)
@@ -299,7 +301,7 @@ class Body:
                 if self._is_shared(node)
                 else code
             )
-            call = f"{self.helpers.use('add_grad')}({params[0]}, {code})"
+            call = f"{self.helpers.use(self.adds[0])}({params[0]}, {code})"
             return Statement([Line(call, comment(typed(node)))])
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line, *self._stores(node)], binds=[node])

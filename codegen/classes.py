@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from partc.codegen.backends import c10d
 from partc.codegen.blocks import Run, gathers_param
-from partc.codegen.body import Body, with_sections
+from partc.codegen.body import ADDS, Body, with_sections
 from partc.codegen.equal import Group, ends_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
@@ -34,6 +34,7 @@ class BlockClass:
     name: str
     attribute: str
     helpers: Helpers
+    adds: tuple[str, str] = ADDS
     suffixes: dict[str, str] = field(
         default_factory=dict
     )  # name below the block -> attribute in the class

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from partc import ops
-from partc.codegen import printed
+from partc.codegen import links, printed
+
+MODULES = (printed, links, ops)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +65,14 @@ class Helpers:
 
 def names() -> set[str]:
     """Every name that a printed function may have: no value is called so."""
-    return {name for module in (printed, ops) for name in vars(module) if _find(name) is not None}
+    return {name for module in MODULES for name in vars(module) if _find(name) is not None}
 
 
 def _find(name: str) -> Callable[..., Any] | None:
     """A function of ``printed``, else a composite op of ``partc.ops``."""
-    for module in (printed, ops):
+    for module in MODULES:
         found = vars(module).get(name)
-        if inspect.isfunction(found) and found.__module__ == module.__name__:
+        if (inspect.isfunction(found) or inspect.isclass(found)) and found.__module__ == module.__name__:
             return found
     return None
 
@@ -87,11 +89,9 @@ def _called(name: str) -> list[str]:
     return sorted({f.id for f in calls if isinstance(f, ast.Name)})
 
 
-def _position(name: str) -> tuple[str, int]:
+def _position(name: str) -> tuple[int, int]:
     """Printed functions first, each module's in its own order."""
     function = _find(name)
     assert function is not None
-    return (
-        "" if function.__module__ == printed.__name__ else "ops",
-        function.__code__.co_firstlineno,
-    )
+    order = [module.__name__ for module in MODULES]
+    return order.index(function.__module__), inspect.getsourcelines(function)[1]

@@ -169,5 +169,13 @@ class _Dist:
     def all_gather_into_tensor(self, output: Tensor, input: Tensor, **named: Any) -> _Started:
         return _Started(output, input)
 
+    def isend(self, tensor: Tensor, **named: Any) -> _Started:
+        return _Started(tensor)
+
+    irecv = broadcast = isend
+
+    def get_backend(self, group: Any = None) -> str:
+        return "none"
+
     reduce_scatter_tensor = all_to_all_single = all_gather_into_tensor
     all_gather_single = reduce_scatter_single = all_gather_into_tensor

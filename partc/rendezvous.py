@@ -24,6 +24,7 @@ class Group:
     ranks: tuple[int, ...]
     axis: str = ""
     here: int = 0  # the global rank that holds this handle
+    lane: str = ""  # transfers between two ranks do not queue behind the group's collectives
 
     def size(self) -> int:
         return len(self.ranks)
@@ -83,8 +84,8 @@ class World:
         self.num, self.timeout = num, timeout
         self.changed = threading.Condition()
         self.here = threading.local()
-        self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
-        self.counts: dict[tuple[tuple[int, ...], int], int] = {}  # (group, rank) -> calls so far
+        self.meetings: dict[tuple[tuple[int, ...], str, int], Meeting] = {}
+        self.counts: dict[tuple[tuple[int, ...], str, int], int] = {}  # calls so far, by rank
         self.waiting: dict[int, Meeting] = {}
         self.open: dict[int, list[Call]] = {rank: [] for rank in range(num)}
         self.finished: set[int] = set()
@@ -97,9 +98,9 @@ class World:
         rank = self.here.rank
         with self.changed:
             self._stop_if_failed()
-            number = self.counts.get((group.ranks, rank), 0)
-            self.counts[group.ranks, rank] = number + 1
-            key = (group.ranks, number)
+            number = self.counts.get((group.ranks, group.lane, rank), 0)
+            self.counts[group.ranks, group.lane, rank] = number + 1
+            key = (group.ranks, group.lane, number)
             meeting = self.meetings.setdefault(key, Meeting(group, number, compute))
             meeting.calls[rank] = call
             self.open[rank].append(call)

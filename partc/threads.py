@@ -112,6 +112,32 @@ class ThreadDist:
             lambda sent: [sent[source]] * len(sent),
         )  # fmt: skip
 
+    def isend(
+        self, tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0,
+        group_dst: int | None = None,
+    ) -> Done:  # fmt: skip
+        ranks = self._group(group).ranks
+        target = ranks[group_dst] if group_dst is not None else int(dst or 0)
+        return self._transfer(tensor, self._world.here.rank, target, tag)
+
+    def irecv(
+        self, tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0,
+        group_src: int | None = None,
+    ) -> Done:  # fmt: skip
+        ranks = self._group(group).ranks
+        source = ranks[group_src] if group_src is not None else int(src or 0)
+        _poison(tensor)
+        return self._transfer(tensor, source, self._world.here.rank, tag)
+
+    def _transfer(self, tensor: Tensor, source: int, target: int, tag: int) -> Done:
+        """One end of a transfer: it is complete when the other end is there too."""
+        group = Group((source, target), "pipeline", self._world.here.rank, f"tag {tag}")
+        call = Call("transfer", f"tag {tag}", tensor, tensor.detach().clone(), tensor, _caller())
+        return self._world.start(group, call, lambda sent: [sent[0], sent[0]])
+
+    def get_backend(self, group: Group | None = None) -> str:
+        return "threads"
+
     def barrier(self, group: Group | None = None, async_op: bool = False) -> Done | None:
         none = torch.zeros(1)
         return self._call("barrier", "", none, none, group, async_op, lambda sent: sent)

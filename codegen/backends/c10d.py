@@ -9,6 +9,8 @@ from torch import fx
 from partc import collectives
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
+from partc.passes.microbatches import MB
+from partc.passes.propagate import is_zero
 
 STARTS = collectives.COLLECTIVES
 
@@ -56,9 +58,11 @@ def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:
 def local(node: fx.Node, x: Text, helpers: Helpers) -> Text:
     """The text of the ops that depend on the rank but move nothing."""
     k: dict[str, Any] = dict(node.kwargs)
-    index = f"self.{k['axis']}_rank"
+    index = "i" if k["axis"] == MB else f"self.{k['axis']}_rank"
     if node.target is collectives.axis_index:
         return Text(index)
+    if node.target is collectives.keep_first and is_zero(node.all_input_nodes[0]):
+        return x
     if node.target is collectives.keep_first:
         return Text(f"{x.at(COMPARE)} if {index} == 0 else torch.zeros_like({x})", NONE - 1)
     if k.get("outer", 1) > 1:

@@ -1,0 +1,132 @@
+"""Transfers between pipeline ranks, as generated programs carry them.
+
+Each link is one-way and in order: on NCCL it has a communicator of its own, so that it never
+stands behind another; on gloo a tag does the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Inbox:
+    """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
+
+    def __init__(self, source: int, tag: int, group: dist.ProcessGroup, likes: list) -> None:
+        self.source, self.tag, self.group, self.likes = source, tag, group, likes
+
+    def open(self, num: int, device: torch.device) -> None:
+        """Begin a step of `num` microbatches."""
+        self.left, self.device, self.posted = num, device, []
+        self.post()
+
+    def post(self) -> None:
+        """Start to receive one microbatch's tensors, if any are left."""
+        if self.left:
+            self.left -= 1
+            new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
+            self.posted.append([
+                (x, dist.irecv(x, group=self.group, group_src=self.source, tag=self.tag + i))
+                for i, x in enumerate(new)
+            ])  # fmt: skip
+
+    def take(self) -> list[Tensor]:
+        """The next microbatch's tensors; those after it start to arrive."""
+        here = self.posted.pop(0)
+        for _, done in here:
+            done.wait()
+        self.post()
+        return [x for x, _ in here]
+
+
+class Outbox:
+    """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
+
+    def __init__(self, target: int, tag: int, group: dist.ProcessGroup, bound: int) -> None:
+        self.target, self.tag, self.group, self.bound = target, tag, group, bound
+        self.sent = []
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """Start to send one microbatch's tensors."""
+        whole = [x.contiguous() for x in tensors]
+        self.sent.append([
+            (x, dist.isend(x, group=self.group, group_dst=self.target, tag=self.tag + i))
+            for i, x in enumerate(whole)
+        ])  # fmt: skip
+        self.wait(self.bound)
+
+    def wait(self, bound: int = 0) -> None:
+        """Wait until no more than `bound` microbatches are under way."""
+        while len(self.sent) > bound:
+            for _, done in self.sent.pop(0):
+                done.wait()
+
+
+class Shelf:
+    """Hands a stage's tensors to the next one on the same rank."""
+
+    def __init__(self) -> None:
+        self.kept = []
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        self.kept.append(tensors)
+
+    def take(self) -> tuple[Tensor, ...]:
+        return self.kept.pop(0)
+
+
+class Nothing:
+    """Where the pipeline begins and ends."""
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """There is no stage behind."""
+
+    def take(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+def link_group(pp: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The communicator of one link."""
+    if dist.get_backend(pp) != "nccl":
+        return pp
+    return dist.new_group(dist.get_process_group_ranks(pp), use_local_synchronization=True)
+
+
+def add_partial(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to this rank's part of a gradient that the ranks have yet to sum."""
+    param.partial = grad if param.partial is None else param.partial.add_(grad)
+
+
+def add_weight_partial(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+    """Add this rank's part of the gradient of the weight in `y = x @ weight.T`."""
+    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+    if weight.partial is None:
+        weight.partial = d_y.T @ x
+    else:
+        weight.partial.addmm_(d_y.T, x)
+
+
+def take_partial(param: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient, of all microbatches."""
+    whole, param.partial = param.partial, None
+    return whole
+
+
+def with_partials(module: nn.Module) -> None:
+    """Give every parameter a place for its part of a gradient."""
+    for param in module.parameters():
+        param.partial = None
+
+
+def sum_tied(param: nn.Parameter, ranks: list[int], tag: int, group: dist.ProcessGroup) -> None:
+    """Add up the gradients that several pipeline ranks have for their copies of one parameter."""
+    mine = torch.zeros_like(param) if param.grad is None else param.grad
+    here = dist.get_rank(group)
+    others = {rank: torch.empty_like(mine) for rank in ranks if rank != here}
+    works = [dist.isend(mine, group=group, group_dst=rank, tag=tag) for rank in others]
+    works += [dist.irecv(x, group=group, group_src=rank, tag=tag) for rank, x in others.items()]
+    for work in works:
+        work.wait()
+    param.grad = sum(mine if rank == here else others[rank] for rank in ranks)
