@@ -15,7 +15,7 @@ from torch import fx
 
 from partc import collectives
 from partc.codegen.equal import Equal, Group, Owner, ends_step
-from partc.graph import Graph, Phase, value
+from partc.graph import Graph, Phase, is_backward, is_forward, value
 
 DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
@@ -101,7 +101,7 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
     for node in graph.calls():
         known = value(node)
         layer = layer_path(known.module, depth)
-        if node in taken or ends_step(graph, node):
+        if node in taken or ends_step(graph, node) or known.phase in ("S", "E"):
             continue
         if layer:
             owners[node] = (layer, known.phase)
@@ -139,14 +139,14 @@ def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) 
     """
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     for node in pathless:
-        if value(node).phase == "B":
+        if is_backward(node):
             operands = [n for n in node.all_input_nodes if n.op == "call_function"]
             latest = max(operands, key=lambda n: order[n], default=None)
             if latest in owners and owners[latest][1] == "B":
                 owners[node] = owners[latest]
     for node in reversed(pathless):
         readers = {owners.get(u) for u in node.users}
-        if value(node).phase == "F" and len(readers) == 1 and None not in readers:
+        if is_forward(node) and len(readers) == 1 and None not in readers:
             owners[node] = next(r for r in readers if r is not None)
 
 

@@ -21,7 +21,7 @@ from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations, overwritable, owner
 from partc.codegen.text import ATOM, NONE, Line, Text
-from partc.graph import Graph, held, is_tensor, results_of, typed, value
+from partc.graph import Graph, held, is_forward, is_tensor, results_of, typed, value
 from partc.quoting import comment, literal
 
 ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")
@@ -62,9 +62,7 @@ class Body:
     at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
 
     def __post_init__(self) -> None:
-        named = {
-            n for n in self.order if value(n).phase == "F" and self.wishes.get(n) != op_name(n)
-        }
+        named = {n for n in self.order if is_forward(n) and self.wishes.get(n) != op_name(n)}
         self.accumulated = accumulations(self.order, self.kept | set(self.stored))
         fixed = self.kept | set(self.stored) | set(self.accumulated.values())
         self.inlined = inlined(self.order, fixed, named, self.accumulated)

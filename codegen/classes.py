@@ -199,7 +199,7 @@ class BlockClass:
         )
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            device,            prefix=group.layer, taken=set(self.gathered(side)),
+            device, prefix=group.layer, taken=set(self.gathered(side)), adds=self.adds,
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:

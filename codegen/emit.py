@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop, Run, arrange
-from partc.codegen.body import free_early, with_sections
+from partc.codegen.body import ADDS, free_early, with_sections
 from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers
@@ -50,7 +50,7 @@ def emit(graph: Graph, *, header: str) -> str:
     helpers = Helpers()
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    text = _Program(graph, header, items, sides, helpers).text()
+    text = RoleText(graph, header, items, sides, helpers).text()
     check_source(text)
     return text
 
@@ -68,35 +68,36 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
 
 
 @dataclass
-class _Program:
+class RoleText:
     graph: Graph
     header: str
     items: list[Item]
     sides: dict[Loop, Interface]
     helpers: Helpers
+    adds: tuple[str, str] = ADDS
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
     )  # "layers.0.w" of a parameter or buffer
 
     def text(self) -> str:
-        self._make_classes()
-        self._name_attributes()
-        arguments = self._arguments()
+        self.make_classes()
+        self.name_attributes()
+        arguments = self.arguments_by_node()
         blocks = [
             {
                 "name": c.name,
-                "layers": _span(c.run),
+                "layers": span(c.run),
                 "declarations": block(c.declarations(), 2),
                 "functions": c.functions(),
                 "gathers": c.gather_methods(),
             }
             for c in self.classes.values()
         ]
-        made = block(self._declarations(), 2)
+        made = block(self.declarations(), 2)
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
-            header=[_header_line(line) for line in self.header.strip().splitlines()],
+            header=[header_line(line) for line in self.header.strip().splitlines()],
             distributed=bool(self.graph.mesh.names),
             mesh=literal(dict(self.graph.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
@@ -115,7 +116,7 @@ class _Program:
         )
 
     # classes and attributes ------------------------------------------------------------------
-    def _make_classes(self) -> None:
+    def make_classes(self) -> None:
         runs = list(dict.fromkeys(loop.run for loop in self.sides))
         for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
             forward = next(s for lp, s in self.sides.items() if lp.run is run and lp.phase == "F")
@@ -123,10 +124,10 @@ class _Program:
                 (s for lp, s in self.sides.items() if lp.run is run and lp.phase == "B"), None
             )
             self.classes[run] = BlockClass(
-                self.graph, run, forward, backward, name, attribute, self.helpers
+                self.graph, run, forward, backward, name, attribute, self.helpers, self.adds
             )
 
-    def _name_attributes(self) -> None:
+    def name_attributes(self) -> None:
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
         scope = Scope(
             [*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())]
@@ -142,7 +143,7 @@ class _Program:
         nodes = self.graph.placeholders(kind).values()
         return {n: self.attributes[n] for n in nodes if "." not in self.attributes[n]}
 
-    def _arguments(self) -> dict[fx.Node, str]:
+    def arguments_by_node(self) -> dict[fx.Node, str]:
         scope = Scope(self.helpers.names)
         return {node: scope.fresh(name) for name, node in self.graph.inputs.items()}
 
@@ -157,16 +158,22 @@ class _Program:
                 for name, n in self.graph.inputs.items()
             ],
         }
-        tables = []
+        tables, stored = self.stored_tables()
+        entries |= stored
+        return tables + [table(name, MEANINGS[name], entries[name]) for name in MEANINGS]
+
+    def stored_tables(self) -> tuple[list[str], dict[str, list[Line]]]:
+        """The tables of blocks, and the entries of SHARDS and BUFFERS."""
+        tables, entries = [], {}
         for kind, constant in TABLES.items():
             entries[constant] = self._rows(self._standing(kind))
             for cls in self.classes.values():
                 own = cls.stored(kind)
                 if own:
-                    name, span = cls.table(constant), f"of one of {_span(cls.run)}"
-                    tables.append(table(name, span, self._rows(own, f"{cls.run.layers[0]}.")))
+                    name, remark = cls.table(constant), f"of one of {span(cls.run)}"
+                    tables.append(table(name, remark, self._rows(own, f"{cls.run.layers[0]}.")))
                     entries[constant].append(Line(_spread(cls, name)))
-        return tables + [table(name, MEANINGS[name], entries[name]) for name in MEANINGS]
+        return tables, entries
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
         """The entries of parameters or buffers, names as seen from the block at ``prefix``.
@@ -182,17 +189,19 @@ class _Program:
             lines.append(Line(f"{literal(attribute)}: {literal(known)}", remark))
         return lines
 
-    def _declarations(self) -> list[Line]:
+    def declarations(self, prefix: str = "") -> list[Line]:
+        """The statements that make parameters, buffers and blocks; their tables' names begin with
+        ``prefix``."""
         lines = []
         for kind, constant in TABLES.items():
             some = any(cls.stored(kind) for cls in self.classes.values())
             lines += declarations(
-                self.graph, self._standing(kind), kind, constant, self.helpers, some
+                self.graph, self._standing(kind), kind, f"{prefix}{constant}", self.helpers, some
             )
         mesh = "mesh" if self.graph.mesh.names else ""
         for cls in self.classes.values():
             made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
-            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", _span(cls.run)))
+            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", span(cls.run)))
         return lines
 
     def _dtypes(self) -> dict[str, torch.dtype]:
@@ -204,14 +213,13 @@ class _Program:
     def _step(self, arguments: dict[fx.Node, str]) -> str:
         graph, outputs = self.graph, self.graph.outputs
         order = [item for item in self.items if isinstance(item, fx.Node)]
-        seen = {node: Text(_read(path)) for node, path in self.attributes.items()}
+        seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         seen |= {node: Text(name) for node, name in arguments.items()}
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
-        scope = Scope([*arguments.values(), *self.helpers.names])
         body = StepBody(
-            graph, order, wishes(graph), scope, self.helpers, seen, kept, self._final_grads(order),
+            graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(order),
             f"{next(iter(arguments.values()), 'self')}.device",
             items=self.items, classes=self.classes,
         )  # fmt: skip
@@ -222,11 +230,11 @@ class _Program:
         lines = with_sections(statements)
         if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
             lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
-        lines += self._buffer_updates(body)
+        lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
         return block(lines, 2)
 
-    def _final_grads(self, order: list[fx.Node]) -> dict[fx.Node, list[str]]:
+    def final_grads(self, order: list[fx.Node]) -> dict[fx.Node, list[str]]:
         """The parameters whose gradient is made in line, or comes out of a loop."""
         stored: dict[fx.Node, list[str]] = {}
         in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
@@ -234,16 +242,16 @@ class _Program:
             made_by = node.all_input_nodes[0] if ends_step(self.graph, node) else node
             path = self.attributes[self.graph.params[name]]
             if made_by not in in_blocks or "." not in path:
-                stored.setdefault(node, []).append(_read(path))
+                stored.setdefault(node, []).append(read(path))
         return stored
 
-    def _buffer_updates(self, body: StepBody) -> list[Line]:
+    def buffer_updates(self, body: StepBody) -> list[Line]:
         lines = []
         for name, node in self.graph.outputs.buffers.items():
             if node in body.seen:
                 lines.append(
                     Line(
-                        f"{_read(self.attributes[self.graph.buffers[name]])}.copy_({body.text(node)})"
+                        f"{read(self.attributes[self.graph.buffers[name]])}.copy_({body.text(node)})"
                     )
                 )
         return lines
@@ -261,12 +269,12 @@ def dtype_name(node: fx.Node) -> str:
     return str(value(node).dtype).removeprefix("torch.")
 
 
-def _read(path: str) -> str:
+def read(path: str) -> str:
     """``layers.0.w`` as Python reads it: ``self.layers[0].w``."""
     return "self." + re.sub(r"\.(\d+)\.", r"[\1].", path)
 
 
-def _span(run: Run) -> str:
+def span(run: Run) -> str:
     """``model.layers.0 .. 7``."""
     return comment(f"{run.layers[0]} .. {run.layers[-1].rpartition('.')[2]}")
 
@@ -284,7 +292,7 @@ def _spread(cls: BlockClass, name: str) -> str:
     )
 
 
-def _header_line(line: str) -> str:
+def header_line(line: str) -> str:
     """A line that a docstring can hold, its columns kept."""
     parts = re.split("( {2,})", line)
     return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 
 from partc import __version__, collectives
 from partc.graph import Graph, first_operand, held
 from partc.plan import Plan, fold_names
 from partc.quoting import comment
+from partc.schedules import Schedule
 
 _KEY, _WIDTH = 10, 100
 
@@ -31,6 +33,33 @@ def header(graph: Graph, plan: Plan) -> str:
     ]
     rows += [("moves", row) for row in _moves(graph)]
     rows += [("note", comment(note)) for note in plan.notes]
+    return "\n".join([*lines, *_wrapped(rows)])
+
+
+def stage_header(graphs: Sequence[Graph], schedule: Schedule, rank: int, plan: Plan) -> str:
+    """The docstring's text for the file of one pipeline rank."""
+    mesh = plan.mesh
+    assert mesh is not None
+    stages = schedule.stages_of(rank)
+    lines = [
+        f"Pipeline rank {rank} of {schedule.ranks}.  Written by partc {__version__} for "
+        f"{comment(graphs[0].model)}; change the plan, not this file.",
+        "",
+    ]
+    rows = [("mesh", str(mesh)), ("plan", plan.preset or "by hand")]
+    rows += [("schedule", f"{schedule.name}, {plan.microbatches} microbatches")]
+    rows += [("stage", f"{s} begins at {comment(plan.stages[s - 1])}") for s in stages if s]
+    rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
+    for stage in stages:
+        rows += [("weights", row) for row in _weights(graphs[stage], plan)]
+    rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
+    rows += [("note", comment(note)) for note in plan.notes]
+    return "\n".join([*lines, *_wrapped(rows)])
+
+
+def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Rows of a keyword and a text; a keyword that repeats is written once."""
+    lines: list[str] = []
     last = ""
     for key, text in rows:
         first = "" if key == last else key
@@ -40,7 +69,7 @@ def header(graph: Graph, plan: Plan) -> str:
             break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
         last = key
-    return "\n".join(lines)
+    return lines
 
 
 def _cuts(name: str, table: object, plan: Plan) -> str:

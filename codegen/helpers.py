@@ -72,7 +72,9 @@ def _find(name: str) -> Callable[..., Any] | None:
     """A function of ``printed``, else a composite op of ``partc.ops``."""
     for module in MODULES:
         found = vars(module).get(name)
-        if (inspect.isfunction(found) or inspect.isclass(found)) and found.__module__ == module.__name__:
+        if (
+            inspect.isfunction(found) or inspect.isclass(found)
+        ) and found.__module__ == module.__name__:
             return found
     return None
 

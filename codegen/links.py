@@ -17,7 +17,7 @@ class Inbox:
     def __init__(self, source: int, tag: int, group: dist.ProcessGroup, likes: list) -> None:
         self.source, self.tag, self.group, self.likes = source, tag, group, likes
 
-    def open(self, num: int, device: torch.device) -> None:
+    def begin(self, num: int, device: torch.device) -> None:
         """Begin a step of `num` microbatches."""
         self.left, self.device, self.posted = num, device, []
         self.post()

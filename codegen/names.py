@@ -14,7 +14,7 @@ from torch import fx
 from partc import collectives
 from partc.codegen import helpers
 from partc.codegen.safety import FORBIDDEN
-from partc.graph import Graph, held, is_tensor, value
+from partc.graph import Graph, held, is_forward, is_tensor, value
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
@@ -76,7 +76,7 @@ def wishes(
     ``given`` names stand, and gradients follow them.
     """
     named = dict(_placeholder_names(graph, prefix))
-    forward = [n for n in graph.calls() if value_or_none(n) and value(n).phase == "F"]
+    forward = [n for n in graph.calls() if value_or_none(n) and is_forward(n)]
     named |= {n: op_name(n) for n in forward}
     named |= dict(_result_names(forward))
     named |= dict(_variable_names(forward))
@@ -153,6 +153,8 @@ def op_name(node: fx.Node) -> str:
 
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
+    for node in graph.placeholders("received").values():
+        yield node, "x" if is_forward(node) else "d_y"
     for kind in ("param", "buffer", "input"):
         placed = graph.placeholders(kind)
         names = [inside(name, prefix) for name in placed if _within(name, prefix)]
@@ -234,9 +236,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
     """A module's only value that others read in the forward has the module's name."""
     results: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        readers = [
-            value(u).module for u in node.users if value_or_none(u) and value(u).phase == "F"
-        ]
+        readers = [value(u).module for u in node.users if value_or_none(u) and is_forward(u)]
         path = value(node).module
         while path and is_tensor(node):
             if any(not _within(reader, path) for reader in readers):
@@ -260,9 +260,9 @@ def _gradient_names(
     }
     final = {n: name for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
-    known = {_origin(n): n for n in reversed(list(graph.calls())) if value(n).phase == "F"}
+    known = {_origin(n): n for n in reversed(list(graph.calls())) if is_forward(n)}
     for node in graph.calls():
-        if value(node).phase == "F":
+        if is_forward(node):
             continue
         if _is_again(node, found) and not (
             node.target in MOVES and node.all_input_nodes[0] in found

@@ -24,7 +24,19 @@ from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.names import Scope, wishes
 from partc.codegen.storage import is_view, owner
 from partc.codegen.text import NONE, Line, Text, block, wrap
-from partc.graph import Graph, held, is_tensor, picked, set_held, shape_of, typed, update, value
+from partc.graph import (
+    Graph,
+    held,
+    is_backward,
+    is_forward,
+    is_tensor,
+    picked,
+    set_held,
+    shape_of,
+    typed,
+    update,
+    value,
+)
 from partc.quoting import comment, docstring, identifier
 
 LINES = 3  # a shorter function hides more than it says
@@ -174,12 +186,12 @@ def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """
     inside = set(nodes)
     for node in nodes:
-        adds = value(node).phase == "B" and node.target is torch.ops.aten.add.Tensor
+        adds = is_backward(node) and node.target is torch.ops.aten.add.Tensor
         if adds and not value(node).forward and not inside.issuperset(node.all_input_nodes):
             inside.discard(node)
     aside: set[fx.Node] = set()
     for node in reversed(nodes):
-        if value(node).phase == "B" and all(u in aside or _is_stored(u) for u in node.users):
+        if is_backward(node) and all(u in aside or _is_stored(u) for u in node.users):
             aside.add(node)
     inside -= aside
     for node in nodes:  # results stay with their call
@@ -296,7 +308,7 @@ def _given(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.Node, s
             names[node] = identifier(".".join(own.split(".")[-2:]))
         elif unit.is_backward and (unit.home.path, node) in known:
             names[node] = known[unit.home.path, node]
-        elif main not in names.values() and (value(node).phase == "B") == unit.is_backward:
+        elif main not in names.values() and (is_backward(node)) == unit.is_backward:
             names[node] = main
     return names
 
@@ -439,7 +451,7 @@ def _called(
             results.insert(1, result)
     for output, result in zip(outputs, results[-len(outputs) :], strict=True):
         output.replace_all_uses_with(result)
-    for node in members if value(call).phase == "F" else ():
+    for node in members if is_forward(call) else ():
         # the gradient of what stands inside follows the call, if it is that of an operand
         near = any(_alike(n, node) for n in node.all_input_nodes if n not in inside)
         stand_ins[_known_as(node)] = _known_as(call) if near else ""

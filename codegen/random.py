@@ -13,6 +13,7 @@ from torch import fx
 from partc import ops
 from partc.codegen.text import Line
 from partc.graph import Graph, value
+from partc.passes.microbatches import MB
 
 
 def generator(graph: Graph, mask: fx.Node) -> str:
@@ -51,7 +52,7 @@ def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
 
 def _axes(graph: Graph, mask: fx.Node) -> list[str]:
     cutting = {axis for axis, _ in value(mask).sharding.cuts()}
-    return [axis for axis in graph.mesh.names if axis in cutting]
+    return [axis for axis in graph.mesh.names if axis in cutting and axis != MB]
 
 
 def _mixed(number: int, num: int, index: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, held, is_tensor, value
+from partc.graph import Graph, held, is_backward, is_tensor
 
 VIEWS = {
     "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze",
@@ -65,7 +65,7 @@ def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node,
     inside = set(order)
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
-        if node.target is not torch.ops.aten.add.Tensor or value(node).phase != "B" or node.kwargs:
+        if node.target is not torch.ops.aten.add.Tensor or not is_backward(node) or node.kwargs:
             continue
         operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
         if len(set(operands)) == 2 and _alike(node, *operands):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import nn
 
 from partc.check import check
 from partc.codegen.emit import emit
-from partc.codegen.header import header
+from partc.codegen.header import header, stage_header
+from partc.codegen.pipeline import emit_rank
 from partc.cost import cost_report
 from partc.errors import PlanError
 from partc.fingerprint import Fingerprint
@@ -20,15 +22,17 @@ from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.fill_waits import fill_waits
 from partc.passes.insert_collectives import insert_collectives
-from partc.passes.microbatches import count_targets, layout_mesh
+from partc.passes.microbatches import PP, count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.split_stages import split_stages
 from partc.plan import Plan
-from partc.program import Program
+from partc.program import Program, SavedCost
 from partc.role import Role, dtype_name
+from partc.schedules import Schedule, make
+from partc.schedules.actions import check_schedule
 from partc.trace import trace
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
@@ -41,7 +45,8 @@ def compile(
     *,
     loss: Callable[..., Any] | None = None,
     plan: str | Path | Plan = "auto",
-    microbatches: int = 1,
+    microbatches: int | None = None,
+    schedule: str | None = None,
     batch_norm: str | None = None,
     strict: bool = False,
 ) -> Program:
@@ -57,8 +62,11 @@ def compile(
     wanted = read_plan(plan)
     graph = trace(model, inputs, loss)
     graph.mesh = mesh
-    changes = {"microbatches": microbatches} | ({"batch_norm": batch_norm} if batch_norm else {})
-    full, local = partition(graph, wanted.changed(**changes), strict=strict)
+    given = {"microbatches": microbatches, "batch_norm": batch_norm, "schedule": schedule}
+    wanted = wanted.changed(**{name: each for name, each in given.items() if each is not None})
+    if wanted.stages or wanted.microbatches > 1 or PP in mesh.names:
+        return compile_pipeline(graph, wanted, Fingerprint.of(model), strict=strict)
+    full, local = partition(graph, wanted, strict=strict)
     check(local)
     source = emit(local, header=header(local, full))
     return Program(
@@ -72,6 +80,51 @@ def compile(
         constants=graph.constants,
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
     )
+
+
+def compile_pipeline(
+    graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
+) -> Program:
+    """The rest of ``compile`` for several stages or microbatches: one role per pipeline rank."""
+    mesh = graph.mesh
+    order = schedule_of(plan, mesh)
+    full, graphs = partition_stages(graph, plan, "W" in order.kinds, strict=strict)
+    for stage in graphs:
+        check(stage)
+    roles = [f"pipeline{rank}.py" for rank in range(order.ranks)]
+    sources = {
+        name: emit_rank(graphs, order, rank, mesh, header=stage_header(graphs, order, rank, full))
+        for rank, name in enumerate(roles)
+    }
+    at = [roles[coords.get(PP, 0)] for coords in mesh.all_coords()]
+    return Program(
+        plan=str(full),
+        mesh=mesh,
+        sources=sources,
+        roles=tuple((len(list(run)), name) for name, run in groupby(at)),
+        cost=SavedCost(),
+        model=graph.model,
+        fingerprint=fingerprint,
+        constants=graph.constants,
+        inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
+    )
+
+
+def schedule_of(plan: Plan, mesh: Mesh) -> Schedule:
+    """The order of all pipeline ranks' actions."""
+    ranks = mesh.size(PP) if PP in mesh.names else 1
+    stages = len(plan.stages) + 1
+    if stages % ranks:
+        raise PlanError(
+            where="plan, stages",
+            what=f"{stages} stages cannot be dealt out to {ranks} pipeline ranks",
+            why="each rank runs the same number of stages",
+            do=f"Name {ranks - 1} points, or {2 * ranks - 1} for two stages per rank.",
+        )
+    chunks = stages // ranks
+    made = make(plan.schedule, ranks=ranks, microbatches=plan.microbatches, chunks=chunks)
+    check_schedule(made)
+    return made
 
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:

@@ -240,6 +240,16 @@ def stage_of(node: fx.Node) -> int:
     return value(node).stage
 
 
+def is_forward(node: fx.Node) -> bool:
+    """Whether a call belongs to the forward, or to what all microbatches' forwards share."""
+    return value(node).phase in ("F", "S")
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a call computes gradients."""
+    return value(node).phase in ("B", "W")
+
+
 def layout_on(node: fx.Node, axis: str) -> Layout:
     return value(node).sharding.on(axis)
 

@@ -82,9 +82,10 @@ def _joined(graphs: Sequence[Graph], env: Mapping[fx.Node, Pieces]) -> dict[str,
     """The outputs of all graphs, every tensor joined to the whole."""
     found: dict[str, Any] = {"loss": None, "grads": {}, "buffers": {}, "results": {}}
     for graph in graphs:
+        mesh = graph.mesh
         outputs = fx.map_arg(
             replace(graph.outputs, sent={}).as_dict(),
-            lambda n, mesh=graph.mesh: value(n).sharding.whole(env[n], mesh),
+            lambda n: value(n).sharding.whole(env[n], mesh),  # noqa: B023  (called at once)
         )
         found["loss"] = outputs["loss"] if outputs["loss"] is not None else found["loss"]
         for kind in ("grads", "buffers", "results"):

@@ -132,7 +132,7 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
     for word, axes, kind in [
         (w, [a for a in data if a != MB], DATA_AXES) for w in words if w in _DATA_WORDS
     ] + [(w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS]:
-        if not axes and mesh.num_ranks > 1:
+        if not axes and set(mesh.names) - {MB}:
             raise PlanError(
                 where=f"mesh {mesh}",
                 what=f"preset {word!r} finds no axis to work on",

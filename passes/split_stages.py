@@ -53,7 +53,7 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
     if split_backward:
         for graph in graphs:
             _set_weights_apart(graph)
-    return [_in_phase_order(graph) for graph in graphs]
+    return [_in_phase_order(_once(graph)) for graph in graphs]
 
 
 # phases -------------------------------------------------------------------------------------------
@@ -234,6 +234,19 @@ def _is_heavy(node: fx.Node) -> bool:
         or any(word in name for word in light)
         or node.target in (*collectives.COLLECTIVES, *collectives.LOCAL)
     )
+
+
+def _once(graph: Graph) -> Graph:
+    """Compute once what several blocks compute alike from what all microbatches share."""
+    known: dict[object, fx.Node] = {}
+    for node in list(graph.calls()):
+        if value(node).phase == "S" and node.target not in collectives.COLLECTIVES:
+            key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+            first = known.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.fx.erase_node(node)
+    return graph
 
 
 def _in_phase_order(graph: Graph) -> Graph:

@@ -1,0 +1,282 @@
+"""Stage graphs and a schedule in, the source of one pipeline rank's program out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from partc.codegen.emit import MEANINGS, TEMPLATES, dtype_name, header_line, span
+from partc.codegen.helpers import Helpers
+from partc.codegen.safety import check_source
+from partc.codegen.stages import StageText, stage_text
+from partc.codegen.tables import table
+from partc.codegen.text import Line, block
+from partc.codegen.turns import turn_lines
+from partc.graph import Graph, Phase, held, value
+from partc.mesh import Mesh
+from partc.passes.microbatches import MB, PP
+from partc.quoting import identifier, literal
+from partc.schedules import Schedule
+
+TAGS = 64  # tensors that may pass from one stage to the next
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several stages hold: its name, and the stages in order."""
+
+    name: str
+    stages: tuple[int, ...]
+
+
+def emit_rank(
+    graphs: Sequence[Graph], schedule: Schedule, rank: int, mesh: Mesh, *, header: str
+) -> str:
+    """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages."""
+    helpers = Helpers()
+    mine = schedule.stages_of(rank)
+    stages = [stage_text(graphs[number], number, helpers) for number in mine]
+    text = _Rank(graphs, stages, schedule, rank, mesh, header, helpers).text()
+    check_source(text)
+    return text
+
+
+def tied(graphs: Sequence[Graph]) -> list[Tied]:
+    """Parameters that stand on several stages."""
+    found: dict[str, list[int]] = {}
+    for number, graph in enumerate(graphs):
+        for name in graph.params:
+            found.setdefault(name, []).append(number)
+    return [Tied(name, tuple(stages)) for name, stages in found.items() if len(stages) > 1]
+
+
+@dataclass
+class _Rank:
+    graphs: Sequence[Graph]
+    stages: list[StageText]
+    schedule: Schedule
+    rank: int
+    mesh: Mesh
+    header: str
+    helpers: Helpers
+
+    def text(self) -> str:
+        blocks = self._blocks()
+        values = [stage.values() | {"number": stage.number} for stage in self.stages]
+        first = self.graphs[0]
+        trains = "B" in self.schedule.kinds or "I" in self.schedule.kinds
+        wiring, body = block(self._wiring(), 2), block(self._step(), 2)
+        seeded = [stage for stage, v in zip(self.stages, values, strict=True) if v["seeds"]]
+        return TEMPLATES.get_template("pipeline.py.j2").render(
+            header=[header_line(line) for line in self.header.strip().splitlines()],
+            mesh=literal(dict(self.mesh.axes)),
+            dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
+            tables=self._tables(),
+            helpers=self.helpers.text(),
+            blocks=blocks,
+            stages=values,
+            reduces="finish" in self.helpers.used,
+            name=f"{identifier(first.model) or 'Model'}Step",
+            rank=self.rank,
+            ranks=self.schedule.ranks,
+            num_stages=self.schedule.stages,
+            axes=[(a, literal(a)) for a in first.mesh.names if a != MB],
+            wiring=wiring,
+            seeds=block(list(self._seeds(seeded)), 2),
+            trains=trains,
+            split="W" in self.schedule.kinds,
+            schedule=f"Schedule {self.schedule.name}, {self.schedule.microbatches} microbatches.",
+            method="step" if trains else "forward",
+            result="Tensor" if trains else "dict[str, Tensor]",
+            arguments=self._arguments(),
+            body=body,
+        )
+
+    def _arguments(self) -> list[str]:
+        return list(self.stages[0].arguments_by_node().values())
+
+    def _dtypes(self) -> dict[str, Any]:
+        nodes = [
+            n for s in self.stages for n in (*s.graph.params.values(), *s.graph.buffers.values())
+        ]
+        return {dtype_name(n): value(n).dtype for n in nodes}
+
+    # blocks and tables -----------------------------------------------------------------------
+    def _blocks(self) -> list[dict[str, Any]]:
+        """The classes of equal blocks; stages whose blocks have one text share the class."""
+        known: dict[str, Any] = {}
+        for stage in self.stages:
+            for cls in stage.classes.values():
+                if cls.name in known and known[cls.name][1] != _block(cls):
+                    cls.name += str(stage.number)
+                known.setdefault(cls.name, (cls, _block(cls)))
+        return [made | {"layers": span(cls.run)} for cls, made in known.values()]
+
+    def _tables(self) -> list[str]:
+        tables: dict[str, None] = {}
+        entries: dict[str, list[Line]] = {name: [] for name in MEANINGS}
+        for stage in self.stages:
+            blocks, stored = stage.stored_tables()
+            tables |= dict.fromkeys(blocks)
+            for constant, rows in stored.items():
+                own = f"STAGE{stage.number}_{constant}"
+                tables[table(own, f"of stage {stage.number}", rows)] = None
+                again = f'**{{f"stage{stage.number}.{{name}}": row for name, row in {own}.items()}}'
+                entries[constant].append(Line(again))
+        for second, name in sorted(self._aliases().items()):
+            entries["ALIASES"].append(Line(f"{literal(second)}: {literal(name)}"))
+        for name, node in self.graphs[0].inputs.items():
+            entries["INPUTS"].append(
+                Line(f"{literal(name)}: {literal((tuple(value(node).shape), dtype_name(node)))}")
+            )
+        return [*tables, *(table(name, MEANINGS[name], entries[name]) for name in MEANINGS)]
+
+    def _aliases(self) -> dict[str, str]:
+        return {a: b for stage in self.stages for a, b in stage.graph.aliases.items()}
+
+    # wiring ----------------------------------------------------------------------------------
+    def _wiring(self) -> Iterator[Line]:
+        """The statements of ``__init__``: stages, and what links them to other ranks."""
+        yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
+        for stage in self.stages:
+            yield Line(f"self.stage{stage.number} = {stage.name}(mesh)")
+        for one in self._shared_here():
+            first, *others = (
+                f"self.stage{s}.{self._path(one.name, s)}"
+                for s in one.stages
+                if s in self._numbers()
+            )
+            yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
+        stages = ", ".join(f"{s.number}: self.stage{s.number}" for s in self.stages)
+        yield Line(f"self.stages = {{{stages}}}")
+        links = list(self._links())
+        for name, table_of in links:
+            entries = ", ".join(f"{number}: {made}" for number, made in table_of.items())
+            yield Line(f"self.{name} = {{{entries}}}")
+
+    def _numbers(self) -> list[int]:
+        return [stage.number for stage in self.stages]
+
+    def _links(self) -> Iterator[tuple[str, Mapping[int, str]]]:
+        """Per kind of link and stage the text that makes its end on this rank."""
+        last = self.schedule.stages - 1
+        kinds: list[tuple[str, Phase, int]] = [("x", "F", 1), ("d", "B", -1)]
+        for name, phase, ahead in kinds:
+            if phase == "B" and not self._trains():
+                continue
+            inward = {s: self._end(s - ahead, s, phase, True, last) for s in self._numbers()}
+            outward = {s: self._end(s, s + ahead, phase, False, last) for s in self._numbers()}
+            yield f"{name}_in", inward
+            yield (
+                f"{name}_out",
+                {
+                    s: f"self.{name}_in[{s + ahead}]" if text.startswith("Shelf") else text
+                    for s, text in outward.items()
+                },
+            )
+
+    def _trains(self) -> bool:
+        return bool(self.schedule.kinds & {"B", "I"})
+
+    def _end(self, source: int, target: int, phase: Phase, inward: bool, last: int) -> str:
+        """One end of the link from stage ``source`` to stage ``target``."""
+        if not (0 <= source <= last and 0 <= target <= last):
+            return f"{self.helpers.use('Nothing')}()"
+        rank_of = self.schedule.rank_of
+        if rank_of[source] == rank_of[target]:
+            return f"{self.helpers.use('Shelf')}()"
+        tag = TAGS * (2 * source + (phase == "B"))
+        group = f"{self.helpers.use('link_group')}(self.{PP})"
+        if inward:
+            likes = [_like(n) for n in self._received(target, phase)]
+            box = self.helpers.use("Inbox")
+            return f"{box}({rank_of[source]}, {tag}, {group}, [{', '.join(likes)}])"
+        return f"{self.helpers.use('Outbox')}({rank_of[target]}, {tag}, {group}, bound=1)"
+
+    def _received(self, stage: int, phase: Phase) -> list[fx.Node]:
+        nodes = self.graphs[stage].placeholders("received").values()
+        return [n for n in nodes if value(n).phase == phase]
+
+    def _shared_here(self) -> list[Tied]:
+        """Tied parameters with several copies on this rank."""
+        mine = set(self._numbers())
+        return [t for t in tied(self.graphs) if len(mine & {*t.stages}) > 1]
+
+    def _path(self, name: str, number: int) -> str:
+        stage = next(s for s in self.stages if s.number == number)
+        return stage.attributes[stage.graph.params[name]]
+
+    def _seeds(self, seeded: Sequence[StageText]) -> Iterator[Line]:
+        for stage in seeded:
+            yield Line(
+                f"self.stage{stage.number}.seed(seed * {self.schedule.stages} + {stage.number})"
+            )
+
+    # step ------------------------------------------------------------------------------------
+    def _step(self) -> Iterator[Line]:
+        arguments = ", ".join(self._arguments())
+        yield Line("for stage in self.stages.values():")
+        yield Line(f"stage.begin({arguments})", indent=1)
+        yield from self._each(
+            "in",
+            "Inbox",
+            f"link.begin({self.schedule.microbatches}, {self._arguments()[0]}.device)",
+        )
+        yield from turn_lines(self.schedule.orders[self.rank])
+        yield from self._each("out", "Outbox", "link.wait()")
+        yield from self._finish()
+
+    def _each(self, way: str, kind: str, call: str) -> Iterator[Line]:
+        """A loop over the links of one way that lead to other ranks."""
+        names = [name for name, ends in self._links() if name.endswith(way)
+                 and any(kind in text for text in ends.values())]  # fmt: skip
+        if names:
+            links = ", ".join(f"*self.{name}.values()" for name in names)
+            yield Line(f"for link in [{links}]:")
+            yield Line(f"if isinstance(link, {kind}):", indent=1)
+            yield Line(call, indent=2)
+
+    def _finish(self) -> Iterator[Line]:
+        """Sum what is summed once per step; every rank learns the loss."""
+        holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
+        for stage in self.stages:
+            loss = "loss = " if stage.number == holder else ""
+            yield Line(f"{loss}self.stage{stage.number}.finish()")
+        for number, one in enumerate(tied(self.graphs)):
+            yield from self._sum_tied(one, number)
+        source = self.schedule.rank_of[holder]
+        if self.rank != source:
+            made = self.graphs[holder].loss
+            assert made is not None
+            device, dtype = f"{self._arguments()[0]}.device", literal(value(made).dtype)
+            yield Line(f"loss = torch.empty((), dtype={dtype}, device={device})")
+        if self.schedule.ranks > 1:
+            yield Line(f"dist.broadcast(loss, group=self.{PP}, group_src={source})")
+        yield Line("return loss")
+
+    def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
+        ranks = list(dict.fromkeys(self.schedule.rank_of[s] for s in one.stages))
+        mine = [s for s in one.stages if s in self._numbers()]
+        if mine and len(ranks) > 1:
+            tag = TAGS * 2 * self.schedule.stages + number
+            call = self.helpers.use("sum_tied")
+            path = f"self.stage{mine[0]}.{self._path(one.name, mine[0])}"
+            yield Line(f"{call}({path}, {ranks}, {tag}, self.{PP})", "tied over stages")
+
+
+def _block(cls: Any) -> dict[str, Any]:
+    return {
+        "name": cls.name,
+        "declarations": block(cls.declarations(), 2),
+        "functions": cls.functions(),
+        "gathers": cls.gather_methods(),
+    }
+
+
+def _like(node: fx.Node) -> str:
+    """The shape and dtype of a tensor that is received."""
+    fake = held(node)
+    return f"({literal(tuple(fake.shape))}, {literal(fake.dtype)})"

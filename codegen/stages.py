@@ -1,0 +1,319 @@
+"""One pipeline stage as a class: what it does before, for and after each microbatch.
+
+``begin`` computes what all microbatches share, ``forward(i, ...)`` and ``backward(i, ...)`` one
+microbatch, ``weights(i)`` the weight gradients that a split backward leaves for later, ``finish``
+what is summed over ranks once per step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from partc.codegen.backends import c10d
+from partc.codegen.blocks import Item, Loop
+from partc.codegen.body import ADDS, PARTIALS, free_early, with_sections
+from partc.codegen.classes import passed
+from partc.codegen.emit import RoleText, arranged, read, span
+from partc.codegen.helpers import Helpers
+from partc.codegen.names import Scope, wishes
+from partc.codegen.outline import outlined
+from partc.codegen.random import seed_lines
+from partc.codegen.slots import interfaces
+from partc.codegen.stage_ends import Ends, paths_text, take_ends
+from partc.codegen.step import StepBody
+from partc.codegen.text import Line, Text, block, wrap
+from partc.codegen.tidy import copied
+from partc.graph import Graph, Phase, held, is_tensor, typed, value
+from partc.quoting import comment
+
+METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
+DOCS: dict[Phase, str] = {
+    "S": "Compute what all microbatches share.",
+    "F": "Microbatch `i` through this stage.",
+    "B": "The gradients of microbatch `i`.",
+    "W": "The weight gradients that `backward` left for later.",
+}
+
+
+def stage_text(graph: Graph, number: int, helpers: Helpers) -> StageText:
+    """Arrange a stage's graph for printing."""
+    graph = copied(graph)
+    ends = take_ends(graph)
+    items, sides = arranged(graph)
+    items = outlined(graph, items, helpers)
+    sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+    return StageText(graph, "", items, sides, helpers, number=number, ends=ends)
+
+
+@dataclass
+class StageText(RoleText):
+    """Prints one stage; ``seen`` and ``scope`` are shared by its methods, so that a value is called
+    the same in all of them."""
+
+    number: int = 0
+    ends: Ends = field(default_factory=lambda: Ends({}, None))
+    seen: dict[fx.Node, Text] = field(default_factory=dict)
+    scope: Scope = field(default_factory=Scope)
+
+    def __post_init__(self) -> None:
+        self.adds = PARTIALS if self.ends.reduces else ADDS
+        self.make_classes()
+        self.name_attributes()
+        self.scope = Scope([*self.helpers.names, "i"])
+        self.own = Scope([*dir(nn.Module), *METHODS.values(), "saved", "left", "losses", "finish"])
+        self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
+        self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
+        self.wishes = wishes(self.graph)
+
+    @property
+    def name(self) -> str:
+        return f"Stage{self.number}"
+
+    def values(self) -> dict[str, Any]:
+        """What the template of a stage's class is filled with."""
+        functions = [self._function(phase) for phase in METHODS if self._has(phase)]
+        return {
+            "name": self.name,
+            "doc": self._doc(),
+            "functions": [*functions, self._finish()],
+            "declarations": block(self.declarations(f"STAGE{self.number}_"), 2),
+            "seeds": block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
+        }
+
+    def _has(self, phase: Phase) -> bool:
+        return phase in ("S", "F") or bool(self._items(phase))
+
+    def _doc(self) -> str:
+        """What of the model stands in this stage."""
+        found: dict[str, None] = {}
+        for item in self.items:
+            if isinstance(item, Loop):
+                found.setdefault(span(item.run))
+            elif value(item).phase == "F" and value(item).module:
+                found.setdefault(comment(value(item).module.split(".layers.")[0]))
+        return f"Stage {self.number}: {', '.join(found)}."
+
+    # functions -------------------------------------------------------------------------------
+    def _items(self, phase: Phase) -> list[Item]:
+        return [item for item in self.items if _phase(item) == phase]
+
+    def _function(self, phase: Phase) -> dict[str, str]:
+        items = self._items(phase)
+        arguments = self._arguments_of(phase)
+        order = [item for item in items if isinstance(item, fx.Node)]
+        kept = self._kept(phase, items)
+        unpacked = self._unpacked(phase)
+        first = next(iter(self.arguments.values())) if self.arguments else "self"
+        device = f"{first}.device" if phase == "S" else f"self.{self._device()}.device"
+        body = StepBody(
+            self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
+            self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
+        )  # fmt: skip
+        statements = body.statements()
+        lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
+        lasting |= {n for n in self.seen if n not in body.place}
+        lines = with_sections(free_early(statements, body.text, lasting))
+        lines = self._with_reductions(lines)
+        lines += self._updates(body)
+        lines = [*self._opening(phase), *unpacked, *lines, *self._closing(phase, body, kept)]
+        signature = f"def {METHODS[phase]}({', '.join(['self', *arguments])})"
+        result = "tuple[Tensor, ...]" if phase in "FB" else "None"
+        return {
+            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
+            "doc": DOCS[phase],
+            "body": block(lines or [Line("pass")], 2),
+        }
+
+    def _updates(self, body: StepBody) -> list[Line]:
+        """New values of buffers that this method makes."""
+        mine = {n: b for n, b in self.graph.outputs.buffers.items() if b in body.place}
+        return [
+            Line(f"{read(self.attributes[self.graph.buffers[n]])}.copy_({body.text(b)})")
+            for n, b in mine.items()
+        ]
+
+    def _device(self) -> str:
+        return "loss_device" if not self.attributes else next(iter(self.attributes.values()))
+
+    def _arguments_of(self, phase: Phase) -> list[str]:
+        """The arguments of a method, with their types."""
+        if phase == "S":
+            self.arguments = self.arguments_by_node()
+            self.seen |= {node: Text(name) for node, name in self.arguments.items()}
+            return [f"{name}: Tensor" for name in self.arguments.values()]
+        received = self._received(phase)
+        main = max(received, key=lambda n: held(n).numel(), default=None)
+        for node in received:
+            wish = ("x" if phase == "F" else "d_y") if node is main else self.wishes.get(node, "x")
+            self.seen[node] = Text(self.scope.fresh(wish))
+        return ["i: int", *(f"{self.seen[n]}: Tensor" for n in received)]
+
+    def _received(self, phase: Phase) -> list[fx.Node]:
+        nodes = self.graph.placeholders("received").values()
+        return [n for n in nodes if value(n).phase == phase]
+
+    def _kept(self, phase: Phase, items: list[Item]) -> set[fx.Node]:
+        """What a method makes, or is given, and something outside it reads."""
+        made = {*self._received(phase), *(n for item in items for n in self._made(item))}
+        if phase == "S":
+            made |= set(self.graph.inputs.values())
+        later = [i for p in _after(phase) for i in self._items(p)]
+        outputs = self.graph.outputs
+        read_later = {n for item in later for n in self._reads(item)}
+        read_later |= set(outputs.sent.values())
+        read_later |= {*outputs.results.values(), *outputs.buffers.values()}
+        if outputs.loss is not None:
+            read_later.add(outputs.loss)
+        return made & read_later
+
+    def _opening(self, phase: Phase) -> list[Line]:
+        if phase != "S":
+            return []
+        lines = [Line("self.saved, self.left = {}, {}")] if self._has("B") else []
+        lines += [Line("self.losses = []")] if self.graph.loss is not None else []
+        if self.ends.reduces:
+            lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
+        return lines
+
+    def _unpacked(self, phase: Phase) -> list[Line]:
+        """Take what the microbatch's earlier methods have saved for this one."""
+        lines = []
+        for before, place in _HANDED.get(phase, ()):
+            names = self._handed(before, phase)
+            if names:
+                comma = "," if len(names) == 1 else ""
+                lines.append(Line(f"{', '.join(names)}{comma} = self.{place}.pop(i)"))
+        return lines
+
+    def _handed(self, before: Phase, then: Phase) -> list[str]:
+        """The names of what one method leaves for a later one."""
+        wanted = {n for item in self._items(then) for n in self._reads(item)}
+        made = [n for item in self._items(before) for n in self._made(item)]
+        names: dict[str, None] = {}
+        for node in [*self._received(before), *made]:
+            if node in wanted and node in self.seen:
+                names.setdefault(_base(self.seen[node].code))
+        for cls in self.classes.values():
+            loops = {item.phase for item in self.items if isinstance(item, Loop)
+                     and item.run is cls.run}  # fmt: skip
+            if before == "F" and then == "B" and {"F", "B"} <= loops:
+                names.setdefault(f"{cls.attribute}_saved")
+        return list(names)
+
+    def _closing(self, phase: Phase, body: StepBody, kept: set[fx.Node]) -> list[Line]:
+        """Put away what others read, and give back what is sent."""
+        lines: list[Line] = []
+        if phase == "S":
+            for node in self.graph.fx.nodes:
+                if node in kept:
+                    text = body.text(node).code
+                    attribute = self.own.fresh(_base(text))
+                    lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))
+                    self.seen[node] = Text(f"self.{attribute}")
+            return lines
+        for then, places in _HANDED.items():
+            for before, place in places:
+                names = self._handed(before, then) if before == phase else []
+                if names:
+                    comma = "," if len(names) == 1 else ""
+                    lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
+        if phase == "F" and self.graph.loss is not None:
+            lines.append(Line(f"self.losses.append({body.text(self.graph.loss)})"))
+        if phase in "FB":
+            sent = [n for n in self.graph.outputs.sent.values() if _phase(n) == phase]
+            texts = [body.text(n).code for n in sent]
+            types = comment(", ".join(typed(n) for n in sent))
+            lines.append(
+                Line(f"return ({', '.join(texts)}{',' if len(texts) == 1 else ''})", types)
+            )
+        return lines
+
+    def _with_reductions(self, lines: list[Line]) -> list[Line]:
+        if not any("reduced" in line.code for line in lines):
+            return lines
+        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+
+    def _made(self, item: Item) -> list[fx.Node]:
+        """What can be read after a call or a loop."""
+        if isinstance(item, fx.Node):
+            return [item]
+        side, last = self.sides[item], item.groups[-1]
+        listed = [group.nodes[p] for group in item.groups for p in side.listed]
+        return [*(last.nodes[p] for p in side.carried), *listed]
+
+    def _reads(self, item: Item) -> list[fx.Node]:
+        """What a call or a loop reads from outside, beside what its blocks have saved."""
+        if isinstance(item, fx.Node):
+            return list(item.all_input_nodes)
+        return [n for slot in passed(self.sides[item]) for n in slot.nodes]
+
+    # the end of a step -----------------------------------------------------------------------
+    def _finish(self) -> dict[str, str]:
+        """Sums over ranks that are taken once per step, and the loss."""
+        lines = list(self._reductions()) if self.ends.reduces else []
+        result = "None"
+        if self.graph.loss is not None:
+            result = "Tensor"
+            lines.append(Line("loss = torch.stack(self.losses).sum()"))
+            for node in self.ends.loss or ():
+                axis = node.kwargs["axis"]
+                lines.append(Line(f"dist.all_reduce(loss, group=self.{axis})"))
+            lines.append(Line("return loss"))
+        return {
+            "signature": f"    def finish(self) -> {result}:",
+            "doc": "Sum over ranks what all microbatches have added up.",
+            "body": block(lines or [Line("pass")], 2),
+        }
+
+    def _reductions(self) -> Iterable[Line]:
+        """Start all sums over ranks, then wait for them."""
+        finish, take = self.helpers.use("finish"), self.helpers.use("take_partial")
+        yield Line("reduced = []")
+        for chain, names in self.ends.groups():
+            paths = [self.attributes[self.graph.params[n]] for n in names]
+            everything = len(names) == len(self.graph.params)
+            yield Line(f"for w in {paths_text(paths, everything)}:")
+            yield Line(f"grad = {take}(w)", indent=1)
+            if not chain:
+                yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
+            for node in chain:
+                start = c10d.start(node, Text("grad"), "grad", self.helpers, done="done")
+                yield Line(start, indent=1)
+                if node is not chain[-1]:
+                    yield Line("done.wait()", indent=1)
+                    after = c10d.after_wait(node, "grad", self.helpers)
+                    yield from [Line(after, indent=1)] if after else []
+            if chain:
+                yield Line("reduced.append((w, grad, done))", indent=1)
+        yield Line(f"{finish}(reduced)")
+
+
+_HANDED: dict[Phase, tuple[tuple[Phase, str], ...]] = {
+    "B": (("F", "saved"),),
+    "W": (("B", "left"),),
+}
+
+
+def _after(phase: Phase) -> list[Phase]:
+    order: list[Phase] = ["S", "F", "B", "W"]
+    return order[order.index(phase) + 1 :]
+
+
+def _phase(item: Item) -> Phase:
+    return item.phase if isinstance(item, Loop) else value(item).phase
+
+
+def _base(code: str) -> str:
+    """The name that an expression begins with.
+
+    >>> _base("attn_all[3]")
+    'attn_all'
+    """
+    found = re.match(r"(?:self\.)?([A-Za-z_]\w*)", code)
+    assert found is not None, code
+    return found.group(1)
