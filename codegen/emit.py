@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import jinja2
@@ -162,11 +162,18 @@ class RoleText:
         entries |= stored
         return tables + [table(name, MEANINGS[name], entries[name]) for name in MEANINGS]
 
-    def stored_tables(self) -> tuple[list[str], dict[str, list[Line]]]:
-        """The tables of blocks, and the entries of SHARDS and BUFFERS."""
+    def stored_tables(
+        self, elsewhere: Collection[str] = ()
+    ) -> tuple[list[str], dict[str, list[Line]]]:
+        """The tables of blocks, and the entries of SHARDS and BUFFERS.
+
+        Those in ``elsewhere`` stand in another table already.
+        """
         tables, entries = [], {}
         for kind, constant in TABLES.items():
-            entries[constant] = self._rows(self._standing(kind))
+            standing = self._standing(kind)
+            here = {n: a for n, a in standing.items() if value(n).name not in elsewhere}
+            entries[constant] = self._rows(here)
             for cls in self.classes.values():
                 own = cls.stored(kind)
                 if own:

@@ -120,8 +120,10 @@ def with_partials(module: nn.Module) -> None:
         param.partial = None
 
 
-def sum_tied(param: nn.Parameter, ranks: list[int], tag: int, group: dist.ProcessGroup) -> None:
-    """Add up the gradients that several pipeline ranks have for their copies of one parameter."""
+def sum_tied(
+    param: nn.Parameter, before: Tensor, ranks: list[int], tag: int, group: dist.ProcessGroup
+) -> None:
+    """Add the gradients that several pipeline ranks have for one parameter to what was there."""
     mine = torch.zeros_like(param) if param.grad is None else param.grad
     here = dist.get_rank(group)
     others = {rank: torch.empty_like(mine) for rank in ranks if rank != here}
@@ -129,4 +131,5 @@ def sum_tied(param: nn.Parameter, ranks: list[int], tag: int, group: dist.Proces
     works += [dist.irecv(x, group=group, group_src=rank, tag=tag) for rank, x in others.items()]
     for work in works:
         work.wait()
-    param.grad = sum(mine if rank == here else others[rank] for rank in ranks)
+    total = sum(mine if rank == here else others[rank] for rank in ranks)
+    param.grad = total if before is None else before.add_(total)

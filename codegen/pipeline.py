@@ -118,8 +118,11 @@ class _Rank:
     def _tables(self) -> list[str]:
         tables: dict[str, None] = {}
         entries: dict[str, list[Line]] = {name: [] for name in MEANINGS}
+        again_here = {(t.name, s) for t in self._shared_here() for s in t.stages[1:]}
         for stage in self.stages:
-            blocks, stored = stage.stored_tables()
+            blocks, stored = stage.stored_tables(
+                {name for name, number in again_here if number == stage.number}
+            )
             tables |= dict.fromkeys(blocks)
             for constant, rows in stored.items():
                 own = f"STAGE{stage.number}_{constant}"
@@ -140,7 +143,8 @@ class _Rank:
     # wiring ----------------------------------------------------------------------------------
     def _wiring(self) -> Iterator[Line]:
         """The statements of ``__init__``: stages, and what links them to other ranks."""
-        yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
+        if self.schedule.ranks > 1:
+            yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
         for stage in self.stages:
             yield Line(f"self.stage{stage.number} = {stage.name}(mesh)")
         for one in self._shared_here():
@@ -225,6 +229,8 @@ class _Rank:
             "Inbox",
             f"link.begin({self.schedule.microbatches}, {self._arguments()[0]}.device)",
         )
+        for number, one in enumerate(tied(self.graphs)):
+            yield from self._set_aside(one, number)
         yield from turn_lines(self.schedule.orders[self.rank])
         yield from self._each("out", "Outbox", "link.wait()")
         yield from self._finish()
@@ -257,14 +263,26 @@ class _Rank:
             yield Line(f"dist.broadcast(loss, group=self.{PP}, group_src={source})")
         yield Line("return loss")
 
+    def _is_apart(self, one: Tied) -> bool:
+        """Whether this rank and another one hold a tied parameter."""
+        ranks = {self.schedule.rank_of[s] for s in one.stages}
+        return self.rank in ranks and len(ranks) > 1
+
+    def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
+        """What was in a tied parameter's gradient before must not be summed again."""
+        if self._is_apart(one):
+            here = next(s for s in one.stages if s in self._numbers())
+            path = f"self.stage{here}.{self._path(one.name, here)}"
+            yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
+
     def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
         ranks = list(dict.fromkeys(self.schedule.rank_of[s] for s in one.stages))
         mine = [s for s in one.stages if s in self._numbers()]
-        if mine and len(ranks) > 1:
+        if self._is_apart(one):
             tag = TAGS * 2 * self.schedule.stages + number
             call = self.helpers.use("sum_tied")
             path = f"self.stage{mine[0]}.{self._path(one.name, mine[0])}"
-            yield Line(f"{call}({path}, {ranks}, {tag}, self.{PP})", "tied over stages")
+            yield Line(f"{call}({path}, before_{number}, {ranks}, {tag}, self.{PP})", "tied")
 
 
 def _block(cls: Any) -> dict[str, Any]:

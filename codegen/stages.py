@@ -65,7 +65,9 @@ class StageText(RoleText):
         self.make_classes()
         self.name_attributes()
         self.scope = Scope([*self.helpers.names, "i"])
-        self.own = Scope([*dir(nn.Module), *METHODS.values(), "saved", "left", "losses", "finish"])
+        self.own = Scope(
+            [*dir(nn.Module), *METHODS.values(), "saved", "kept", "left", "losses", "finish"]
+        )
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
         self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         self.wishes = wishes(self.graph)
@@ -174,7 +176,8 @@ class StageText(RoleText):
     def _opening(self, phase: Phase) -> list[Line]:
         if phase != "S":
             return []
-        lines = [Line("self.saved, self.left = {}, {}")] if self._has("B") else []
+        lines = [Line("self.saved = {}")] if self._has("B") else []
+        lines += [Line("self.kept, self.left = {}, {}")] if self._has("W") else []
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
         if self.ends.reduces:
             lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
@@ -295,7 +298,7 @@ class StageText(RoleText):
 
 _HANDED: dict[Phase, tuple[tuple[Phase, str], ...]] = {
     "B": (("F", "saved"),),
-    "W": (("B", "left"),),
+    "W": (("F", "kept"), ("B", "left")),
 }
 
 

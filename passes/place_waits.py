@@ -54,7 +54,8 @@ def _wait_late(graph: Graph, node: fx.Node, order: dict[fx.Node, int], phased: b
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
     made_by = value(node)
-    at = value(first) if first.op != "output" and block_of(first) == block_of(node) else made_by
+    beside = first.op != "output" and block_of(first) == block_of(node)
+    at = value(first) if beside and not phased else made_by
     set_value(waited, replace(made_by, module=at.module, phase=at.phase))
     set_held(waited, held(node))
     order[waited] = order[first]
