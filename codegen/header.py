@@ -86,7 +86,27 @@ def _weights(graph: Graph, plan: Plan) -> list[str]:
     for name, cuts in table.items():
         text = ", ".join(_cut(axis, x.dim, x.outer) for axis, x in cuts.items()) or "whole"
         groups.setdefault(text, []).append(name)
-    return [f"{text}: {', '.join(map(comment, names))}" for text, names in sorted(groups.items())]
+    return [
+        f"{text}: {', '.join(map(comment, _in_braces(_in_braces(names, 1), 0)))}"
+        for text, names in sorted(groups.items())
+    ]
+
+
+def _in_braces(names: Sequence[str], behind: int) -> list[str]:
+    """Paths that differ only in the part with ``behind`` parts behind it, written as one.
+
+    >>> _in_braces(["h.q.weight", "h.k.weight", "scale"], 1)
+    ['h.{q,k}.weight', 'scale']
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        head, *rest = name.rsplit(".", behind + 1)
+        part = rest.pop(0) if len(rest) > behind else ""
+        found.setdefault((head, *rest), []).append(part)
+    return [
+        ".".join(filter(None, (head, f"{{{','.join(parts)}}}" if parts[1:] else parts[0], *rest)))
+        for (head, *rest), parts in found.items()
+    ]
 
 
 def _cut(axis: str, dim: int, outer: int) -> str:

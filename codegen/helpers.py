@@ -10,6 +10,7 @@ from typing import Any
 
 from partc import ops
 from partc.codegen import links, printed
+from partc.codegen.text import wrap
 
 MODULES = (printed, links, ops)
 
@@ -82,7 +83,14 @@ def _find(name: str) -> Callable[..., Any] | None:
 def _source(name: str) -> str:
     function = _find(name)
     assert function is not None
-    return inspect.getsource(function).rstrip().replace("``", "`")
+    text = inspect.getsource(function).rstrip().replace("``", "`")
+    statement = ast.parse(text).body[0]
+    if not isinstance(statement, ast.FunctionDef):
+        return text
+    lines, first = text.splitlines(), statement.body[0].lineno - 1
+    head = " ".join(line.strip() for line in lines[:first])
+    head = head.replace("( ", "(").replace(", )", ")").replace(" )", ")")  # in one line again
+    return "\n".join([*wrap(head, 0), *lines[first:]])
 
 
 def _called(name: str) -> list[str]:

@@ -13,7 +13,7 @@ from partc.graph import Graph, Kind, held, typed, value
 from partc.quoting import comment, literal
 
 TABLES: dict[Kind, str] = {"param": "SHARDS", "buffer": "BUFFERS"}
-MANY = 4  # fewer are written one by one
+MANY = 8  # parameters and buffers; fewer are written one by one
 Cuts = tuple[tuple[str, int, int], ...]
 
 
@@ -45,7 +45,8 @@ def row(graph: Graph, node: fx.Node, attribute: str) -> Row:
 
 def is_listed(graph: Graph, nodes: Sequence[fx.Node]) -> bool:
     """Whether parameters or buffers are so many that a loop over their table makes them."""
-    return len(nodes) >= MANY and not any(_is_frozen(graph, node) for node in nodes)
+    many = len(graph.params) + len(graph.buffers) >= MANY
+    return many and len(nodes) > 1 and not any(_is_frozen(graph, node) for node in nodes)
 
 
 def declarations(

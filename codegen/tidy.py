@@ -10,13 +10,17 @@ from torch import fx
 
 from partc import collectives
 from partc.codegen.blocks import Item, Loop, gathers_param
-from partc.graph import Graph
+from partc.graph import Graph, drop_dead
 
 aten = torch.ops.aten
 
 
 def copied(graph: Graph) -> Graph:
-    """The same graph on nodes of its own, without running statistics that a backward ignores."""
+    """The same graph on nodes of its own.
+
+    Running statistics that a backward ignores are left out, and what nobody reads: a view that is
+    made again where it is needed.
+    """
     nodes = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     result = nodes.graph_copy(graph.fx, mapping)
@@ -25,6 +29,7 @@ def copied(graph: Graph) -> Graph:
     for node in copy.calls():
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+    drop_dead(copy)
     return copy
 
 

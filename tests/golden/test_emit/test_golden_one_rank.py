@@ -16,8 +16,8 @@ BLOCK_SHARDS = {  # of one of blocks.0 .. 1
     "w2_bias": ("w2.bias", (6,), "float64", ()),  # f64[6]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
-    "embed_weight": ("embed.weight", (14, 6), "float64", ()),
-    "head_weight": ("head.weight", (14, 6), "float64", ()),
+    "embed_weight": ("embed.weight", (14, 6), "float64", ()),  # f64[14,6]
+    "head_weight": ("head.weight", (14, 6), "float64", ()),  # f64[14,6]
     **{f"blocks.{i}.{attribute}": ("blocks." + f"{i}.{name}", *rest)
        for i in range(2) for attribute, (name, *rest) in BLOCK_SHARDS.items()},
 }
@@ -96,8 +96,9 @@ class ToyStep(nn.Module):
 
     def __init__(self, mesh: object = None) -> None:
         super().__init__()
-        self.embed_weight = nn.Parameter(torch.empty(14, 6, dtype=torch.float64))  # f64[14,6]
-        self.head_weight = nn.Parameter(torch.empty(14, 6, dtype=torch.float64))  # f64[14,6]
+        for name, (_, *known) in SHARDS.items():
+            if "." not in name:
+                self.register_parameter(name, nn.Parameter(empty(*known)))
         self.blocks = nn.ModuleList([Block() for _ in range(2)])  # blocks.0 .. 1
 
     @torch.no_grad()

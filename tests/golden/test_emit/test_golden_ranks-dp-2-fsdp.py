@@ -18,8 +18,8 @@ BLOCK_SHARDS = {  # of one of blocks.0 .. 1
     "w2_bias": ("w2.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
-    "embed_weight": ("embed.weight", (14, 6), "float64", (("dp", 0, 1),)),
-    "head_weight": ("head.weight", (14, 6), "float64", (("dp", 0, 1),)),
+    "embed_weight": ("embed.weight", (14, 6), "float64", (("dp", 0, 1),)),  # f64[14@dp,6]
+    "head_weight": ("head.weight", (14, 6), "float64", (("dp", 0, 1),)),  # f64[14@dp,6]
     **{f"blocks.{i}.{attribute}": ("blocks." + f"{i}.{name}", *rest)
        for i in range(2) for attribute, (name, *rest) in BLOCK_SHARDS.items()},
 }
@@ -73,9 +73,8 @@ def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.
     return pieces, dist.all_gather_single(pieces, x.contiguous(), group=group, async_op=True)
 
 
-def scatter_sum(
-    x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0, outer: int = 1
-) -> tuple[Tensor, dist.Work]:
+def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0,
+                outer: int = 1) -> tuple[Tensor, dist.Work]:
     """Start to sum over the group and keep this rank's piece of `dim`."""
     pieces = in_pieces(x, num, dim, outer)
     piece = torch.empty_like(pieces[: pieces.shape[0] // num])
@@ -168,8 +167,9 @@ class ToyStep(nn.Module):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
-        self.embed_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@dp,6]
-        self.head_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@dp,6]
+        for name, (_, *known) in SHARDS.items():
+            if "." not in name:
+                self.register_parameter(name, nn.Parameter(empty(*known)))
         self.blocks = nn.ModuleList([Block(mesh) for _ in range(2)])  # blocks.0 .. 1
 
     @torch.no_grad()

@@ -18,8 +18,8 @@ BLOCK_SHARDS = {  # of one of blocks.0 .. 1
     "w2_bias": ("w2.bias", (6,), "float64", ()),  # f64[6]
 }
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
-    "embed_weight": ("embed.weight", (14, 6), "float64", (("tp", 0, 1),)),
-    "head_weight": ("head.weight", (14, 6), "float64", (("tp", 0, 1),)),
+    "embed_weight": ("embed.weight", (14, 6), "float64", (("tp", 0, 1),)),  # f64[14@tp,6]
+    "head_weight": ("head.weight", (14, 6), "float64", (("tp", 0, 1),)),  # f64[14@tp,6]
     **{f"blocks.{i}.{attribute}": ("blocks." + f"{i}.{name}", *rest)
        for i in range(2) for attribute, (name, *rest) in BLOCK_SHARDS.items()},
 }
@@ -58,9 +58,8 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def window(
-    ids: Tensor, index: int, rows: int, ignore: int | None = None, outside: int = -1
-) -> Tensor:
+def window(ids: Tensor, index: int, rows: int, ignore: int | None = None,
+           outside: int = -1) -> Tensor:
     """Indices into a table, counted from the first of the `rows` rows that rank `index` has.
 
     Rows of other ranks become `outside`, and so does `ignore`, which counts for nothing.
@@ -143,8 +142,9 @@ class ToyStep(nn.Module):
         super().__init__()
         self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
         self.tp, self.tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
-        self.embed_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@tp,6]
-        self.head_weight = nn.Parameter(torch.empty(7, 6, dtype=torch.float64))  # f64[14@tp,6]
+        for name, (_, *known) in SHARDS.items():
+            if "." not in name:
+                self.register_parameter(name, nn.Parameter(empty(*known)))
         self.blocks = nn.ModuleList([Block(mesh) for _ in range(2)])  # blocks.0 .. 1
 
     @torch.no_grad()
