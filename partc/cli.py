@@ -115,7 +115,7 @@ def verify_command(args: argparse.Namespace) -> int:
     """Run a saved program on all its ranks beside the model; 1 if they differ."""
     from partc.models import find_model, sizes_of_inputs
     from partc.program import load
-    from partc.verify import verify
+    from partc.verification import verify
 
     program = load(args.folder)
     shapes = [shape for shape, _ in program.inputs.values()]

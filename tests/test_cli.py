@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +99,31 @@ def test_errors_have_a_code_and_four_parts(
     with pytest.raises(SystemExit) as caught:
         main(["compile"])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["compile"], 2), (["explain"], 2)]
+)
+def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
+    asked = f"""
+import sys
+from partc.cli import main
+try:
+    code = main({arguments})
+except SystemExit as exit:
+    code = exit.code
+print(code, "torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == f"{code} False"
+
+
+def test_public_names_are_no_modules_names() -> None:
+    import partc
+
+    for name in partc.__all__:
+        assert getattr(partc, name).__name__ == name
+        assert find_spec(f"partc.{name}") is None  # importing it would hide the public name
 
 
 @pytest.fixture
