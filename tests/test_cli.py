@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,23 @@ def test_explain_shows_the_plan_and_the_ranks(
     assert capsys.readouterr().out.strip() == example_program().source(3).strip()
     assert main(["explain", folder, "--json"]) == 0
     assert last_json(capsys)["mesh"] == {"dp": 2, "tp": 2}
+
+
+def test_explain_with_the_model_shows_formulas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Callable[..., None]
+) -> None:
+    out = str(tmp_path / "build")
+    named = ["compile", MODEL, "--mesh", "dp=2,tp=2", "--plan", "fsdp+megatron", "--out", out]
+    assert main(named) == 0
+    capsys.readouterr()
+    assert main(["explain", out, "--model", MODEL]) == 0
+    shown = capsys.readouterr().out
+    golden(shown[shown.index("  formulas") :])
+    assert main(["explain", out, "--model", MODEL, "--json"]) == 0
+    formulas = last_json(capsys)["cost"]["formulas"]
+    assert {"flops", "moved_bytes", "param_bytes", "saved_bytes"} <= formulas.keys()
+    assert main(["explain", out, "--model", "tests.example_program:other_target"]) == 2
+    assert "compiled for another model" in capsys.readouterr().err
 
 
 def test_explain_shows_error_codes_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
