@@ -1,12 +1,39 @@
 """partc compiles a single-device PyTorch model into readable distributed programs."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partc.api import compile, partition
+    from partc.errors import PartcError
+    from partc.mesh import Mesh
+    from partc.plan import Plan
+    from partc.program import Program, load
+    from partc.verification import verify
+
 __version__ = "0.1.0"
-
-from partc.api import compile, partition
-from partc.errors import PartcError
-from partc.mesh import Mesh
-from partc.plan import Plan
-from partc.program import Program, load
-from partc.verify import verify
-
 __all__ = ["Mesh", "PartcError", "Plan", "Program", "compile", "load", "partition", "verify"]
+
+# Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
+# module may bear a name of this table, since importing it would then hide the function.
+_MODULES = {
+    "Mesh": "mesh",
+    "PartcError": "errors",
+    "Plan": "plan",
+    "Program": "program",
+    "compile": "api",
+    "load": "program",
+    "partition": "api",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """One of the public names, from its module."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

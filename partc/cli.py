@@ -14,15 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from partc.errors import PartcError, RunError, UsageError, explain
+
+if TYPE_CHECKING:
+    from partc.cost import CostReport
+    from partc.models import Target
+    from partc.program import Program
 
 EXAMPLES = """\
 examples:
   partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/
   partc compile mypackage.train:setup --mesh dp=4 --plan fsdp --out build/
   partc explain build/                 partc explain --rules             partc explain PTC030
+  partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
   partc verify build/ --model mypackage.train:setup
   torchrun --nproc-per-node 4 build/run.py
 """
@@ -113,16 +119,11 @@ def explain_command(args: argparse.Namespace) -> int:
 
 def verify_command(args: argparse.Namespace) -> int:
     """Run a saved program on all its ranks beside the model; 1 if they differ."""
-    from partc.models import find_model, sizes_of_inputs
     from partc.program import load
-    from partc.verify import verify
+    from partc.verification import verify
 
     program = load(args.folder)
-    shapes = [shape for shape, _ in program.inputs.values()]
-    with _progress(f"building {args.model}"):
-        target = find_model(args.model, sizes_of_inputs(shapes, _sizes(args)), values=True)
-        target = target.for_inference() if program.role(0).is_inference else target
-    load(args.folder, model=target.model)
+    target = _target(args, args.folder, program, values=True)
     with _progress(f"running {program.mesh.num_ranks} ranks"):
         report = verify(
             program, target.model, target.inputs, target.loss, processes=args.processes,
@@ -180,6 +181,7 @@ def _explain_program(args: argparse.Namespace) -> None:
             args, source, {"rank": args.rank, "file": program.role_of(args.rank), "source": source}
         )
         return
+    cost = _with_formulas(args, program) if args.model else program.cost
     inputs = [f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in program.inputs.items()]
     roles, first = [], 0
     for num, name in program.roles:
@@ -188,10 +190,34 @@ def _explain_program(args: argparse.Namespace) -> None:
     text = [f"{program.model} on {program.mesh}", f"inputs {', '.join(inputs)}", *roles]
     told = {
         "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
-        "cost": program.cost.as_json(), "roles": [list(run) for run in program.roles],
+        "cost": cost.as_json(), "roles": [list(run) for run in program.roles],
         "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
     }  # fmt: skip
-    _tell(args, "\n".join([*text, "", program.plan, str(program.cost)]), told)
+    _tell(args, "\n".join([*text, "", program.plan, str(cost)]), told)
+
+
+def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:
+    """The cost of a saved program with formulas, for which its model is needed again."""
+    from partc.formulas import cost_with_formulas
+
+    target = _target(args, args.what, program)
+    with _progress("compiling at other sizes"):
+        return cost_with_formulas(program, target.model, target.inputs, target.loss)
+
+
+def _target(
+    args: argparse.Namespace, folder: str, program: Program, values: bool = False
+) -> Target:
+    """The model that a saved program was compiled from, as ``--model`` names it, or an error."""
+    from partc.models import find_model, sizes_of_inputs
+    from partc.program import load
+
+    shapes = [shape for shape, _ in program.inputs.values()]
+    with _progress(f"building {args.model}"):
+        target = find_model(args.model, sizes_of_inputs(shapes, _sizes(args)), values=values)
+        target = target.for_inference() if program.role(0).is_inference else target
+    load(folder, model=target.model)
+    return target
 
 
 def _rules() -> dict[str, str]:
@@ -232,6 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--rules", action="store_true", help="list the sharding rules")
     made.add_argument("--source", action="store_true", help="print the program of --rank")
     made.add_argument("--rank", type=int, default=0)
+    made.add_argument("--model", help="the model that was compiled: costs as formulas too")
+    _add_sizes(made)
     made = command("verify", verify_command)
     made.add_argument("folder")
     made.add_argument("--model", required=True, help="the model that was compiled")

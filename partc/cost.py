@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
+
 from partc.dry_run import dry_run
 from partc.graph import Graph
 from partc.passes.bytes import Traffic, total_moved_bytes, traffic
@@ -83,9 +85,17 @@ class CostReport:
         found = self.symbolic
         if found.flops is None:
             return [("formulas", "none", found.why)] if found.why else []
-        rows = [("FLOP", "=", str(found.flops)), ("traffic B", "=", str(found.moved_bytes))]
-        rows += [(f"{a} {kind} B", "=", str(e)) for (a, kind), e in found.sent_bytes.items()]
-        return [*rows, ("parameters B", "=", str(found.param_bytes))]
+        sent = {(t.axis, t.kind): t.sent_bytes for t in self.traffic}
+        rows = [
+            ("parameters", _amount(self.state.params, "B"), found.param_bytes),
+            ("saved for backward", _amount(self.saved_bytes, "B"), found.saved_bytes),
+            ("compute", _amount(self.flops, "FLOP"), found.flops),
+            ("memory traffic", _amount(self.moved_bytes, "B"), found.moved_bytes),
+        ]
+        rows += [(" ".join(k), _amount(sent[k], "B"), e) for k, e in found.sent_bytes.items()]
+        sizes = ", ".join(f"{name}={size}" for name, size in found.at.items())
+        written = [(what, much, f"= {_short(e)}") for what, much, e in rows if e is not None]
+        return [("formulas", "at", sizes), *written]
 
     def as_json(self) -> dict[str, Any]:
         """The numbers and formulas as plain data."""
@@ -94,6 +104,7 @@ class CostReport:
             "flops": found.flops,
             "moved_bytes": found.moved_bytes,
             "param_bytes": found.param_bytes,
+            "saved_bytes": found.saved_bytes,
         }
         return {
             "model": self.model,
@@ -161,6 +172,11 @@ def _amount(number: int, unit: str) -> str:
         if number >= size:
             return f"{number / size:.2f} {prefix}{unit}"
     return f"{number} {unit}"
+
+
+def _short(expr: sympy.Expr) -> str:
+    """As a sum or as a product, whichever is the shorter text."""
+    return min(str(expr), str(sympy.factor(expr)), key=len)
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

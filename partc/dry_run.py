@@ -159,7 +159,10 @@ class _Started:
 
 
 class _Dist:
-    """The functions of torch.distributed that rank programs call, without effect."""
+    """The functions of torch.distributed that rank programs call, without effect.
+
+    They hold on the CPU what gloo holds: its reduce_scatter sums a copy, and lets the operand go.
+    """
 
     ReduceOp = c10d.ReduceOp
 
@@ -177,5 +180,8 @@ class _Dist:
     def get_backend(self, group: Any = None) -> str:
         return "none"
 
-    reduce_scatter_tensor = all_to_all_single = all_gather_into_tensor
-    all_gather_single = reduce_scatter_single = all_gather_into_tensor
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, **named: Any) -> _Started:
+        return _Started(output, input.clone())
+
+    all_gather_single = all_to_all_single = all_gather_into_tensor
+    reduce_scatter_single = reduce_scatter_tensor

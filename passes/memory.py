@@ -30,6 +30,7 @@ class Buffer:
     born: int
     dies: int
     is_grad: bool = False
+    result: int = 0  # which of the tensors that the call returns
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}" if self.module else self.name
@@ -67,8 +68,12 @@ class MemoryCurve:
     @property
     def saved_bytes(self) -> int:
         """What the forward leaves for the backward."""
+        return sum(b.num_bytes for b in self.saved())
+
+    def saved(self) -> list[Buffer]:
+        """The pieces that the forward leaves for the backward."""
         at = self.first_backward
-        return sum(b.num_bytes for b in self.buffers if b.born < at <= b.dies)
+        return [b for b in self.buffers if b.born < at <= b.dies]
 
     def holders(self, num: int = 5) -> list[Buffer]:
         """The largest pieces that are live at the peak."""
@@ -114,9 +119,12 @@ def memory_curve(graph: Graph, ran: Replay | None = None) -> MemoryCurve:
     grads = {shared.get(s, s) for n in graph.grads.values() for s in ran.storages(n)}
     buffers: dict[Storage, Buffer] = {}
     for i, node in enumerate(calls):
-        for storage, num_bytes in ran.storages(node).items():
-            first = shared.get(storage, storage)
-            made = Buffer(node.name, value(node).module, num_bytes, i, i, first in grads)
+        for result, tensor in enumerate(ran.tensors(node)):
+            memory = tensor.untyped_storage()
+            first = shared.get(memory._cdata, memory._cdata)
+            made = Buffer(
+                node.name, value(node).module, memory.nbytes(), i, i, first in grads, result
+            )
             known = buffers.get(first, made)
             buffers[first] = replace(known, dies=max(known.dies, ends[node]))
     backward = [i for i, node in enumerate(calls) if value(node).phase == "B"]

@@ -24,6 +24,7 @@ from partc.errors import PartcError
 from partc.graph import Graph, held, tensor_args, value
 from partc.passes.bytes import moved_bytes, sent_share
 from partc.passes.flops import node_flops
+from partc.passes.memory import MemoryCurve, memory_curve
 from partc.passes.storage import replay
 from partc.sharding import Sharding
 
@@ -35,13 +36,17 @@ Resized = Callable[[Sizes], Graph]  # makes the same graph, mesh and plan includ
 class SymbolicCosts:
     """One rank's costs as expressions; ``why`` says what kept them from being found.
 
-    ``sent_bytes`` is by axis and kind of collective.
+    ``at``: the sizes of the graph at hand. ``sent_bytes`` is by axis and kind of collective.
+    ``saved_bytes``: what the forward leaves for the backward, None where memory is not as large as
+    the tensors in it.
     """
 
     flops: sympy.Expr | None = None
     moved_bytes: sympy.Expr | None = None
     sent_bytes: Mapping[tuple[str, str], sympy.Expr] = field(default_factory=dict)
     param_bytes: sympy.Expr | None = None
+    saved_bytes: sympy.Expr | None = None
+    at: Mapping[str, int] = field(default_factory=dict)
     why: str = ""
 
 
@@ -79,7 +84,7 @@ def symbolic_costs(
     """
     samples = {s: Samples.of(size, (steps or {}).get(s, 1)) for s, size in sizes.items()}
     try:
-        shapes = _Shapes(graph, _fit(graph, resized, samples))
+        shapes = _Shapes(graph, _fit(graph, resized, samples), sizes)
     except (PartcError, _NotConfirmed) as error:
         return SymbolicCosts(why=str(error))
     return shapes.costs()
@@ -183,8 +188,9 @@ def _predicts(fitted: Dims, sizes: Sizes, seen: Dims) -> bool:
 class _Shapes:
     """A graph with the polynomials of its shapes; mesh axis sizes are made symbols too."""
 
-    def __init__(self, graph: Graph, fitted: Dims) -> None:
+    def __init__(self, graph: Graph, fitted: Dims, sizes: Sizes) -> None:
         self.graph = graph
+        self.at = {**sizes, **dict(graph.mesh.axes)}
         self.of = {n: self._divided(n, fitted[n.name]) for n in graph.fx.nodes if n.name in fitted}
 
     def costs(self) -> SymbolicCosts:
@@ -206,7 +212,21 @@ class _Shapes:
             ),
             sent_bytes={key: sympy.expand(sent[key]) for key in sorted(sent)},
             param_bytes=_sum(map(self._bytes, graph.params.values())),
+            saved_bytes=self._saved_bytes(memory_curve(graph, ran)),
+            at=self.at,
         )
+
+    def _saved_bytes(self, curve: MemoryCurve) -> sympy.Expr | None:
+        nodes = {node.name: node for node in self.graph.calls()}
+        where = {_symbol(name): size for name, size in self.at.items()}
+        saved = []
+        for buffer in curve.saved():
+            node = nodes[buffer.name]
+            itemsize = _tensors(node)[buffer.result].element_size()
+            saved.append(prod(self.of[node][buffer.result]) * itemsize)
+            if sympy.sympify(saved[-1]).subs(where) != buffer.num_bytes:
+                return None
+        return _sum(saved)
 
     def _shapes(self, node: fx.Node) -> Any:
         single = isinstance(held(node), Tensor)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +47,23 @@ def test_explain_shows_the_plan_and_the_ranks(
     assert capsys.readouterr().out.strip() == example_program().source(3).strip()
     assert main(["explain", folder, "--json"]) == 0
     assert last_json(capsys)["mesh"] == {"dp": 2, "tp": 2}
+
+
+def test_explain_with_the_model_shows_formulas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Callable[..., None]
+) -> None:
+    out = str(tmp_path / "build")
+    named = ["compile", MODEL, "--mesh", "dp=2,tp=2", "--plan", "fsdp+megatron", "--out", out]
+    assert main(named) == 0
+    capsys.readouterr()
+    assert main(["explain", out, "--model", MODEL]) == 0
+    shown = capsys.readouterr().out
+    golden(shown[shown.index("  formulas") :])
+    assert main(["explain", out, "--model", MODEL, "--json"]) == 0
+    formulas = last_json(capsys)["cost"]["formulas"]
+    assert {"flops", "moved_bytes", "param_bytes", "saved_bytes"} <= formulas.keys()
+    assert main(["explain", out, "--model", "tests.example_program:other_target"]) == 2
+    assert "compiled for another model" in capsys.readouterr().err
 
 
 def test_explain_shows_error_codes_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +117,31 @@ def test_errors_have_a_code_and_four_parts(
     with pytest.raises(SystemExit) as caught:
         main(["compile"])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["compile"], 2), (["explain"], 2)]
+)
+def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
+    asked = f"""
+import sys
+from partc.cli import main
+try:
+    code = main({arguments})
+except SystemExit as exit:
+    code = exit.code
+print(code, "torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == f"{code} False"
+
+
+def test_public_names_are_no_modules_names() -> None:
+    import partc
+
+    for name in partc.__all__:
+        assert getattr(partc, name).__name__ == name
+        assert find_spec(f"partc.{name}") is None  # importing it would hide the public name
 
 
 @pytest.fixture

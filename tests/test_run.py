@@ -19,7 +19,7 @@ from partc.processes import Processes
 from partc.program import Program, load
 from partc.runtime import Stage
 from partc.tensorfile import write_tensors
-from partc.verify import verify
+from partc.verification import verify
 
 if TYPE_CHECKING:
     from tests.zoo import Case

@@ -12,7 +12,7 @@ from torch import Tensor
 from partc.graph import Graph
 from partc.passes.bytes import total_moved_bytes, traffic
 from partc.passes.flops import total_flops
-from partc.passes.memory import state_bytes
+from partc.passes.memory import memory_curve, state_bytes
 from partc.passes.symbolic import Samples, symbolic_costs, symbolic_flops
 from partc.trace import trace
 from tests.build import Build, aten, mlp
@@ -46,6 +46,7 @@ def test_llama_at_sizes_that_were_not_sampled() -> None:
         graph = llama(batch, seq)
         assert at(costs.flops, B=batch, S=seq) == total_flops(graph)
         assert at(costs.moved_bytes, B=batch, S=seq) == total_moved_bytes(graph)
+        assert at(costs.saved_bytes, B=batch, S=seq) == memory_curve(graph).saved_bytes
     assert costs.param_bytes == state_bytes(llama(4, 16)).params
     assert sympy.degree(costs.flops, S) == 2  # attention
     assert sympy.degree(costs.flops, B) == 1
@@ -59,6 +60,7 @@ def test_mesh_axes() -> None:
         assert at(costs.flops, dp=dp, tp=tp) == total_flops(graph)
         assert at(costs.moved_bytes, dp=dp, tp=tp) == total_moved_bytes(graph)
         assert at(costs.param_bytes, dp=dp, tp=tp) == state_bytes(graph).params
+        assert at(costs.saved_bytes, dp=dp, tp=tp) == memory_curve(graph).saved_bytes
         sent = {key: at(expr, dp=dp, tp=tp) for key, expr in costs.sent_bytes.items()}
         assert sent == {(t.axis, t.kind): t.sent_bytes for t in traffic(graph)}
 
