@@ -17,16 +17,25 @@ from partc import collectives
 from partc.codegen.equal import Equal, Group, Owner, ends_step
 from partc.graph import Graph, Phase, is_backward, is_forward, value
 
+PHASES: tuple[Phase, ...] = ("F", "B", "W")
+LATER: tuple[Phase, ...] = ("B", "W")
 DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Neighbouring blocks that do the same; ``forward`` and ``backward`` by layer."""
+    """Neighbouring blocks that do the same; the groups of each phase by layer.
+
+    ``weights`` has the weight gradients where they are apart from the backward.
+    """
 
     layers: tuple[str, ...]
     forward: tuple[Group, ...]
     backward: tuple[Group, ...]
+    weights: tuple[Group, ...] = ()
+
+    def of(self, phase: Phase) -> tuple[Group, ...]:
+        return {"F": self.forward, "B": self.backward, "W": self.weights}[phase]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +73,9 @@ def _loops(graph: Graph) -> list[Loop]:
     for depth in DEPTHS:
         owners = _owners(graph, depth, taken)
         for run in _runs(graph, owners):
+            down = bool(run.backward) and _descends(graph, run.backward)
             phases: list[tuple[Phase, tuple[Group, ...]]] = [("F", run.forward)]
-            if run.backward:
-                phases.append(
-                    ("B", run.backward[::-1] if _descends(graph, run.backward) else run.backward)
-                )
+            phases += [(p, run.of(p)[::-1] if down else run.of(p)) for p in LATER if run.of(p)]
             loops += [Loop(run, phase, groups) for phase, groups in phases]
             taken |= {n for _, groups in phases for g in groups for n in g.nodes}
     return loops
@@ -175,20 +182,19 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
     equal = Equal(graph, owners)
     while layers:
         first, *layers = layers
-        run = [(groups[first, "F"], groups.get((first, "B")))]
+        run = [[groups.get((first, phase)) for phase in PHASES]]
         while layers and _same_list(first, layers[0]):
-            forward = equal.aligned(run[0][0], groups[layers[0], "F"])
-            backward = equal.aligned(run[0][1], groups.get((layers[0], "B")))
-            if forward is None or (backward is None) != (run[0][1] is None):
+            wanted = [groups.get((layers[0], phase)) for phase in PHASES]
+            found = [equal.aligned(a, b) for a, b in zip(run[0], wanted, strict=True)]
+            if [f is None for f in found] != [a is None for a in run[0]]:
                 break
-            run.append((forward, backward))
+            run.append(found)
             layers = layers[1:]
         if len(run) > 1:
-            yield Run(
-                tuple(f.layer for f, _ in run),
-                tuple(f for f, _ in run),
-                tuple(b for _, b in run if b is not None),
+            forward, backward, weights = (
+                tuple(g for g in column if g is not None) for column in zip(*run, strict=True)
             )
+            yield Run(tuple(g.layer for g in forward), forward, backward, weights)
 
 
 def _same_list(a: str, b: str) -> bool:

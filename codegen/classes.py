@@ -17,10 +17,17 @@ from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Kind, held, is_tensor, typed, value
+from partc.graph import Graph, Kind, Phase, held, is_tensor, typed, value
 from partc.quoting import comment
 
-ARGUMENT_TYPES = {"saved": "tuple[Tensor, ...]", "reduced": "Reduced"}
+SAVED = "tuple[Tensor, ...]"
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
+# what one phase leaves for another is called
+LEFT: dict[tuple[Phase, Phase], str] = {
+    ("F", "B"): "saved",
+    ("F", "W"): "kept",
+    ("B", "W"): "left",
+}
 
 
 @dataclass(eq=False)
@@ -35,6 +42,7 @@ class BlockClass:
     attribute: str
     helpers: Helpers
     adds: tuple[str, str] = ADDS
+    weights: Interface | None = None
     suffixes: dict[str, str] = field(
         default_factory=dict
     )  # name below the block -> attribute in the class
@@ -49,7 +57,22 @@ class BlockClass:
 
     @property
     def sides(self) -> list[Interface]:
-        return [self.forward] + ([self.backward] if self.backward is not None else [])
+        return [side for side in (self.forward, self.backward, self.weights) if side is not None]
+
+    def left_by(self, side: Interface) -> list[str]:
+        """What a phase gives its own later phases, beside its results."""
+        phases = [other.loop.phase for other in self.sides]
+        words = {then: word for (before, then), word in LEFT.items() if before == side.loop.phase}
+        return [w for p, w in words.items() if p in phases and (p == "B" or side.saved.get(p))]
+
+    def taken_by(self, side: Interface) -> list[str]:
+        """What a phase takes from its own earlier ones."""
+        words = {b: word for (b, then), word in LEFT.items() if then == side.loop.phase}
+        return [word for before, word in words.items() if self._saved(side, before)]
+
+    def _saved(self, side: Interface, before: Phase) -> list[fx.Node]:
+        """What a phase has from an earlier one, in the order in which that one gives it."""
+        return [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
 
     def attributes(self) -> dict[str, str]:
         """Where the step module finds the parameters and buffers of all blocks: ``layers.0.w``."""
@@ -140,7 +163,7 @@ class BlockClass:
     def _function(self, side: Interface) -> dict[str, str]:
         layer = self.run.layers[0]
         wish = wishes(self.graph, layer, self._given())
-        scope = Scope(["saved", *self.helpers.names])
+        scope = Scope([*LEFT.values(), *self.helpers.names])
         seen: dict[fx.Node, Text] = {}
         for slot in side.of("own"):
             node = side.own(slot)
@@ -148,12 +171,12 @@ class BlockClass:
         arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
         seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
         lines = []
-        unpacked = [side.own(slot) for slot in side.of("saved")]
-        if unpacked:
+        for word in self.taken_by(side):
+            unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
             seen |= {n: Text(scope.fresh(wish[n])) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
-            lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = saved"))
-            arguments.append("saved")
+            lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = {word}"))
+            arguments.append(word)
         whole = self.gathered(side)
         if whole:
             seen |= {n: Text(scope.fresh(wish[n])) for n in whole}
@@ -168,7 +191,7 @@ class BlockClass:
         lines += with_sections(statements)
         lines += self._updates(side, body)
         lines.append(Line(f"return {self._returned(side, body)}"))
-        name = "forward" if side is self.forward else "backward"
+        name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
         return {
             "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
@@ -189,7 +212,8 @@ class BlockClass:
         arguments: Sequence[str],
     ) -> Body:  # fmt: skip
         group = side.group
-        kept = {group.nodes[p] for p in [*side.carried, *side.listed]} | set(side.saved)
+        kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
+        kept |= {n for nodes in side.saved.values() for n in nodes}
         kept |= set(self._written(group))
         tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
         device = (
@@ -232,15 +256,15 @@ class BlockClass:
     def _returned(self, side: Interface, body: Body) -> str:
         nodes = side.group.nodes
         items = [str(body.text(nodes[p])) for p in [*side.carried, *side.listed]]
-        if side is self.forward and self.backward is not None:
-            saved = [str(body.text(n)) for n in side.saved]
-            items.append(f"({', '.join(saved)}{',' if len(saved) == 1 else ''})")
+        for word in self.left_by(side):
+            then = next(p for (b, p), w in LEFT.items() if w == word)
+            left = [str(body.text(n)) for n in side.saved.get(then, [])]
+            items.append(f"({', '.join(left)}{',' if len(left) == 1 else ''})")
         return ", ".join(items) or "None"
 
     def _result_type(self, side: Interface) -> str:
         items = ["Tensor"] * len([*side.carried, *side.listed])
-        if side is self.forward and self.backward is not None:
-            items.append("tuple[Tensor, ...]")
+        items += [SAVED] * len(self.left_by(side))
         return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
 
 

@@ -119,13 +119,11 @@ class RoleText:
     def make_classes(self) -> None:
         runs = list(dict.fromkeys(loop.run for loop in self.sides))
         for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
-            forward = next(s for lp, s in self.sides.items() if lp.run is run and lp.phase == "F")
-            backward = next(
-                (s for lp, s in self.sides.items() if lp.run is run and lp.phase == "B"), None
-            )
+            sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
             self.classes[run] = BlockClass(
-                self.graph, run, forward, backward, name, attribute, self.helpers, self.adds
-            )
+                self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
+                self.adds, sides.get("W"),
+            )  # fmt: skip
 
     def name_attributes(self) -> None:
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from partc.codegen.blocks import Item, Loop, Run
+from partc.codegen.blocks import PHASES, Item, Loop, Run
 from partc.codegen.equal import Group
 from partc.codegen.helpers import Outlined
 from partc.codegen.units import Place, Unit
@@ -57,8 +57,8 @@ def rewritten(
 
 
 def _with_groups(run: Run, groups: dict[Group, Group]) -> Run:
-    forward = tuple(groups[g] for g in run.forward)
-    return Run(run.layers, forward, tuple(groups[g] for g in run.backward))
+    again = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
+    return Run(run.layers, *again)
 
 
 def _replaced(

@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import fx
 
-from partc.codegen.blocks import Loop, Run
+from partc.codegen.blocks import PHASES, Loop, Run
 from partc.codegen.equal import Group, ends_step
-from partc.graph import Graph, value
+from partc.graph import Graph, Phase, value
 
 Kind = Literal["own", "shared", "carried", "saved", "listed"]
 
@@ -20,14 +20,15 @@ class Slot:
     """One outside value of a block: ``nodes`` has it per group in the order of execution.
 
     own: the block's parameter; shared: the same for all; carried: from the group before (its call
-    at ``position``); saved: from the block's own forward, where the first block calls it
-    ``source``; listed: from anywhere.
+    at ``position``); saved: from the block's own earlier phase ``made_in``, where the first block
+    calls it ``source``; listed: from anywhere.
     """
 
     kind: Kind
     nodes: tuple[fx.Node, ...]
     position: int = -1
     source: fx.Node | None = None
+    made_in: Phase = "F"
 
 
 @dataclass(eq=False)
@@ -40,7 +41,8 @@ class Interface:
         default_factory=list
     )  # returned; the next iteration or what follows reads it
     listed: list[int] = field(default_factory=list)  # returned and kept of every iteration
-    saved: list[fx.Node] = field(default_factory=list)  # of the first block, for its backward
+    # of the first block, what it leaves for its own later phases
+    saved: dict[Phase, list[fx.Node]] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> list[Slot]:
         return [slot for slot in self.slots if slot.kind == kind]
@@ -48,8 +50,7 @@ class Interface:
     @property
     def group(self) -> Group:
         """The group that the function is printed from: the first block's."""
-        run = self.loop.run
-        return run.forward[0] if self.loop.phase == "F" else run.backward[0]
+        return self.loop.run.of(self.loop.phase)[0]
 
     def own(self, slot: Slot) -> fx.Node:
         """The slot's value for the group that is printed."""
@@ -67,13 +68,12 @@ class Unfit(Exception):
 def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
     """The interfaces of all loops; Unfit where there is none."""
     found: dict[Loop, Interface] = {}
-    for loop in sorted(loops, key=lambda loop: loop.phase != "F"):
-        forward = next(
-            (i for lp, i in found.items() if lp.run is loop.run and loop.phase == "B"), None
-        )
-        found[loop] = Interface(loop, _slots(loop, forward))
-        if forward is not None:
-            forward.saved = [s.source for s in found[loop].of("saved") if s.source is not None]
+    for loop in sorted(loops, key=lambda loop: PHASES.index(loop.phase)):
+        earlier = [side for lp, side in found.items() if lp.run is loop.run]
+        found[loop] = Interface(loop, _slots(loop, earlier))
+        for side in earlier:
+            made = [s for s in found[loop].of("saved") if s.made_in == side.loop.phase]
+            side.saved[loop.phase] = [s.source for s in made if s.source is not None]
     served = _served(found)
     for interface in found.values():
         _give(graph, interface, served)
@@ -88,12 +88,12 @@ def outside(group: Group) -> list[fx.Node]:
     )
 
 
-def _slots(loop: Loop, forward: Interface | None) -> list[Slot]:
+def _slots(loop: Loop, earlier: Sequence[Interface]) -> list[Slot]:
     columns = zip(*(outside(group) for group in loop.groups), strict=True)
-    return [_slot(loop, tuple(column), forward) for column in columns]
+    return [_slot(loop, tuple(column), earlier) for column in columns]
 
 
-def _slot(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface | None) -> Slot:
+def _slot(loop: Loop, nodes: tuple[fx.Node, ...], earlier: Sequence[Interface]) -> Slot:
     suffixes = {
         value(n).name.removeprefix(g.layer) if _is_own(n, g) else None
         for n, g in zip(nodes, loop.groups, strict=True)
@@ -102,8 +102,10 @@ def _slot(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface | None) -> 
         return Slot("own", nodes)
     if len(set(nodes)) == 1:
         return Slot("shared", nodes)
-    if forward is not None and (source := _saved_from(loop, nodes, forward)) is not None:
-        return Slot("saved", nodes, source=source)
+    for side in earlier:
+        source = _saved_from(loop, nodes, side)
+        if source is not None:
+            return Slot("saved", nodes, source=source, made_in=side.loop.phase)
     places = {
         before.nodes.index(n) if n in before.nodes else -1
         for n, before in zip(nodes[1:], loop.groups, strict=False)
@@ -111,8 +113,13 @@ def _slot(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface | None) -> 
     if len(places) == 1 and -1 not in places:
         return Slot("carried", nodes, position=places.pop())
     inside = {n for group in loop.groups for n in group.nodes}
-    forwards = {group.layer: set(group.nodes) for group in loop.run.forward}
-    of_its_own = any(n in forwards[g.layer] for n, g in zip(nodes, loop.groups, strict=True))
+    before = [g for side in earlier for g in side.loop.groups]
+    of_its_own = any(
+        n in group.nodes
+        for n, g in zip(nodes, loop.groups, strict=True)
+        for group in before
+        if group.layer == g.layer
+    )
     if of_its_own or inside.intersection(nodes):
         raise Unfit(loop.run)
     return Slot("listed", nodes)
@@ -123,7 +130,7 @@ def _is_own(node: fx.Node, group: Group) -> bool:
 
 
 def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:
-    """A value that every block's backward has from its own forward, as the first block calls it."""
+    """A value that every block has from its own earlier phase, as the first block calls it."""
     run = loop.run
     mine = dict(zip((g.layer for g in loop.groups), nodes, strict=True))
     groups = {g.layer: g for g in forward.loop.groups}

@@ -17,7 +17,7 @@ from torch import fx, nn
 from partc.codegen.backends import c10d
 from partc.codegen.blocks import Item, Loop
 from partc.codegen.body import ADDS, PARTIALS, free_early, with_sections
-from partc.codegen.classes import passed
+from partc.codegen.classes import LEFT, passed
 from partc.codegen.emit import RoleText, arranged, read, span
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
@@ -201,11 +201,10 @@ class StageText(RoleText):
         for node in [*self._received(before), *made]:
             if node in wanted and node in self.seen:
                 names.setdefault(_base(self.seen[node].code))
+        word = LEFT[before, then]
         for cls in self.classes.values():
-            loops = {item.phase for item in self.items if isinstance(item, Loop)
-                     and item.run is cls.run}  # fmt: skip
-            if before == "F" and then == "B" and {"F", "B"} <= loops:
-                names.setdefault(f"{cls.attribute}_saved")
+            if any(word in cls.left_by(s) for s in cls.sides if s.loop.phase == before):
+                names.setdefault(f"{cls.attribute}_{word}")
         return list(names)
 
     def _closing(self, phase: Phase, body: StepBody, kept: set[fx.Node]) -> list[Line]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.codegen.blocks import Item, Loop, Run, gathers_param
+from partc.codegen.blocks import LATER, Item, Loop, Run, gathers_param
 from partc.codegen.body import Body, Statement
 from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.text import Line, Text
-from partc.graph import typed
+from partc.graph import Phase, typed
 from partc.quoting import comment
+
+CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
 
 @dataclass
@@ -70,10 +72,7 @@ class StepBody(Body):
         return f"self.{self.classes[loop.run].attribute}[{-1 if self._descends(loop) else 0}]"
 
     def _side(self, loop: Loop) -> Interface:
-        cls = self.classes[loop.run]
-        side = cls.forward if loop.phase == "F" else cls.backward
-        assert side is not None
-        return side
+        return next(s for s in self.classes[loop.run].sides if s.loop.phase == loop.phase)
 
     def _carry_names(self) -> None:
         """A value that only starts off a loop takes the name of the loop's variable at once."""
@@ -96,7 +95,8 @@ class StepBody(Body):
 
     def _backward_of(self, loop: Loop) -> set[fx.Node]:
         """Calls that read what the first block has saved for them."""
-        return set(loop.run.backward[0].nodes) if loop.phase == "F" and loop.run.backward else set()
+        later = [loop.run.of(phase) for phase in LATER] if loop.phase == "F" else []
+        return {node for groups in later if groups for node in groups[0].nodes}
 
     # loops -----------------------------------------------------------------------------------
     def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
@@ -124,17 +124,13 @@ class StepBody(Body):
         lines += [Line(f"{name} = []") for name in kept.values()]
         targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
         body = []
-        if loop.phase == "F" and cls.backward is not None:
-            lines.append(Line(f"{self._saved(cls)} = []"))
-            targets.append("saved")
-            body.append(Line(f"{self._saved(cls)}.append(saved)", indent=1))
-            call = f"layer({', '.join(arguments)})"
-        elif loop.phase == "F":
-            call = f"layer({', '.join(arguments)})"
-        else:
-            arguments += [self._pop(cls, loop)] if side.of("saved") else []
-            arguments += ["reduced"] if cls.reduces(side) else []
-            call = f"layer.backward({', '.join(arguments)})"
+        for word in cls.left_by(side):
+            lines.append(Line(f"{self._saved(cls, word)} = []"))
+            targets.append(word)
+            body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
+        arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
+        arguments += ["reduced"] if cls.reduces(side) else []
+        call = f"layer{CALLS[loop.phase]}({', '.join(arguments)})"
         ahead, after = [], []
         if cls.reduces(side):
             ahead.append(Line("before, reduced = reduced, []", indent=1))
@@ -145,7 +141,8 @@ class StepBody(Body):
         left = f"{', '.join(targets)} = " if targets else ""
         lines += [Line(self._head(cls, loop, items, listed)), *ahead]
         lines += [Line(left + call, self._remark(side), indent=1), *body, *after]
-        lines += [Line("del saved")] if "saved" in targets else []
+        put_by = [word for word in cls.left_by(side) if word in targets]
+        lines += [Line(f"del {', '.join(put_by)}")] if put_by else []
         self._bind_results(loop, side, variables, kept)
         reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
         last = loop.groups[-1].nodes
@@ -179,13 +176,15 @@ class StepBody(Body):
                 return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
         return _sliced(texts) or f"[{', '.join(texts)}]"
 
-    def _saved(self, cls: BlockClass) -> str:
-        name = f"{cls.attribute}_saved"
+    def _saved(self, cls: BlockClass, word: str) -> str:
+        name = f"{cls.attribute}_{word}"
         self.scope.taken.add(name)
         return name
 
-    def _pop(self, cls: BlockClass, loop: Loop) -> str:
-        return f"{self._saved(cls)}.pop({'' if self._descends(loop) else '0'})"
+    def _pop(self, cls: BlockClass, word: str, loop: Loop) -> str:
+        """The last that was put away, or the first where the loop runs as the one before."""
+        turned = self._descends(loop) and word != "left"
+        return f"{self._saved(cls, word)}.pop({'' if turned else '0'})"
 
     def _descends(self, loop: Loop) -> bool:
         return loop.groups[0].layer != loop.run.layers[0]

@@ -67,7 +67,7 @@ def places_of(items: Sequence[Item]) -> Iterator[Place]:
         if isinstance(item, Loop):
             yield Place(tuple(inline))
             run = item.run
-            yield Place((run.forward if item.phase == "F" else run.backward)[0].nodes, item)
+            yield Place(run.of(item.phase)[0].nodes, item)
             inline = []
         else:
             inline.append(item)

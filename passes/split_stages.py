@@ -19,6 +19,7 @@ from partc.graph import (
     Graph,
     Outputs,
     Phase,
+    block_of,
     held,
     is_weight,
     set_held,
@@ -197,10 +198,16 @@ def _set_weights_apart(graph: Graph) -> None:
             continue
         readers = [u for u in node.users if u.op == "call_function"]
         if all(u in apart or value(u).phase == "E" for u in readers) and (
-            _is_last(readers, apart) or _is_light(node)
+            _is_last(readers, apart) or (_is_light(node) and _stands_with(node, readers))
         ):
             apart.add(node)
             set_value(node, replace(value(node), phase="W"))
+
+
+def _stands_with(node: fx.Node, readers: Iterable[fx.Node]) -> bool:
+    """Whether the readers are of the same block: what runs between blocks stays in the backward,
+    so that the first block is as the others."""
+    return all(block_of(reader) == block_of(node) for reader in readers)
 
 
 def _is_last(readers: list[fx.Node], apart: set[fx.Node]) -> bool:
