@@ -1,0 +1,122 @@
+"""Rank programs and costs in, the time line of a step out, or the cycle of waits that prevents it.
+
+A transfer between two ranks is a rendezvous without a buffer: it begins when both ends have come to
+it, each at the head of its communicator's queue on its rank, where the order is that of the starts.
+A collective begins when all members have. Computing goes in program order, and waits where the
+program says so. Transfers of different communicators do not slow each other down. The work is
+linear in the number of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from partc.schedules.deadlock import Stuck, explain
+from partc.schedules.held import Curve, memory_curve
+from partc.schedules.programs import COMPUTE, FINISHED, RECEIVED, SENT, RankProgram, Wiring
+from partc.schedules.queues import NOT_YET, NOTHING, Queues, operation
+from partc.schedules.step_costs import StepCosts
+
+_WAITS = frozenset((RECEIVED, SENT, FINISHED))
+
+
+class Simulated:
+    """The time line of a step from its start; times and memory in the units of the costs."""
+
+    def __init__(self, run: _Run) -> None:
+        self.programs, self.costs, self.queues = run.programs, run.costs, run.queues
+        self.ends = run.ends  # per rank: when each event is behind the computing
+        self.busy = run.busy  # per rank: computing
+        self.exposed = run.exposed  # per rank: the computing waits while the transfer runs
+
+    @cached_property
+    def makespan(self) -> float:
+        """Until the last computing and the last transfer are over."""
+        computing = [ends[-1] for ends in self.ends if ends]
+        return max(computing + [queue.free for queue in self.queues.everyone()], default=0.0)
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Per rank, the fraction of the step in which it does not compute."""
+        if not self.makespan:
+            return [0.0] * len(self.busy)
+        return [1 - busy / self.makespan for busy in self.busy]
+
+    @cached_property
+    def peaks(self) -> list[float]:
+        """Per rank, the most that activations, posted receives and sends under way hold at once."""
+        return [
+            max((held for _, held in self.memory(rank)), default=0.0)
+            for rank in range(len(self.programs))
+        ]
+
+    def memory(self, rank: int) -> Curve:
+        """How many bytes a rank holds from when on, in time order."""
+        return memory_curve(self.programs[rank], self.costs, self.ends[rank])
+
+    def __str__(self) -> str:
+        """A table with one row per rank."""
+        rows = [f"step {self.makespan:g}", "rank  bubble    exposed  peak memory"]
+        table = zip(self.bubbles, self.exposed, self.peaks, strict=True)
+        rows += [f"{r:4}  {b:6.3f}  {e:9.4g}  {m:11.4g}" for r, (b, e, m) in enumerate(table)]
+        return "\n".join(rows)
+
+
+def simulate(programs: Sequence[RankProgram], costs: StepCosts) -> Simulated:
+    """Run the programs of all ranks; CheckError names who waits for whom if they cannot finish.
+
+    They may be of any origin, but must hold their own rank's events (``check_programs``).
+    """
+    run = _Run(programs, costs)
+    ready = list(range(len(programs)))
+    while ready:
+        run.advance(ready.pop())
+        ready += run.queues.woken
+        run.queues.woken.clear()
+    if any(run.done[p.rank] < len(p.events) for p in programs) or run.queues.unfinished():
+        raise explain(Stuck(run.programs, run.done, run.queues))
+    return Simulated(run)
+
+
+class _Run:
+    """How far the computing of every rank has come, and when."""
+
+    def __init__(self, programs: Sequence[RankProgram], costs: StepCosts) -> None:
+        self.programs, self.costs = list(programs), costs
+        wiring = programs[0].wiring if programs else Wiring((), 1, (), ())
+        self.queues = Queues(wiring, len(programs), costs)
+        self.lengths = costs.of_actions()
+        self.count = wiring.microbatches
+        self.done = [0] * len(programs)
+        self.ends: list[list[float]] = [[] for _ in programs]
+        self.busy = [0.0] * len(programs)
+        self.exposed = [0.0] * len(programs)
+
+    def advance(self, rank: int) -> None:
+        """Do a rank's events until one waits for a transfer that cannot end yet."""
+        events, ends, queues = self.programs[rank].events, self.ends[rank], self.queues
+        now = ends[-1] if ends else 0.0
+        busy = exposed = 0.0
+        for index in range(self.done[rank], len(events)):
+            code, number = events[index]
+            if code == COMPUTE:
+                length = self.lengths[number // self.count]
+                now += length
+                busy += length
+            elif code in _WAITS:
+                awaited = operation(code, number)
+                end = queues.end[awaited]
+                if end == NOT_YET:
+                    queues.awaited[rank] = awaited
+                    break
+                queues.awaited[rank] = NOTHING
+                if end > now:
+                    exposed += end - max(now, queues.begin[awaited])
+                    now = end
+            else:
+                queues.start(rank, operation(code, number), now)
+            ends.append(now)
+        self.done[rank] = len(ends)
+        self.busy[rank] += busy
+        self.exposed[rank] += exposed
