@@ -1,0 +1,299 @@
+"""Cut a chain of units into pipeline stages so that the slowest stage is as fast as possible.
+
+Goes in: what each unit of the model costs. Comes out: before which units the later stages begin.
+The result is exact (dynamic programming over all cuts), and the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partc.errors import PlanError
+
+Ints = NDArray[np.int64]
+_NEVER = np.iinfo(np.int64).max // 4  # room to add a few of them
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of the model that is not cut: a block, the embedding, the head, or glue between.
+
+    Times and ``activation_bytes`` are of one microbatch; ``parameter_bytes`` is all that stays for
+    the whole step (parameters, gradients, optimizer state). ``boundary_bytes`` is what the next
+    unit needs from here; going back, its gradient is as large.
+    """
+
+    name: str
+    forward_us: float
+    backward_us: float
+    parameter_bytes: int
+    activation_bytes: int
+    boundary_bytes: int
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """One stage of a cut: its units, its time for one microbatch, the memory it needs at peak."""
+
+    units: tuple[Unit, ...]
+    time_us: float
+    held_bytes: int
+
+
+Exposed = Callable[[int], float]
+
+
+def all_hidden(num_bytes: int) -> float:
+    """Transfers that computing hides wholly cost a stage no time."""
+    return 0.0
+
+
+def balance(
+    units: Sequence[Unit],
+    stages: int,
+    *,
+    in_flight: Sequence[int],
+    memory_bytes: int | Sequence[int] | None = None,
+    exposed_us: Exposed = all_hidden,
+) -> list[int]:
+    """The first unit of every stage but the first, so that the slowest stage is fastest.
+
+    A stage's time is its computing plus ``exposed_us(bytes)`` of what it receives: the activation
+    at its front and the gradient at its back. It holds the activations of ``in_flight[stage]``
+    microbatches (1F1B: ``stages - stage``), which with its parameters must fit ``memory_bytes``,
+    one number or one per stage. Of equally fast cuts it takes the one with the fewest bytes over
+    all boundaries, then the one whose fastest stage is slowest. Times count in whole nanoseconds.
+
+    PlanError if there are more stages than units, or if no cut fits the memory; then it says the
+    least memory that works and who holds it.
+    """
+    _check(units, stages, in_flight)
+    chain = Chain(units, exposed_us)
+    limits = per_stage(memory_bytes, stages, chain)
+    windows = [chain.first_that_fits(*at) for at in zip(in_flight, limits, strict=True)]
+    if not chain.can_cut(_NEVER, windows):
+        raise _too_little(chain, in_flight, limits)
+    slowest = least(lambda ns: chain.can_cut(ns, windows), 0, chain.total_ns)
+    return _cheapest_cut(chain, slowest, windows)
+
+
+def stage_loads(
+    units: Sequence[Unit],
+    points: Sequence[int],
+    *,
+    in_flight: Sequence[int],
+    exposed_us: Exposed = all_hidden,
+) -> list[StageLoad]:
+    """Time and memory of every stage, counted as ``balance`` counts them."""
+    chain = Chain(units, exposed_us)
+    times, held = chain.loads([0, *points, len(units)], in_flight)
+    edges = zip([0, *points], [*points, len(units)], strict=True)
+    return [
+        StageLoad(tuple(units[first:end]), int(ns) / 1000, int(num_bytes))
+        for (first, end), ns, num_bytes in zip(edges, times, held, strict=True)
+    ]
+
+
+class Chain:
+    """Sums over the units before each possible cut; cut ``i`` stands before unit ``i``.
+
+    Whole numbers, so that sums are exact and two equal stages compare equal.
+    """
+
+    def __init__(self, units: Sequence[Unit], exposed_us: Exposed) -> None:
+        self.units = units
+        crossing = [unit.boundary_bytes for unit in units[:-1]]
+        exposed = _row([0, *(round(1000 * exposed_us(b)) for b in crossing), 0])
+        self.crossing = _row([0, *crossing, 0])
+        ns = _sums([round(1000 * (u.forward_us + u.backward_us)) for u in units])
+        self.state = _sums([u.parameter_bytes for u in units])
+        self.saved = _sums([u.activation_bytes for u in units])
+        # The time of a stage from cut i to cut j is until[j] - since[i].
+        self.since, self.until = ns - exposed, ns + exposed
+        self.total_ns = int(ns[-1] + 2 * exposed.max())
+
+    def loads(self, edges: Sequence[int], in_flight: Sequence[int]) -> tuple[Ints, Ints]:
+        """Nanoseconds and bytes of every stage between two neighbouring edges."""
+        at = _row(edges)
+        times = self.until[at[1:]] - self.since[at[:-1]]
+        return times, np.diff(self.state[at]) + _row(in_flight) * np.diff(self.saved[at])
+
+    def first_that_fits(self, in_flight: int, limit: int) -> Ints:
+        """For each end of a stage the first cut it may begin at without needing more memory."""
+        held = self.state + in_flight * self.saved
+        return np.searchsorted(held, held - limit)
+
+    def can_cut(self, slowest_ns: int, windows: Sequence[Ints]) -> bool:
+        """Whether a cut exists in which every stage fits its window and is fast enough."""
+        reached = np.zeros(len(self.units) + 1, dtype=bool)
+        reached[0] = True
+        for first in windows:
+            latest = _window_max(np.where(reached, self.since, -_NEVER), first)
+            reached = (latest > -_NEVER) & (latest >= self.until - slowest_ns)
+        return bool(reached[-1])
+
+
+def least(works: Callable[[int], bool], low: int, high: int) -> int:
+    """The least number from ``low`` that works, given that ``high`` and all above work."""
+    while low < high:
+        middle = (low + high) // 2
+        if works(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def per_stage(memory_bytes: int | Sequence[int] | None, stages: int, chain: Chain) -> list[int]:
+    """One limit per stage; without a limit one that nothing reaches."""
+    if memory_bytes is None:
+        return [_NEVER] * stages
+    return [memory_bytes] * stages if isinstance(memory_bytes, int) else list(memory_bytes)
+
+
+def _cheapest_cut(chain: Chain, slowest_ns: int, windows: Sequence[Ints]) -> list[int]:
+    """Of the cuts without a slower stage the one with the fewest bytes, then the most even.
+
+    Only stages that are fast enough are looked at. They are listed by their end, hence those with
+    the same end stand together and one ``reduceat`` finds the best beginning for every end.
+    """
+    times = chain.until[:, None] - chain.since[None, :]
+    allowed = np.tril(times <= slowest_ns, -1)
+    allowed &= np.arange(len(times)) >= np.minimum.reduce(windows)[:, None]
+    ends, begins = np.nonzero(allowed)
+    times = times[ends, begins]
+
+    best = _Best(np.full(len(allowed), _NEVER), np.full(len(allowed), -1))
+    best.num_bytes[0], best.fastest[0] = 0, _NEVER
+    history = [best]
+    for first in windows:
+        best = best.one_more_stage(chain, first, ends, begins, times)
+        history.append(best)
+    return _walk_back(chain, slowest_ns, windows, history)
+
+
+@dataclass(frozen=True)
+class _Best:
+    """For every cut the best way there with some number of stages: bytes and fastest stage."""
+
+    num_bytes: Ints  # _NEVER where there is no way
+    fastest: Ints
+
+    def one_more_stage(
+        self, chain: Chain, first: Ints, ends: Ints, begins: Ints, times: Ints
+    ) -> _Best:
+        """The same with a further stage, which may be any of those listed by end and beginning."""
+        paid = (self.num_bytes + chain.crossing)[begins]  # a stage pays for its front
+        paid[begins < first[ends]] = _NEVER
+        num_bytes = _per_end(np.minimum, paid, ends, np.full(len(first), _NEVER))
+        cheapest = np.flatnonzero((paid == num_bytes[ends]) & (paid < _NEVER))
+        even = np.minimum(self.fastest[begins[cheapest]], times[cheapest])
+        fastest = _per_end(np.maximum, even, ends[cheapest], np.full(len(first), -1))
+        return _Best(num_bytes, fastest)
+
+
+def _per_end(reduce: np.ufunc, values: Ints, ends: Ints, result: Ints) -> Ints:
+    """Fill in ``result[end]`` from all values of that end; ``ends`` ascend."""
+    used, groups = np.unique(ends, return_index=True)
+    if len(used):
+        result[used] = reduce.reduceat(values, groups)
+    return result
+
+
+def _walk_back(
+    chain: Chain, slowest_ns: int, windows: Sequence[Ints], history: Sequence[_Best]
+) -> list[int]:
+    """From the last stage to the first the earliest beginning that gave the best for its end."""
+    end, points = len(chain.units), []
+    for stage in reversed(range(len(windows))):
+        before, here = history[stage], history[stage + 1]
+        low = int(windows[stage][end])
+        times = chain.until[end] - chain.since[low:end]
+        paid = (before.num_bytes + chain.crossing)[low:end]
+        even = np.minimum(before.fastest[low:end], times)
+        best = (paid == here.num_bytes[end]) & (even == here.fastest[end]) & (times <= slowest_ns)
+        end = low + int(np.argmax(best))
+        points.append(end)
+    return points[-2::-1]  # the last one is the beginning of the first stage
+
+
+def _window_max(values: Ints, first: Ints) -> Ints:
+    """For each ``j`` the largest of ``values[first[j]:j]``; the least number where that is empty.
+
+    Two overlapping runs of a power of two cover any window (a sparse table).
+    """
+    here = np.arange(len(values))
+    sizes = here - first
+    largest, runs, length = np.full(len(values), -_NEVER), values, 1
+    while length <= len(values):
+        fits = (sizes >= length) & (sizes < 2 * length)
+        at = here[fits]
+        largest[fits] = np.maximum(runs[first[fits]], runs[at - length])
+        runs = np.append(np.maximum(runs[:-length], runs[length:]), runs[-length:])
+        length *= 2
+    return largest
+
+
+def _row(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _sums(values: Sequence[int]) -> Ints:
+    return np.concatenate([_row([0]), np.cumsum(_row(values))])
+
+
+def _check(units: Sequence[Unit], stages: int, in_flight: Sequence[int]) -> None:
+    assert len(in_flight) == stages > 0
+    if stages > len(units):
+        raise PlanError(
+            where=f"pipeline of {stages} stages",
+            what=f"the model has only {len(units)} units to cut between",
+            why="every stage needs at least one, and a unit is not cut",
+            do=f"Use at most {len(units)} stages (fewer pp ranks, or fewer chunks per rank).",
+        )
+
+
+def _too_little(chain: Chain, in_flight: Sequence[int], limits: Sequence[int]) -> PlanError:
+    """Says how much more every stage needs at least, and who holds most where it is tightest."""
+
+    def windows(extra: int) -> list[Ints]:
+        pairs = zip(in_flight, limits, strict=True)
+        return [chain.first_that_fits(flying, limit + extra) for flying, limit in pairs]
+
+    everything = int(chain.state[-1] + max(in_flight) * chain.saved[-1])
+    extra = least(lambda more: chain.can_cut(_NEVER, windows(more)), 0, everything)
+    slowest = least(lambda ns: chain.can_cut(ns, windows(extra)), 0, chain.total_ns)
+    points = _cheapest_cut(chain, slowest, windows(extra))
+    edges = [0, *points, len(chain.units)]
+    _, held = chain.loads(edges, in_flight)
+    tightest = int(np.argmax(held - _row(limits)))
+    units = chain.units[edges[tightest] : edges[tightest + 1]]
+    return too_little_memory(
+        f"pipeline of {len(limits)} stages",
+        limits[tightest],
+        limits[tightest] + extra,
+        f"stage {tightest} then holds, with {in_flight[tightest]} microbatches in flight, "
+        + top_holders([(unit, in_flight[tightest]) for unit in units]),
+    )
+
+
+def too_little_memory(where: str, limit: int, needed: int, why: str) -> PlanError:
+    """``needed`` is the least limit that works."""
+    return PlanError(
+        where=where,
+        what=f"no cut fits {limit:,} bytes of memory; the least that works is {needed:,} bytes",
+        why=why,
+        do="Cut the model finer (more pp or tp ranks, or shard optimizer state), make microbatches "
+        "smaller, recompute activations, or take a schedule with fewer microbatches in flight.",
+    )
+
+
+def top_holders(holders: Sequence[tuple[Unit, int]]) -> str:
+    """The three units with most memory; each comes with its microbatches in flight."""
+    rows = [(u.parameter_bytes + n * u.activation_bytes, u.name) for u, n in holders]
+    rows.sort(key=lambda row: -row[0])
+    return ", ".join(f"{name} {num_bytes:,}" for num_bytes, name in rows[:3])
