@@ -3,6 +3,8 @@
 Each link is one-way and in order: on NCCL it has a communicator of its own, so that it never
 stands behind another; on gloo a tag does the same.
 """
+# mypy: disable-error-code="attr-defined, misc, union-attr, no-any-return"
+# (a parameter keeps its part of a gradient as an attribute, and outside a group torch gives no Work)
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from torch import Tensor, nn
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
-    def __init__(self, source: int, tag: int, group: dist.ProcessGroup, likes: list) -> None:
+    def __init__(self, source: int, tag: int, group: dist.ProcessGroup,
+                 likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
         self.source, self.tag, self.group, self.likes = source, tag, group, likes
 
     def begin(self, num: int, device: torch.device) -> None:
         """Begin a step of `num` microbatches."""
-        self.left, self.device, self.posted = num, device, []
+        self.left, self.device = num, device
+        self.posted: list[list[tuple[Tensor, dist.Work]]] = []
         self.post()
 
     def post(self) -> None:
@@ -46,7 +50,7 @@ class Outbox:
 
     def __init__(self, target: int, tag: int, group: dist.ProcessGroup, bound: int) -> None:
         self.target, self.tag, self.group, self.bound = target, tag, group, bound
-        self.sent = []
+        self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
         """Start to send one microbatch's tensors."""
@@ -68,7 +72,7 @@ class Shelf:
     """Hands a stage's tensors to the next one on the same rank."""
 
     def __init__(self) -> None:
-        self.kept = []
+        self.kept: list[tuple[Tensor, ...]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
         self.kept.append(tensors)
