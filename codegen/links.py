@@ -4,7 +4,7 @@ Each link is one-way and in order: on NCCL it has a communicator of its own, so 
 stands behind another; on gloo a tag does the same.
 """
 # mypy: disable-error-code="attr-defined, misc, union-attr, no-any-return"
-# (a parameter keeps its part of a gradient as an attribute, and outside a group torch gives no Work)
+# (a parameter keeps its part of a gradient as an attribute; torch may give no Work)
 
 from __future__ import annotations
 
