@@ -22,6 +22,7 @@ from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.fill_waits import fill_waits
 from partc.passes.insert_collectives import insert_collectives
+from partc.passes.local_batch_norm import has_batch_norm
 from partc.passes.microbatches import PP, count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
@@ -152,12 +153,21 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     warnings = list(full.notes)
     if full.microbatches > 1:
         count_targets(graph)
+        full = with_local_statistics(full, graph)
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
     local = fuse_bias(insert_collectives(graph, full, choices))
     if full.recompute == "cheap":
         recompute(local)
     return full, local
+
+
+def with_local_statistics(plan: Plan, graph: Graph) -> Plan:
+    """Batch statistics cannot be those of microbatches that have not run yet; the plan says so."""
+    if not has_batch_norm(graph):
+        return plan
+    note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
+    return plan.changed(batch_norm="local", notes=(*plan.notes, note))
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:

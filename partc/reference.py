@@ -57,8 +57,13 @@ def eager(
     loss: Loss | None = None,
     dtype: torch.dtype | None = torch.float64,
     train: bool = True,
+    microbatches: int = 1,
 ) -> Reference:
-    """Run a copy of the model, in ``dtype`` or (None) as it is; the model is left as it was."""
+    """Run a copy of the model, in ``dtype`` or (None) as it is; the model is left as it was.
+
+    With ``microbatches`` the batch runs in so many turns and the loss is their mean: what a model
+    with batch statistics means by microbatches.
+    """
     _check_values(model)
     mine = copy.deepcopy(model)
     mine.zero_grad()
@@ -68,9 +73,8 @@ def eager(
     weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
     before = torch.get_rng_state()
     with Raised() if dtype == torch.float64 else nullcontext():
-        outcome = _objective(mine, batch, loss) if train else _results(mine, batch, loss)
-        if train:
-            outcome["loss"].backward()
+        outcome = _trained(mine, batch, loss, microbatches) if train else {}
+        outcome = outcome or _results(mine, batch, loss)
     _check_random(before, model)
     params = dict(mine.named_parameters())
     return Reference(
@@ -81,6 +85,18 @@ def eager(
         buffers={name: b.detach() for name, b in mine.named_buffers()},
         results={} if train else outcome,
     )
+
+
+def _trained(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, microbatches: int
+) -> dict[str, Tensor]:
+    """The mean loss of all turns, after its backward."""
+    losses = []
+    for turn in zip(*(x.chunk(microbatches) for x in inputs), strict=True):
+        each = _objective(model, turn, loss)["loss"] / microbatches
+        each.backward()
+        losses.append(each.detach())
+    return {"loss": torch.stack(losses).sum()}
 
 
 def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:

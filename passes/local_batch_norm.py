@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from partc.graph import results_of, tensor_args
+from partc.graph import Graph, results_of, tensor_args
 from partc.rules import Strategy
 from partc.sharding import Layout, R, U, cut
 
@@ -34,6 +34,18 @@ def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
     # y, mean, rstd, new running mean and variance; or d_x, d_weight, d_bias
     outs = (cut(0), R, R, U, U) if node.target is _FORWARD else (cut(0), U, U)
     return Strategy(ins, outs[: len(results_of(node))], VARIANT)
+
+
+def of_each_microbatch(node: fx.Node, arriving: Layout) -> Strategy | None:
+    """As ``local_batch_norm`` along microbatches: each updates the running statistics in turn."""
+    local = local_batch_norm(node, arriving)
+    if local is None or node.target is not _FORWARD:
+        return local
+    return Strategy(local.ins, (cut(0), R, R, R, R)[: len(local.outs)], VARIANT)
+
+
+def has_batch_norm(graph: Graph) -> bool:
+    return any(node.target is _FORWARD for node in graph.calls())
 
 
 def fits_locally(node: fx.Node, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> bool:

@@ -24,7 +24,7 @@ from partc.graph import (
     update,
     value,
 )
-from partc.passes.local_batch_norm import local_batch_norm
+from partc.passes.local_batch_norm import local_batch_norm, of_each_microbatch
 from partc.passes.microbatches import MB, given
 from partc.passes.open_ops import open_op, opens
 from partc.passes.price import Choices, Prices
@@ -129,7 +129,8 @@ class _AxisWalk:
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
-            local = local_batch_norm(node, self.made[operands[0]][0])
+            kept = of_each_microbatch if self.axis == MB else local_batch_norm
+            local = kept(node, self.made[operands[0]][0])
             if local is not None:
                 return local
         key = self._circumstances(node, operands)
