@@ -116,18 +116,19 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
             pathless.append(node)
     _adopt(graph, pathless, owners)
     _hoist(graph, owners)
+    _join_waits(graph, owners)
     for node in graph.calls():
         if node.target is operator.getitem:
             producer = node.all_input_nodes[0]
             owners.pop(node, None)
             owners |= {node: owners[producer]} if producer in owners else {}
-    _join_waits(graph, owners)
     return owners
 
 
 def gathers_param(node: fx.Node) -> bool:
-    """Whether a collective gathers a parameter as it is stored: it may start at any time."""
-    return node.target is collectives.all_gather and node.all_input_nodes[0].op == "placeholder"
+    """Whether a collective gathers parameters as they are stored: it may start at any time."""
+    gathers = node.target in (collectives.all_gather, collectives.all_gather_joined)
+    return gathers and all(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:

@@ -13,15 +13,27 @@ from torch import fx
 
 from partc import collectives, ops
 from partc.codegen.backends import c10d
+from partc.codegen.blocks import gathers_param
 from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
+from partc.codegen.joint_grads import JointGrads
 from partc.codegen.names import Scope, inside, op_name
 from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations, overwritable, owner
 from partc.codegen.text import ATOM, NONE, Line, Text
-from partc.graph import Graph, held, is_forward, is_tensor, results_of, typed, value
+from partc.graph import (
+    Graph,
+    held,
+    is_forward,
+    is_tensor,
+    results_of,
+    tensor_args,
+    typed,
+    value,
+)
+from partc.moves import moves, results
 from partc.quoting import comment, literal
 
 ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")
@@ -57,14 +69,15 @@ class Body:
     stored: dict[fx.Node, list[str]] = field(default_factory=dict)
     device: str = "self.device"
     prefix: str = ""
-    taken: set[fx.Node] = field(default_factory=set)  # starts whose wait has been done before
     adds: tuple[str, str] = ADDS  # the functions that add to a gradient
     at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
 
     def __post_init__(self) -> None:
         named = {n for n in self.order if is_forward(n) and self.wishes.get(n) != op_name(n)}
         self.accumulated = accumulations(self.order, self.kept | set(self.stored))
+        self.joint = JointGrads(self.graph, self.order, self.stored)
         fixed = self.kept | set(self.stored) | set(self.accumulated.values())
+        fixed |= self.joint.place.keys()
         self.inlined = inlined(self.order, fixed, named, self.accumulated)
         self.in_place = overwritable(self.graph, self.order)
         self.place = {node: i for i, node in enumerate(self.order)}
@@ -106,8 +119,9 @@ class Body:
         return Text(f"{name}({', '.join(texts)})")
 
     def bind(self, node: fx.Node) -> str:
-        """Give a value its name."""
-        name = self.scope.fresh(self.wishes.get(node, "value"))
+        """Give a value its name; a gradient that is reduced with others its place among them."""
+        name = self.joint.entry(node, self.scope)
+        name = name or self.scope.fresh(self.wishes.get(node, "value"))
         self.seen[node] = Text(name)
         return name
 
@@ -121,6 +135,7 @@ class Body:
         if node in self.inlined or node in self.seen or not self._has_line(node):
             return []
         statement = self.statement(node)
+        statement.lines[:0] = [Line(f"{name} = {{}}") for name in self.joint.begun()]
         statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
         return [statement]
@@ -142,6 +157,10 @@ class Body:
         return reads
 
     def statement(self, node: fx.Node) -> Statement:
+        if gathers_param(node):
+            return self._gather_weights(node)
+        if node in self.joint.params:
+            return self._reduce(node)
         if node.target in collectives.COLLECTIVES:
             return self._start(node)
         if node.target is collectives.wait:
@@ -195,14 +214,6 @@ class Body:
         elif overwrites:
             dense = "" if held(operand).is_contiguous() else "memory_format=torch.contiguous_format"
             lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
-        waited = self._waited(node)
-        params = self.stored.get(waited, []) if waited is not None else []
-        if params:
-            name = str(self.seen[node]) if node in self.seen else self.bind(node)
-            start = c10d.start(node, x, name, self.helpers, done="done")
-            lines.append(Line(start, comment(typed(node))))
-            lines.append(Line(f"reduced.append(({params[0]}, {name}, done))"))
-            return Statement(lines, binds=[node])
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
         if overwrites and self._next_wait(node) is not None:
             remark = f"{typed(node)}; {value(node).note or 'exposed'}"
@@ -211,6 +222,10 @@ class Body:
             return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
+        if (waited := self._waited(node)) is not None:
+            lines.append(
+                Line(f"reduced.append(({{{self.stored[waited][0]}: {name}}}, {name}_done))")
+            )
         return Statement(lines, binds=[node])
 
     def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
@@ -237,14 +252,47 @@ class Body:
 
     def _wait(self, node: fx.Node) -> Statement:
         start = node.all_input_nodes[0]
-        name = str(self.seen[start])
-        self.seen[node] = Text(name)
-        lines = []
-        if start not in self.taken | self.at_once:
-            lines.append(Line(f"{name}_done.wait()", comment(self._hidden_by(start, node))))
-        after = c10d.after_wait(start, name, self.helpers)
+        self.seen[node] = self.seen[start]
+        name, hidden = str(self.seen[start]), comment(self._hidden_by(start, node))
+        if gathers_param(start):
+            bound = weights_of(start)
+            names = ", ".join("_" if n is None else self.bind(n) for n in bound)
+            names = f"[{names}]" if len(bound) == 1 else names
+            lines = [Line(f"{names} = {self.helpers.use('take')}({name})", hidden)]
+            return Statement(lines, reads=[start], binds=[n for n in bound if n is not None])
+        lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
+        after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
         return Statement([*lines, *self._stores(node)], reads=[start], binds=[node])
+
+    def _gather_weights(self, node: fx.Node) -> Statement:
+        """The start of a transfer of weights, which ``take`` waits for."""
+        shards = ", ".join(str(self.text(n)) for n in tensor_args(node))
+        name = self.scope.fresh("gathered")
+        self.seen[node] = Text(name)
+        call = c10d.transfer(node, f"[{shards}]", moves(node), self.helpers)
+        return Statement([Line(f"{name} = {call}")], binds=[node])
+
+    def _reduce(self, node: fx.Node) -> Statement:
+        """The start of a reduction of gradients, which stand in a dict by their parameters."""
+        ends, lines = self._waited(node) is not None, []
+        if node.target in collectives.JOINED:
+            grads = self.joint.name(node, self.scope)
+            for operand, entry in self.joint.missing(node):
+                lines.append(Line(f"{entry} = {self.text(operand)}"))
+        else:
+            x = self.text(tensor_args(node)[0])
+            copied = node.target is collectives.all_reduce and node not in self.in_place
+            x = Text(f"{x.at(ATOM)}.clone()") if copied else x
+            grads = f"{{{self.joint.params[node][0]}: {x}}}"
+        call = c10d.transfer(node, grads, self.joint.in_order(node), self.helpers)
+        if ends:
+            remark = comment(typed(node)) if is_tensor(node) else ""
+            return Statement([*lines, Line(f"reduced.append({call})", remark)])
+        self.seen[node] = Text(grads)
+        self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
+        self.scope.taken.add(f"{grads}_done")
+        return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
         """What is computed between start and wait."""
@@ -303,6 +351,13 @@ class Body:
             return Statement([Line(call, comment(typed(node)))])
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line, *self._stores(node)], binds=[node])
+
+
+def weights_of(gather: fx.Node) -> list[fx.Node | None]:
+    """The weights that a gather gives, ready to read, None where one is unread."""
+    if gather.target in collectives.JOINED:
+        return results(gather, len(tensor_args(gather)))
+    return list(gather.users)
 
 
 def _is_heavy(node: fx.Node) -> bool:

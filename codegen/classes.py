@@ -10,15 +10,15 @@ from torch import fx, nn
 
 from partc.codegen.backends import c10d
 from partc.codegen.blocks import Run, gathers_param
-from partc.codegen.body import ADDS, Body, with_sections
-from partc.codegen.equal import Group, ends_step
+from partc.codegen.body import ADDS, Body, weights_of, with_sections
+from partc.codegen.equal import Group, ends_step, made_in_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Kind, Phase, held, is_tensor, typed, value
-from partc.quoting import comment
+from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
+from partc.moves import moves
 
 SAVED = "tuple[Tensor, ...]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
@@ -84,45 +84,47 @@ class BlockClass:
 
     def gathered(self, side: Interface) -> list[fx.Node]:
         """The gathers of the block's own parameters that a phase begins with, by parameter."""
-        own = {value(side.own(slot)).name for slot in side.of("own")}
+        own = {side.own(slot) for slot in side.of("own")}
         starts = [
-            n
-            for n in side.group.nodes
-            if gathers_param(n) and value(n.all_input_nodes[0]).name in own
+            n for n in side.group.nodes if gathers_param(n) and own.issuperset(tensor_args(n))
         ]
-        order = list(self.graph.params)
-        return sorted(starts, key=lambda n: order.index(value(n.all_input_nodes[0]).name))
+        order = list(self.graph.params.values())
+        return sorted(starts, key=lambda n: order.index(tensor_args(n)[0]))
 
     def gather_name(self, side: Interface) -> str:
         """The method that starts a phase's gathers; one for both where they gather the same."""
-
-        def params(side: Interface) -> list[str]:
-            return [value(n.all_input_nodes[0]).name for n in self.gathered(side)]
-
-        if not params(side):
-            return ""
-        return "gather" if params(self.forward) in (params(side), []) else "regather"
+        forward, mine = ([tensor_args(n) for n in self.gathered(s)] for s in (self.forward, side))
+        return "" if not mine else "gather" if forward in (mine, []) else "regather"
 
     def gather_methods(self) -> list[dict[str, str]]:
         """The methods that start a phase's gathers."""
-        methods = []
+        methods: dict[str, dict[str, str]] = {}
         for side in self.sides:
             name = self.gather_name(side)
             if name:
-                lines = [Line("self.whole = [")]
-                for node in self.gathered(side):
-                    suffix = value(node.all_input_nodes[0]).name.removeprefix(
-                        f"{self.run.layers[0]}."
-                    )
-                    x = Text(f"self.{self.suffixes[suffix]}")
-                    call = c10d.start(node, x, "w", self.helpers).partition(" = ")[2]
-                    lines.append(Line(f"{call},", comment(typed(node)), indent=1))
                 purpose = "" if name == "gather" else " for its backward"
-                body = block([*lines, Line("]")], 2)
-                methods.append({"name": name, "purpose": purpose, "body": body})
-        return (
-            methods if len(methods) < 2 or methods[0]["body"] != methods[1]["body"] else methods[:1]
-        )
+                lines = self._gathering(side)
+                methods[name] = {"name": name, "purpose": purpose, "body": block(lines, 2)}
+        return list(methods.values())
+
+    def _gathering(self, side: Interface) -> list[Line]:
+        """What starts a phase's gathers; ``self.whole`` keeps them until they are taken."""
+        lines: list[Line] = []
+        for node in self.gathered(side):
+            names = list(map(self._attribute, tensor_args(node)))
+            shards = "[*self.parameters()]" if names == self._params() else f"[{', '.join(names)}]"
+            call = c10d.transfer(node, shards, moves(node), self.helpers)
+            lines.append(Line(f"self.whole {'+=' if lines else '='} {call}"))
+        return lines
+
+    def _params(self) -> list[str]:
+        """Every parameter of the class, in the order of their declarations."""
+        layer, params = self.run.layers[0], self.graph.params
+        return [f"self.{a}" for s, a in self.suffixes.items() if f"{layer}.{s}" in params]
+
+    def _attribute(self, own: fx.Node) -> str:
+        """How the block's functions read a parameter or buffer of the first block."""
+        return f"self.{self.suffixes[value(own).name.removeprefix(f'{self.run.layers[0]}.')]}"
 
     def declarations(self) -> list[Line]:
         lines = (
@@ -167,7 +169,7 @@ class BlockClass:
         seen: dict[fx.Node, Text] = {}
         for slot in side.of("own"):
             node = side.own(slot)
-            seen[node] = Text(f"self.{self.suffixes[value(node).name.removeprefix(f'{layer}.')]}")
+            seen[node] = Text(self._attribute(node))
         arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
         seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
         lines = []
@@ -177,11 +179,14 @@ class BlockClass:
             names = ", ".join(str(seen[n]) for n in unpacked)
             lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = {word}"))
             arguments.append(word)
-        whole = self.gathered(side)
-        if whole:
-            seen |= {n: Text(scope.fresh(wish[n])) for n in whole}
-            names = ", ".join(str(seen[n]) for n in whole)
-            names += "," if len(whole) == 1 else ""
+        starts = self.gathered(side)
+        if starts:
+            whole = self._whole(starts)
+            seen |= {n: Text(scope.fresh(wish[n])) for n in whole if n is not None}
+            for node in (n for start in starts for n in (start, *start.users)):
+                seen.setdefault(node, Text("self.whole"))
+            names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
+            names = f"[{names}]" if len(whole) == 1 else names
             lines.append(Line(f"{names} = {self.helpers.use('take')}(self.whole)"))
         if self.reduces(side):
             self.helpers.use("finish")
@@ -197,6 +202,10 @@ class BlockClass:
             "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
             "body": block(lines, 2),
         }
+
+    def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
+        """The weights that gathers give, ready to read, None where one is unread."""
+        return [n for start in starts for n in weights_of(start)]
 
     def _given(self) -> dict[fx.Node, str]:
         """What runs through the blocks is ``x`` on its way in and ``y`` on its way out."""
@@ -223,7 +232,7 @@ class BlockClass:
         )
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            device, prefix=group.layer, taken=set(self.gathered(side)), adds=self.adds,
+            device, prefix=group.layer, adds=self.adds,
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
@@ -231,7 +240,7 @@ class BlockClass:
         inside = set(group.nodes)
         stored: dict[fx.Node, list[str]] = {}
         for name, node in self.graph.grads.items():
-            made_by = node.all_input_nodes[0] if ends_step(self.graph, node) else node
+            made_by = made_in_step(self.graph, node)
             suffix = name.removeprefix(f"{group.layer}.")
             if made_by in inside and suffix in self.suffixes:
                 stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")

@@ -13,7 +13,7 @@ from torch import fx, nn
 from partc.codegen.blocks import Item, Loop, Run, arrange
 from partc.codegen.body import ADDS, free_early, with_sections
 from partc.codegen.classes import BlockClass, class_names
-from partc.codegen.equal import ends_step
+from partc.codegen.equal import made_in_step
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
@@ -23,7 +23,7 @@ from partc.codegen.slots import Interface, Unfit, interfaces
 from partc.codegen.step import StepBody
 from partc.codegen.tables import TABLES, declarations, is_listed, row, table
 from partc.codegen.text import Line, Text, block
-from partc.codegen.tidy import copied, share_gathers
+from partc.codegen.tidy import copied
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.quoting import comment, docstring, identifier, literal
 
@@ -61,7 +61,6 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
     while True:
         items = arrange(graph, {run.layers for run in given_up})
         try:
-            items = share_gathers(items)
             return items, interfaces(graph, [item for item in items if isinstance(item, Loop)])
         except Unfit as unfit:
             given_up.add(unfit.run)
@@ -244,7 +243,7 @@ class RoleText:
         stored: dict[fx.Node, list[str]] = {}
         in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
         for name, node in self.graph.grads.items():
-            made_by = node.all_input_nodes[0] if ends_step(self.graph, node) else node
+            made_by = made_in_step(self.graph, node)
             path = self.attributes[self.graph.params[name]]
             if made_by not in in_blocks or "." not in path:
                 stored.setdefault(node, []).append(read(path))

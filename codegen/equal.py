@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,16 +93,29 @@ class Equal:
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node only waits for one parameter's gradient, which the step does at its end."""
-    if node.target is not collectives.wait or set(node.users) != {graph.fx.output_node()}:
+    """Whether a node only waits for gradients or picks one, which the step does at its end."""
+    if node.target is operator.getitem:
+        call = node.all_input_nodes[0]
+        return call.target is collectives.wait and ends_step(graph, call)
+    if node.target is not collectives.wait:
         return False
     start = node.all_input_nodes[0]
+    finals = list(node.users) if start.target in collectives.JOINED else [node]
+    if any(set(n.users) != {graph.fx.output_node()} for n in finals):
+        return False
     moved = start.target in (collectives.all_gather, collectives.all_to_all)
     whole = not moved or (start.kwargs["dim"] == 0 and start.kwargs.get("outer", 1) == 1)
     outputs = graph.outputs
-    grads = [n for n in outputs.grads.values() if n is node]
-    others = [outputs.loss, *outputs.buffers.values(), *outputs.results.values()]
-    return bool(whole) and len(grads) == 1 and node not in others
+    grads = Counter(outputs.grads.values())
+    others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
+    return bool(whole) and all(grads[n] == 1 and n not in others for n in finals)
+
+
+def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
+    """The call before the step's end that makes a gradient, or starts its last reduction."""
+    while ends_step(graph, grad):
+        grad = grad.all_input_nodes[0]
+    return grad
 
 
 def _written(graph: Graph) -> dict[fx.Node, list[str]]:
@@ -110,8 +124,8 @@ def _written(graph: Graph) -> dict[fx.Node, list[str]]:
     outputs = graph.outputs
     for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
         for name, node in results.items():
-            made_by = node.all_input_nodes[0] if ends_step(graph, node) else node
-            found[made_by].append(f"{kind} {name}")
+            which = f" {node.args[1]}" if node.target is operator.getitem else ""
+            found[made_in_step(graph, node)].append(f"{kind} {name}{which}")
     return found
 
 

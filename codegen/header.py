@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from partc import __version__, collectives
-from partc.graph import Graph, first_operand, held
+from partc.graph import Graph, held, tensor_args
+from partc.moves import kind_of
 from partc.plan import Plan, fold_names
 from partc.quoting import comment
 from partc.schedules import Schedule
@@ -120,15 +121,15 @@ def _gathered(axis: str, life: str) -> str:
 
 
 def _moves(graph: Graph) -> list[str]:
-    """How often each collective runs and how many bytes its local operand has, per axis."""
+    """How often each collective runs and how many bytes its local operands have, per axis."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
-            key = (str(node.kwargs["axis"]), node.target.__name__)
-            operand = held(first_operand(node))
+            key = (str(node.kwargs["axis"]), kind_of(node))
+            operands = map(held, tensor_args(node))
             counts[key] += 1
-            sizes[key] += operand.numel() * operand.element_size()
+            sizes[key] += sum(x.numel() * x.element_size() for x in operands)
     return [
         f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}"
         for axis, kind in sorted(counts)

@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 from torch import fx
 
-from partc import collectives
 from partc.codegen import helpers
 from partc.codegen.safety import FORBIDDEN
 from partc.graph import Graph, held, is_forward, is_tensor, value
+from partc.moves import carried
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
@@ -35,7 +35,6 @@ RESERVED = {
     *FORBIDDEN,
     *helpers.names(),
 }
-MOVES = {*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait}
 COMMON = {
     "hidden_states",
     "residual",
@@ -92,16 +91,16 @@ def wishes(
 def moved_from(node: fx.Node) -> list[fx.Node]:
     """A value and what it was before collectives moved it."""
     chain = [node]
-    while chain[-1].target in MOVES:
-        chain.append(chain[-1].all_input_nodes[0])
+    while (before := carried(chain[-1])) is not None:
+        chain.append(before)
     return [n for n in chain if n.op == "call_function"]
 
 
 def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
     """A moved value keeps its name, a cast one adds its dtype."""
     for node in forward:
-        if node.target in MOVES:
-            named[node] = named[node.all_input_nodes[0]]
+        if (before := carried(node)) is not None:
+            named[node] = named[before]
         elif named[node] == "cast" and is_tensor(node):
             dtype = DTYPE_NAMES.get(held(node).dtype, "cast")
             named[node] = f"{named[node.all_input_nodes[0]]}_{dtype}"
@@ -264,10 +263,9 @@ def _gradient_names(
     for node in graph.calls():
         if is_forward(node):
             continue
-        if _is_again(node, found) and not (
-            node.target in MOVES and node.all_input_nodes[0] in found
-        ):
-            again = node.all_input_nodes[0] if node.target in MOVES else known.get(_origin(node))
+        before = carried(node)
+        if _is_again(node, found) and before not in found:
+            again = before or known.get(_origin(node))
             named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
             _follow_operands([node], named)
         elif node in final:
@@ -295,8 +293,9 @@ def _is_again(node: fx.Node, gradients: Mapping[fx.Node, str]) -> bool:
 def _gradient_name(
     node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
 ) -> str:
-    if node.target in MOVES and node.all_input_nodes[0] in found:
-        return found[node.all_input_nodes[0]]
+    before = carried(node)
+    if before in found:
+        return found[before]
     forward = by_name.get(value(node).forward)
     if forward is not None and forward.target is operator.getitem:
         forward = forward.all_input_nodes[0]

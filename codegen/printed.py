@@ -34,19 +34,21 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
         weight.grad.addmm_(d_y.T, x)
 
 
-def finish(reduced: list[tuple[nn.Parameter, Tensor, dist.Work]]) -> None:
+def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for param, grad, done in reduced:
+    for grads, done in reduced:
         done.wait()
-        add_grad(param, grad)
+        for param, grad in grads.items():
+            add_grad(param, grad)
     reduced.clear()
 
 
-def take(gathered: list[tuple[Tensor, dist.Work]]) -> list[Tensor]:
-    """Wait for gathered weights and hand them over; the list is left empty."""
-    for _, done in gathered:
+def take(gathered: list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]) -> list[Tensor]:
+    """Wait for gathered weights and hand them over whole; the list is left empty."""
+    whole = []
+    for pieces, cuts, done in gathered:
         done.wait()
-    whole = [weight for weight, _ in gathered]
+        whole += [join(x.flatten(0, 1), len(x), *cut) for x, cut in zip(pieces, cuts, strict=True)]
     gathered.clear()
     return whole
 
@@ -69,6 +71,50 @@ def scatter_sum(
     pieces = in_pieces(x, num, dim, outer)
     piece = torch.empty_like(pieces[: pieces.shape[0] // num])
     return piece, dist.reduce_scatter_single(piece, pieces, group=group, async_op=True)
+
+
+def gather_weights(
+    shards: list[Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
+) -> list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]:
+    """Start one transfer of all ranks' pieces of weights, cut at (dim, outer), else on dim 0."""
+    mine = side_by_side([x.flatten() for x in shards], 0)
+    flat = mine.new_empty(num * mine.numel())
+    done = dist.all_gather_single(flat, mine, group=group, async_op=True)
+    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
+    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
+    return [(pieces, list(cuts) or [(0, 1)] * len(shards), done)]
+
+
+def sum_grads(
+    grads: dict[nn.Parameter, Tensor], group: dist.ProcessGroup
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to sum gradients over the group in one transfer; ``grads`` is left empty."""
+    flat = side_by_side([x.flatten() for x in grads.values()], 0)
+    done = dist.all_reduce(flat, group=group, async_op=True)
+    parts = flat.split([x.numel() for x in grads.values()])
+    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
+    grads.clear()
+    return sums, done
+
+
+def scatter_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """As ``sum_grads``; this rank keeps its piece of each, cut at (dim, outer), else on dim 0."""
+    where = cuts or [(0, 1)] * len(grads)
+    rows = [in_pieces(x, num, *cut) for x, cut in zip(grads.values(), where, strict=True)]
+    flat = side_by_side([x.view(num, -1) for x in rows], 1)
+    mine = flat.new_empty(flat.shape[1])
+    done = dist.reduce_scatter_single(mine, flat.flatten(), group=group, async_op=True)
+    parts = mine.split([x.numel() // num for x in rows])
+    sums = {p: part.view(-1, *x.shape[1:]) for p, part, x in zip(grads, parts, rows, strict=True)}
+    grads.clear()
+    return sums, done
+
+
+def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors in one memory; one alone stays where it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def exchange(

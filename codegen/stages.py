@@ -291,7 +291,7 @@ class StageText(RoleText):
                     after = c10d.after_wait(node, "grad", self.helpers)
                     yield from [Line(after, indent=1)] if after else []
             if chain:
-                yield Line("reduced.append((w, grad, done))", indent=1)
+                yield Line("reduced.append(({w: grad}, done))", indent=1)
         yield Line(f"{finish}(reduced)")
 
 

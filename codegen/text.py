@@ -144,7 +144,9 @@ def _brackets(code: str) -> list[tuple[int, int]]:
 
 
 def _is_call(code: str, start: int) -> bool:
-    return start > 0 and (code[start - 1].isalnum() or code[start - 1] in "_)]")
+    """Whether a bracket holds a call's arguments; a comma in an index would change its meaning."""
+    before = code[start - 1 : start]
+    return code[start] == "(" and (before.isalnum() or before in tuple("_)]"))
 
 
 def _split(code: str) -> list[str]:

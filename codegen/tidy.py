@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from partc import collectives
-from partc.codegen.blocks import Item, Loop, gathers_param
 from partc.graph import Graph, drop_dead
 
 aten = torch.ops.aten
@@ -31,30 +28,3 @@ def copied(graph: Graph) -> Graph:
             node.args = (*node.args[:3], None, None, *node.args[5:])
     drop_dead(copy)
     return copy
-
-
-def share_gathers(items: Iterable[Item]) -> list[Item]:
-    """Gather a parameter once between two loops, where forward and backward meet."""
-    kept: list[Item] = []
-    here: dict[object, fx.Node] = {}
-    waits: dict[fx.Node, fx.Node] = {}
-    for item in items:
-        if isinstance(item, Loop):
-            here, waits = {}, {}
-        elif gathers_param(item):
-            first = here.setdefault((item.args, *sorted(item.kwargs.items())), item)
-            if first is not item:
-                _merge(item, first)
-                continue
-        elif item.target is collectives.wait and gathers_param(item.all_input_nodes[0]):
-            first = waits.setdefault(item.all_input_nodes[0], item)
-            if first is not item:
-                _merge(item, first)
-                continue
-        kept.append(item)
-    return kept
-
-
-def _merge(node: fx.Node, first: fx.Node) -> None:
-    node.replace_all_uses_with(first)
-    node.graph.erase_node(node)

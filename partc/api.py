@@ -22,11 +22,13 @@ from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.fill_waits import fill_waits
 from partc.passes.insert_collectives import insert_collectives
+from partc.passes.join_collectives import join_collectives
 from partc.passes.local_batch_norm import has_batch_norm
 from partc.passes.microbatches import PP, count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
+from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.split_stages import split_stages
 from partc.plan import Plan
@@ -131,6 +133,7 @@ def schedule_of(plan: Plan, mesh: Mesh) -> Schedule:
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
     full, local = localize(graph, plan, strict=strict)
+    join_collectives(share_gathers(local), full.join_mb)
     return full, fill_waits(place_waits(local))
 
 
@@ -150,10 +153,10 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     if full.stages:
         assign_stages(graph, full.stages)
     graph.mesh = layout_mesh(graph.mesh, full.microbatches)
-    warnings = list(full.notes)
     if full.microbatches > 1:
         count_targets(graph)
         full = with_local_statistics(full, graph)
+    warnings = list(full.notes)
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
     local = fuse_bias(insert_collectives(graph, full, choices))

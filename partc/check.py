@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from partc import collectives
 from partc.check_layouts import check_layouts
 from partc.errors import CheckError
-from partc.graph import Graph, held, typed, value
+from partc.graph import Graph, held, tensor_args, typed, value
 from partc.mesh import Mesh
 from partc.passes.storage import Replay, replay
 from partc.rules.table import name_of
 from partc.sharding import REPLICATED
 
-Message = tuple[str, str, tuple[int, ...], torch.dtype, tuple[tuple[str, Any], ...]]
+Message = tuple[str, str, tuple[tuple[int, ...], ...], torch.dtype, tuple[tuple[str, Any], ...]]
 
 
 def check(graph: Graph, *, scheduled: bool = True) -> None:
@@ -185,14 +185,15 @@ def _name(node: fx.Node) -> str:
 
 
 def messages(graph: Graph) -> list[Message]:
-    """Every collective in order: axis, kind, operand shape and dtype, and its other arguments."""
+    """Every collective in order: axis, kind, shapes and dtype of what moves, other arguments."""
     found: list[Message] = []
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
-            operand = held(node.all_input_nodes[0])
+            operands = [held(n) for n in tensor_args(node)]
+            shapes = tuple(tuple(x.shape) for x in operands)
             rest = tuple(sorted((k, v) for k, v in node.kwargs.items() if k != "axis"))
             axis = str(node.kwargs["axis"])
-            found.append((axis, _name(node), tuple(operand.shape), operand.dtype, rest))
+            found.append((axis, _name(node), shapes, operands[0].dtype, rest))
     return found
 
 
@@ -237,14 +238,18 @@ def _stuck(
     rank: int, lists: Mapping[int, list[Message]], done: Mapping[int, int], mesh: Mesh
 ) -> CheckError:
     """The error for a rank whose next collective never gets all its members."""
-    axis, kind, shape, dtype, _ = lists[rank][done[rank]]
+    axis, kind, shapes, dtype, _ = lists[rank][done[rank]]
     peers = mesh.peers(rank, axis)
     other = next(p for p in peers if lists[p][done[p] : done[p] + 1] != [lists[rank][done[rank]]])
     theirs = lists[other][done[other] : done[other] + 1]
-    at = f"stands at {theirs[0][1]} over {theirs[0][0]} of {list(theirs[0][2])} {theirs[0][3]}"
+    at = f"stands at {theirs[0][1]} over {theirs[0][0]} of {_shapes(theirs[0][2])} {theirs[0][3]}"
     return CheckError(
         where=f"rank {rank}, collective {done[rank]}",
-        what=f"{kind} over {axis} of {list(shape)} {dtype} never meets rank {other}",
+        what=f"{kind} over {axis} of {_shapes(shapes)} {dtype} never meets rank {other}",
         why=f"that rank {at}" if theirs else "that rank has finished",
         do="Give all members of the group the same collectives in the same order.",
     )
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " + ".join(str(list(shape)) for shape in shapes)

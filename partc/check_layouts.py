@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -26,6 +25,7 @@ from partc.graph import (
     value,
 )
 from partc.mesh import Mesh
+from partc.moves import Move, moves, results
 from partc.passes.local_batch_norm import NOTE, fits_locally
 from partc.rules import strategies
 from partc.rules.table import name_of
@@ -42,7 +42,7 @@ def check_layouts(graph: Graph) -> None:
             if node.target is collectives.wait:
                 _check_wait(node)
             elif node.target in MOVES:
-                _check_move(node, graph.mesh)
+                _check_moves(node, graph.mesh)
             elif node.target is ops.window:
                 _check_window(node, graph.mesh)
             elif node.target not in (operator.getitem, collectives.axis_index):
@@ -55,19 +55,26 @@ def _check_wait(node: fx.Node) -> None:
         raise _wrong(node, "a wait changes nothing", "Give its result the type of its operand.")
 
 
-def _check_move(node: fx.Node, mesh: Mesh) -> None:
-    """A collective changes the layout on its axis as its kind says, and on no other axis."""
-    (operand,) = tensor_args(node)
+def _check_moves(node: fx.Node, mesh: Mesh) -> None:
+    """A collective does to every tensor that it moves what its kind says."""
     axis, num = str(node.kwargs["axis"]), node.kwargs["num"]
     if axis not in mesh.names or mesh.size(axis) != num:
         raise _wrong(node, f"mesh {mesh} has no axis {axis} of {num} ranks", "Take its own axis.")
-    have, want = value(operand).sharding, value(node).sharding
-    before, after = _meaning(node, have, want, mesh)
+    for move in moves(node):
+        if move.result is not None:
+            _check_move(node, move, move.result, mesh)
+
+
+def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
+    """The layout changes on the collective's axis as its kind says, and on no other axis."""
+    axis = move.kwargs["axis"]
+    have, want = value(move.operand).sharding, value(result).sharding
+    before, after = _meaning(move, have, want, mesh)
     on = have.on(axis)
     if on != before:
-        why = f"on {axis} its operand lies as {on}, and it needs {before}"
+        why = f"on {axis} its operand {move.operand.name} lies as {on}, and it needs {before}"
         raise _wrong(node, why, "Use the collective that fits, once, over the right axis and dim.")
-    if want != have.with_(axis, after, mesh) or value(operand).shape != value(node).shape:
+    if want != have.with_(axis, after, mesh) or value(move.operand).shape != value(result).shape:
         why = f"it makes {axis} {after} and leaves the other axes alone"
         raise _wrong(node, why, "Correct its note, axis or dim.")
     for side in (have, want):
@@ -76,23 +83,23 @@ def _check_move(node: fx.Node, mesh: Mesh) -> None:
             raise _wrong(node, why, "Move the inner cut first.")
 
 
-def _meaning(node: fx.Node, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[Layout, Layout]:
+def _meaning(move: Move, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[Layout, Layout]:
     """The layouts on its axis that a collective needs before it and leaves after it."""
-    named: dict[str, Any] = dict(node.kwargs)
+    named = move.kwargs
     axis = named["axis"]
-    if node.target is collectives.all_reduce:
+    if move.target is collectives.all_reduce:
         return (M if named.get("op") == "max" else U), R
-    if node.target is collectives.accumulate:
+    if move.target is collectives.accumulate:
         return U, R
-    if node.target is collectives.keep_first:
+    if move.target is collectives.keep_first:
         return R, U
-    if node.target is collectives.all_gather:
+    if move.target is collectives.all_gather:
         return _cut(have, axis, named["dim"], named.get("outer", 1), mesh), R
-    if node.target is collectives.all_to_all:
+    if move.target is collectives.all_to_all:
         before = _cut(have, axis, named["dim"], named.get("outer", 1), mesh)
         return before, _cut(want, axis, named["to_dim"], named.get("to_outer", 1), mesh)
     after = _cut(want, axis, named["dim"], named.get("outer", 1), mesh)
-    return (U if node.target is collectives.reduce_scatter else R), after
+    return (U if move.target is collectives.reduce_scatter else R), after
 
 
 def _cut(sharding: Sharding, axis: str, dim: int, local_outer: int, mesh: Mesh) -> Layout:
@@ -199,16 +206,14 @@ def _fits(rule: Sequence[Layout], noted: Sequence[Layout | None]) -> bool:
 
 def _result_nodes(node: fx.Node) -> list[fx.Node | None]:
     """The nodes that carry a call's results: itself, or one getitem each, None where unread."""
-    if is_tensor(node):
-        return [node]
-    picks = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-    return [picks.get(i) for i in range(len(results_of(node)))]
+    return [node] if is_tensor(node) else results(node, len(results_of(node)))
 
 
 def _wrong(node: fx.Node, why: str, do: str) -> CheckError:
     operands = ", ".join(typed(n) for n in tensor_args(node))
+    made = ", ".join("-" if n is None else typed(n) for n in _result_nodes(node))
     known = value(node)
     where = ", ".join(x for x in (known.module, known.source.partition(": ")[0], node.name) if x)
     return CheckError(
-        where=where, what=f"{name_of(node.target)}({operands}) -> {typed(node)}", why=why, do=do
+        where=where, what=f"{name_of(node.target)}({operands}) -> {made}", why=why, do=do
     )

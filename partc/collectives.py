@@ -3,11 +3,14 @@
 In a graph they are call targets; the keyword ``axis`` names the mesh axis. Under fake tensors they
 give the right local shape, which is how a partitioned graph is checked. ``Ranks`` in
 ``partc.simulate`` gives them their meaning for all ranks at once, and ``codegen`` their text.
+A ``joined`` one moves several tensors of one dtype in one transfer; getitem nodes pick its results.
 ``wait`` marks where a started collective's result is first needed; until a graph is scheduled the
 collective's own node is its result.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +49,35 @@ def all_to_all(
     return x.new_empty(shape)
 
 
+def all_reduce_joined(xs: Sequence[Tensor], *, axis: str, num: int) -> tuple[Tensor, ...]:
+    """Sums over the axis: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""
+    return _side_by_side([all_reduce(x, axis=axis, num=num) for x in xs])
+
+
+def all_gather_joined(
+    xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Every rank gets every whole, each cut along its own of ``dims``."""
+    cuts = zip(xs, dims, outers, strict=True)
+    return tuple(all_gather(x, axis=axis, num=num, dim=d, outer=o) for x, d, o in cuts)
+
+
+def reduce_scatter_joined(
+    xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Sums over the axis; of each this rank keeps its piece, cut along its own of ``dims``."""
+    cuts = zip(xs, dims, outers, strict=True)
+    pieces = [reduce_scatter(x, axis=axis, num=num, dim=d, outer=o) for x, d, o in cuts]
+    return _side_by_side(pieces)
+
+
+def _side_by_side(like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors shaped as these in one memory: a reduction's results are views of what arrives."""
+    flat = like[0].new_empty(sum(x.numel() for x in like))
+    parts = flat.split([x.numel() for x in like])
+    return tuple(part.view(x.shape) for part, x in zip(parts, like, strict=True))
+
+
 def keep_piece(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
     """This rank's piece of what all hold, no communication: ``f32[8] -> f32[8@axis]``."""
     return take_piece(x, dim, outer, num, 0)
@@ -73,11 +105,17 @@ def wait(x: Tensor) -> Tensor:
     return x
 
 
+JOINED = {  # and what each does to every tensor that it moves
+    all_reduce_joined: all_reduce,
+    all_gather_joined: all_gather,
+    reduce_scatter_joined: reduce_scatter,
+}
 COLLECTIVES = (
     all_reduce,
     all_gather,
     reduce_scatter,
     all_to_all,
+    *JOINED,
 )  # these communicate and are waited for
 LOCAL = (
     keep_piece,

@@ -24,6 +24,7 @@ _FIELDS = {
     "reduce",
     "batch_norm",
     "recompute",
+    "join_mb",
     "inputs",
     "params",
     "gather",
@@ -41,7 +42,10 @@ class Plan:
     lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
     names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
     parallelism). ``recompute="cheap"`` computes sums, products and views of what is saved again in
-    the backward instead of saving them. ``stages`` has the module path at which each pipeline stage
+    the backward instead of saving them. ``join_mb`` is the most megabytes of weights or gradients
+    that share one transfer: a transfer costs time of its own, but several tensors in one have to be
+    copied together, and none of them leaves before the last is made. 0 joins nothing.
+    ``stages`` has the module path at which each pipeline stage
     but the first begins, ``schedule`` their order. Gradients are summed over ranks once per
     ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
     """
@@ -54,6 +58,7 @@ class Plan:
     scatter: Mapping[str, int] = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none"] = "cheap"
+    join_mb: float = 25.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     microbatches: int = 1
     schedule: str = "1f1b"
     stages: tuple[str, ...] = ()
@@ -109,7 +114,7 @@ class Plan:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
-        lines += [f'recompute = "{self.recompute}"']
+        lines += [f'recompute = "{self.recompute}"', f"join_mb = {self.join_mb:g}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
         if self.stages or self.microbatches > 1:
@@ -214,6 +219,9 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     for key, words in allowed.items():
         if table.get(key, words[0]) not in words:
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")
+    size = table.get("join_mb", 0)
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
+        raise _wrong(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
     for axis, life in table.get("gather", {}).items():
         if life not in ("use", "step"):
             raise _wrong(where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"')

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, first_operand, value
+from partc.graph import Graph, value
 from partc.mesh import Mesh
+from partc.moves import moves
 from partc.sharding import Layout, cut, join_pieces, take_piece
 
 Pieces = list[Any]  # what each rank holds, in rank order
@@ -96,8 +97,10 @@ def _joined(graphs: Sequence[Graph], env: Mapping[fx.Node, Pieces]) -> dict[str,
 
 
 def _call(node: fx.Node, env: Mapping[fx.Node, Pieces], mesh: Mesh) -> Pieces:
-    if node.target in _MEANING:
-        return _MEANING[node.target](env[first_operand(node)], mesh, **node.kwargs)
+    if node.target in (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.axis_index):
+        results = [_MEANING[m.target](env[m.operand], mesh, **m.kwargs) for m in moves(node)]
+        joined = node.target in collectives.JOINED
+        return list(zip(*results, strict=True)) if joined else results[0]
     call: Any = node.target
 
     def run(rank: int) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from partc import collectives
 from partc.graph import Graph, held, tensor_args
+from partc.moves import kind_of
 from partc.passes.storage import Replay, replay
 
 
@@ -43,13 +44,13 @@ def sent_bytes(node: fx.Node) -> int:
     """Bytes one rank sends for a collective, by ring formulas; 0 for other calls."""
     if node.target not in collectives.COLLECTIVES:
         return 0
-    operand, num = held(tensor_args(node)[0]), node.kwargs["num"]
-    top, bottom = sent_share(_kind(node), num)
-    return int(_num_bytes(operand) * top // bottom)
+    operands = sum(_num_bytes(held(operand)) for operand in tensor_args(node))
+    top, bottom = sent_share(kind_of(node), node.kwargs["num"])
+    return int(operands * top // bottom)
 
 
 def sent_share(kind: str, num: Any) -> tuple[Any, Any]:
-    """What one rank of `num` sends, as a fraction (top, bottom) of its operand."""
+    """What one rank of `num` sends, as a fraction (top, bottom) of its operands."""
     if kind == "all_gather":  # (num - 1) / num of the whole, which is num operands
         return num - 1, 1
     return (2 if kind == "all_reduce" else 1) * (num - 1), num
@@ -61,16 +62,11 @@ def traffic(graph: Graph) -> list[Traffic]:
     sent: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
-            key = (str(node.kwargs["axis"]), _kind(node))
+            key = (str(node.kwargs["axis"]), kind_of(node))
             counts[key] += 1
             sent[key] += sent_bytes(node)
     order = sorted(counts, key=lambda key: (graph.mesh.names.index(key[0]), key[1]))
     return [Traffic(axis, kind, counts[axis, kind], sent[axis, kind]) for axis, kind in order]
-
-
-def _kind(node: fx.Node) -> str:
-    assert callable(node.target)
-    return node.target.__name__
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ a transfer is in flight and run beside it.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, block_of, first_operand, value
+from partc.graph import Graph, block_of, first_operand, tensor_args, value
 
 _START, _REST = range(2)
 # what only moves or reshapes a finished gradient on its way out of the step
@@ -23,6 +24,7 @@ _CARRY = (
     *collectives.COLLECTIVES,
     *collectives.LOCAL,
     collectives.wait,
+    operator.getitem,
     torch.ops.aten.reshape.default,
 )
 
@@ -100,4 +102,4 @@ def _waits(node: fx.Node) -> bool:
     """
     if node.target is not collectives.wait:
         return False
-    return value(first_operand(first_operand(node))).kind != "param"
+    return value(tensor_args(first_operand(node))[0]).kind != "param"

@@ -9,7 +9,16 @@ from dataclasses import replace
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, block_of, first_operand, held, set_held, set_value, value
+from partc.graph import (
+    Graph,
+    block_of,
+    held,
+    is_tensor,
+    set_held,
+    set_value,
+    tensor_args,
+    value,
+)
 
 
 def place_waits(graph: Graph, *, phased: bool = False) -> Graph:
@@ -21,21 +30,18 @@ def place_waits(graph: Graph, *, phased: bool = False) -> Graph:
     on is waited for outside the blocks that read it, so that equal blocks stay equal. ``phased``:
     the phases run as functions of their own, so each waits for what it starts.
     """
-    order = {node: i for i, node in enumerate(graph.fx.nodes)}
     for node in list(graph.calls()):
         if node.target in collectives.COLLECTIVES:
-            if value(first_operand(node)).kind == "op":
+            if value(tensor_args(node)[0]).kind == "op":
                 _start_early(node)
-            _wait_late(graph, node, order, phased)
+            _wait_late(graph, node, phased)
     graph.fx.lint()
     return graph
 
 
 def _start_early(node: fx.Node) -> None:
-    """Move a start to right behind what it moves."""
-    producer = node.args[0]
-    assert isinstance(producer, fx.Node)
-    producer.append(node)
+    """Move a start to right behind the last of what it moves; nodes compare by their place."""
+    max(tensor_args(node)).append(node)
 
 
 def _end_of_phase(node: fx.Node) -> fx.Node:
@@ -46,18 +52,21 @@ def _end_of_phase(node: fx.Node) -> fx.Node:
     return last.next
 
 
-def _wait_late(graph: Graph, node: fx.Node, order: dict[fx.Node, int], phased: bool) -> None:
-    readers = list(node.users)
-    first = min(readers, key=lambda n: order[n])
+def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
+    """Wait right before the first reader; the results of a joined transfer are picked there."""
+    picks = [] if is_tensor(node) else list(node.users)
+    readers = [user for result in picks or [node] for user in result.users]
+    first = min(readers)
     if phased and (first.op == "output" or value(first).phase != value(node).phase):
         first = _end_of_phase(node)
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
     made_by = value(node)
     beside = first.op != "output" and block_of(first) == block_of(node)
-    at = value(first) if beside and not phased else made_by
+    at = value(first) if beside and not phased and not picks else made_by
     set_value(waited, replace(made_by, module=at.module, phase=at.phase))
     set_held(waited, held(node))
-    order[waited] = order[first]
-    for reader_node in readers:
-        reader_node.replace_input_with(node, waited)
+    for reader in picks or readers:
+        reader.replace_input_with(node, waited)
+    for pick in reversed(picks):
+        waited.append(pick)

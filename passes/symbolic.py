@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from partc import collectives
 from partc.errors import PartcError
 from partc.graph import Graph, held, tensor_args, value
+from partc.moves import kind_of
 from partc.passes.bytes import moved_bytes, sent_share
 from partc.passes.flops import node_flops
 from partc.passes.memory import MemoryCurve, memory_curve
@@ -199,10 +200,9 @@ class _Shapes:
         sent: dict[tuple[str, str], Any] = defaultdict(int)
         for node in graph.calls():
             if node.target in collectives.COLLECTIVES:
-                kind = getattr(node.target, "__name__", "")
-                axis = str(node.kwargs["axis"])
+                kind, axis = kind_of(node), str(node.kwargs["axis"])
                 top, bottom = sent_share(kind, _symbol(axis))
-                sent[axis, kind] += self._bytes(tensor_args(node)[0]) * top / bottom
+                sent[axis, kind] += sum(map(self._bytes, tensor_args(node))) * top / bottom
         return SymbolicCosts(
             flops=_sum(node_flops(node, self._shapes) for node in graph.calls()),
             moved_bytes=_sum(

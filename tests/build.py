@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -65,6 +66,19 @@ class Build:
             target, x, axis=axis, num=self.mesh.size(axis), **named, **{**before, axis: after}
         )
 
+    def joined(
+        self, target: Callable[..., Any], xs: list[fx.Node], axis: str, after: Layout, **named: Any
+    ) -> list[fx.Node]:
+        """Several tensors in one transfer, waited for and picked."""
+        num = self.mesh.size(axis)
+        start = self(target, xs, axis=axis, num=num, **named)
+        waited = self(collectives.wait, start)
+        before = ({a: value(x).sharding.on(a) for a in self.mesh.names} for x in xs)
+        return [
+            self(operator.getitem, waited, i, **{**layouts, axis: after})
+            for i, layouts in enumerate(before)
+        ]
+
     def reduced(self, x: fx.Node, axis: str) -> fx.Node:
         """An all_reduce and its wait."""
         started = self.collective(collectives.all_reduce, x, axis)
@@ -75,12 +89,14 @@ class Build:
         self.fx.output(Outputs(**outputs).as_dict())
         return Graph(self.fx, self.mesh, "Hand")
 
-    def _note(self, node: fx.Node, known: Value, result: Tensor) -> None:
+    def _note(self, node: fx.Node, known: Value, result: Any) -> None:
         set_value(node, known)
         set_held(node, result)
 
-    def _known(self, node: fx.Node, result: Tensor, sharding: Sharding) -> Value:
+    def _known(self, node: fx.Node, result: Any, sharding: Sharding) -> Value:
         """The whole's shape is the local one with every cut dim that many times as large."""
+        if not isinstance(result, Tensor):
+            return Value(module="mlp", phase=cast(Any, self.phase))
         shape = list(result.shape)
         for axis, layout in sharding.cuts():
             shape[layout.dim] *= self.mesh.size(axis)

@@ -12,6 +12,7 @@ from torch import fx
 
 from partc import collectives
 from partc.graph import Graph, held, run_fake, set_held, tensor_args, typed
+from partc.moves import moves
 
 aten = torch.ops.aten
 Mutator = Callable[[Graph, fx.Node], bool]  # changes the graph at a node; False where it cannot
@@ -61,14 +62,16 @@ def _derive(node: fx.Node) -> bool:
 def _drop(graph: Graph, node: fx.Node) -> bool:
     if not is_collective(node):
         return False
-    for reader in [node, *_waits(node)]:
-        reader.replace_all_uses_with(tensor_args(node)[0])
+    for move in moves(node):
+        for reader in [move.result, *_waits(node)] if move.result is node else [move.result]:
+            assert reader is not None
+            reader.replace_all_uses_with(move.operand)
     return True
 
 
 @_in(STATIC, "collective done twice")
 def _duplicate(graph: Graph, node: fx.Node) -> bool:
-    if not is_collective(node):
+    if not is_collective(node) or node.target in collectives.JOINED:
         return False
     (waited,) = _waits(node)
     with graph.fx.inserting_after(waited):
@@ -98,6 +101,10 @@ def _num(graph: Graph, node: fx.Node) -> bool:
 
 @_in(STATIC, "wrong dim")
 def _dim(graph: Graph, node: fx.Node) -> bool:
+    if "dims" in node.kwargs:
+        dims: Any = node.kwargs["dims"]
+        node.kwargs = {**node.kwargs, "dims": [1 - dims[0], *dims[1:]]}
+        return bool(held(tensor_args(node)[0]).dim() == 2)
     if "dim" not in node.kwargs or held(node).dim() < 2:
         return False
     node.kwargs = {**node.kwargs, "dim": (int(str(node.kwargs["dim"])) + 1) % held(node).dim()}
@@ -126,6 +133,25 @@ def _reduce(graph: Graph, node: fx.Node) -> bool:
     if node.target not in (collectives.all_gather, collectives.reduce_scatter):
         return False
     return _rename(node, collectives.all_reduce)
+
+
+@_in(STATIC, "operand of a join dropped")
+def _shorter_join(graph: Graph, node: fx.Node) -> bool:
+    if node.target not in collectives.JOINED:
+        return False
+    node.args = (tensor_args(node)[1:],)
+    lists = {k: v[1:] for k, v in node.kwargs.items() if isinstance(v, list)}
+    node.kwargs = {**node.kwargs, **lists}
+    return _derive(node)
+
+
+@_in(NUMERIC, "operands of a join swapped")
+def _swapped_join(graph: Graph, node: fx.Node) -> bool:
+    if node.target not in collectives.JOINED:
+        return False
+    first, second, *rest = tensor_args(node)
+    node.args = ([second, first, *rest],)
+    return True
 
 
 @_in(STATIC, "wait missing")

@@ -18,7 +18,7 @@ from partc.errors import CheckError
 from partc.graph import Graph, held, set_held, tensor_args, update
 from partc.mesh import Mesh
 from partc.plan import Plan
-from partc.sharding import U, cut
+from partc.sharding import R, U, cut
 from partc.simulate import simulate
 from partc.trace import trace
 from tests.build import Build, aten, mlp
@@ -43,7 +43,26 @@ def gathers() -> Graph:
     return b.done(loss=loss, grads={"w": b(collectives.wait, piece, dp=cut(0))})
 
 
-GRAPHS: dict[str, Callable[[], Graph]] = {"mlp": mlp, "zero3": gathers}
+def joined() -> Graph:
+    """Two weights of one type gathered, and their gradients scattered, in one transfer each."""
+    b = Build("dp=2,tp=2")
+    w, v = (b.tensor("param", name, [16, 12], dp=cut(0)) for name in "wv")
+    x = b.tensor("input", "x", [8, 12])
+    mine = b.collective(collectives.keep_piece, x, "dp", dim=0, after=cut(0))
+    cuts: dict[str, Any] = {"dims": [0, 0], "outers": [1, 1]}
+    whole = b.joined(collectives.all_gather_joined, [w, v], "dp", R, **cuts)
+    y, z = (b(aten.linear.default, mine, weight, dp=cut(0)) for weight in whole)
+    y_z = b(aten.mul.Tensor, y, z, dp=cut(0))
+    total = b(aten.sum.dim_IntList, b(aten.mul.Tensor, y_z, y, dp=cut(0)), [0, 1], dp=U)
+    loss = b.reduced(total, "dp")
+    b.phase = "B"
+    d_y, d_z = b(aten.mul.Tensor, y_z, 2, dp=cut(0)), b(aten.mul.Tensor, y, y, dp=cut(0))
+    d_w, d_v = (b(ops.weight_grad, d, mine, dp=U) for d in (d_y, d_z))
+    pieces = b.joined(collectives.reduce_scatter_joined, [d_w, d_v], "dp", cut(0), **cuts)
+    return b.done(loss=loss, grads=dict(zip("wv", pieces, strict=True)))
+
+
+GRAPHS: dict[str, Callable[[], Graph]] = {"mlp": mlp, "zero3": gathers, "joined": joined}
 
 
 def whole_tensors(graph: Graph) -> dict[str, Tensor]:
@@ -62,8 +81,11 @@ def expected(name: str, given: dict[str, Tensor]) -> list[Tensor]:
     x, *weights = (given[n].clone() for n in ("x", *(k for k in given if k != "x")))
     for weight in weights:
         weight.requires_grad_()
-    y = x @ weights[0].T if name == "zero3" else torch.relu(x @ weights[0].T) @ weights[1].T
-    loss = (y * y).sum() / (1 if name == "zero3" else 80)
+    y = x @ weights[0].T
+    if name == "mlp":
+        y = torch.relu(y) @ weights[1].T
+    loss = (y * y * (x @ weights[1].T if name == "joined" else 1)).sum()
+    loss = loss / 80 if name == "mlp" else loss
     return [loss.detach(), *torch.autograd.grad(loss, weights)]
 
 

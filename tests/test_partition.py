@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from partc import collectives
 from partc.api import partition
 from partc.check import check
 from partc.errors import PlanError, ShardingError
-from partc.graph import Graph, held, value
+from partc.graph import Graph, held, tensor_args, value
 from partc.mesh import Mesh
+from partc.moves import kind_of
 from partc.plan import Plan
 from partc.reference import eager
 from partc.sharding import cut
@@ -102,11 +102,11 @@ def moved(local: Graph) -> str:
     sizes: Counter[str] = Counter()
     for node in local.calls():
         if node.target in collectives.COLLECTIVES:
-            operand: Any = node.args[0]
-            weight = " of weights" if value(operand).kind == "param" else ""
-            key = f"{value(node).phase} {node.kwargs['axis']} {node.target.__name__}{weight}"
+            operands = tensor_args(node)
+            weight = " of weights" if value(operands[0]).kind == "param" else ""
+            key = f"{value(node).phase} {node.kwargs['axis']} {kind_of(node)}{weight}"
             counts[key] += 1
-            sizes[key] += held(operand).numel()
+            sizes[key] += sum(held(operand).numel() for operand in operands)
     return "".join(f"{k} x{counts[k]}, {sizes[k]} elements\n" for k in sorted(counts))
 
 

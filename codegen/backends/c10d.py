@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -9,10 +10,15 @@ from torch import fx
 from partc import collectives
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
+from partc.moves import Move, kind_of
 from partc.passes.microbatches import MB
 from partc.passes.propagate import is_zero
 
-STARTS = collectives.COLLECTIVES
+WEIGHTS_AND_GRADS = {
+    "all_gather": "gather_weights",
+    "all_reduce": "sum_grads",
+    "reduce_scatter": "scatter_grads",
+}
 
 
 def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -> str:
@@ -42,6 +48,18 @@ def all_reduce(node: fx.Node, name: str) -> str:
     """The statement that finishes a sum, or a maximum, before the next one runs."""
     op = ", op=dist.ReduceOp.MAX" if node.kwargs.get("op", "sum") == "max" else ""
     return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']})"
+
+
+def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers) -> str:
+    """The call that starts to gather weights, or to reduce gradients, in one transfer.
+
+    ``tensors`` is the text of a list or a dict, ``each`` has its tensors in order.
+    """
+    num = [] if kind_of(node) == "all_reduce" else [str(node.kwargs["num"])]
+    operands = [tensors, *num, f"self.{node.kwargs['axis']}"]
+    cuts = [(m.kwargs["dim"], m.kwargs.get("outer", 1)) for m in each if "dim" in m.kwargs]
+    operands += map(str, cuts) if set(cuts) - {(0, 1)} else []
+    return f"{helpers.use(WEIGHTS_AND_GRADS[kind_of(node)])}({', '.join(operands)})"
 
 
 def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:

@@ -30,7 +30,7 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
+Reduced = list[tuple[dict[nn.Parameter, Tensor], dist.Work]]  # gradients on their way
 
 
 def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
@@ -45,19 +45,21 @@ def add_grad(param: nn.Parameter, grad: Tensor) -> None:
     param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def finish(reduced: list[tuple[nn.Parameter, Tensor, dist.Work]]) -> None:
+def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for param, grad, done in reduced:
+    for grads, done in reduced:
         done.wait()
-        add_grad(param, grad)
+        for param, grad in grads.items():
+            add_grad(param, grad)
     reduced.clear()
 
 
-def take(gathered: list[tuple[Tensor, dist.Work]]) -> list[Tensor]:
-    """Wait for gathered weights and hand them over; the list is left empty."""
-    for _, done in gathered:
+def take(gathered: list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]) -> list[Tensor]:
+    """Wait for gathered weights and hand them over whole; the list is left empty."""
+    whole = []
+    for pieces, cuts, done in gathered:
         done.wait()
-    whole = [weight for weight, _ in gathered]
+        whole += [join(x.flatten(0, 1), len(x), *cut) for x, cut in zip(pieces, cuts, strict=True)]
     gathered.clear()
     return whole
 
@@ -67,24 +69,47 @@ def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None
     return list(zip(blocks, [*blocks[1:], None], strict=True))
 
 
-def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to gather the pieces of all ranks, one after the other on dim 0."""
-    pieces = x.new_empty(num * x.shape[0], *x.shape[1:])
-    return pieces, dist.all_gather_single(pieces, x.contiguous(), group=group, async_op=True)
+def gather_weights(
+    shards: list[Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int],
+) -> list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]:
+    """Start one transfer of all ranks' pieces of weights, cut at (dim, outer), else on dim 0."""
+    mine = side_by_side([x.flatten() for x in shards], 0)
+    flat = mine.new_empty(num * mine.numel())
+    done = dist.all_gather_single(flat, mine, group=group, async_op=True)
+    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
+    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
+    return [(pieces, list(cuts) or [(0, 1)] * len(shards), done)]
 
 
-def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0,
-                outer: int = 1) -> tuple[Tensor, dist.Work]:
-    """Start to sum over the group and keep this rank's piece of `dim`."""
-    pieces = in_pieces(x, num, dim, outer)
-    piece = torch.empty_like(pieces[: pieces.shape[0] // num])
-    return piece, dist.reduce_scatter_single(piece, pieces, group=group, async_op=True)
+def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup,
+                  *cuts: tuple[int, int]) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """As `sum_grads`; this rank keeps its piece of each, cut at (dim, outer), else on dim 0."""
+    where = cuts or [(0, 1)] * len(grads)
+    rows = [in_pieces(x, num, *cut) for x, cut in zip(grads.values(), where, strict=True)]
+    flat = side_by_side([x.view(num, -1) for x in rows], 1)
+    mine = flat.new_empty(flat.shape[1])
+    done = dist.reduce_scatter_single(mine, flat.flatten(), group=group, async_op=True)
+    parts = mine.split([x.numel() // num for x in rows])
+    sums = {p: part.view(-1, *x.shape[1:]) for p, part, x in zip(grads, parts, rows, strict=True)}
+    grads.clear()
+    return sums, done
+
+
+def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors in one memory; one alone stays where it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
     """The `num` pieces of `dim`, cut in the rest of (outer, rest), in a row on dim 0."""
     pieces: Tensor = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
     return pieces.flatten(dim + 1, dim + 2).flatten(0, 1).contiguous()
+
+
+def join(pieces: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
+    """The whole from pieces that lie one after the other on dim 0: the inverse of `in_pieces`."""
+    parts: Tensor = pieces.unflatten(0, (num, -1)).unflatten(dim + 1, (outer, -1))
+    return parts.movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -104,30 +129,22 @@ class Block(nn.Module):
 
     def gather(self) -> None:
         """Start to gather the block's weights."""
-        self.whole = [
-            gather(self.norm_weight, 2, self.dp),  # f64[6]
-            gather(self.norm_bias, 2, self.dp),    # f64[6]
-            gather(self.w1_weight, 2, self.dp),    # f64[10,6]
-            gather(self.w1_bias, 2, self.dp),      # f64[10]
-            gather(self.w2_weight, 2, self.dp),    # f64[6,10]
-            gather(self.w2_bias, 2, self.dp),      # f64[6]
-        ]
+        self.whole = gather_weights([*self.parameters()], 2, self.dp)
 
     def regather(self) -> None:
         """Start to gather the block's weights for its backward."""
-        self.whole = [
-            gather(self.norm_weight, 2, self.dp),  # f64[6]
-            gather(self.norm_bias, 2, self.dp),    # f64[6]
-            gather(self.w1_weight, 2, self.dp),    # f64[10,6]
-            gather(self.w2_weight, 2, self.dp),    # f64[6,10]
-        ]
+        self.whole = gather_weights([self.norm_weight, self.norm_bias, self.w1_weight,
+                                     self.w2_weight], 2, self.dp)
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
+        # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        # w1
         w1 = F.linear(norm, w1_weight, w1_bias)      # f64[4@dp,8,10]
         gelu = F.gelu(w1)                            # f64[4@dp,8,10]
+        # w2
         w2 = F.linear(gelu, w2_weight, w2_bias)      # f64[4@dp,8,6]
         y = x + w2                                   # f64[4@dp,8,6]
         return y, (gelu, w1, norm, x, mean, rstd)
@@ -135,29 +152,21 @@ class Block(nn.Module):
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         gelu, w1, norm, x, mean, rstd = saved
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
-        d_gelu = d_y @ w2_weight                                      # f64[4@dp,8,10]
-        d_w2_weight = weight_grad(d_y, gelu)                          # f64[6,10]{U:dp}
-        d_w2_weight, done = scatter_sum(d_w2_weight, 2, self.dp)      # f64[6@dp,10]
-        reduced.append((self.w2_weight, d_w2_weight, done))
-        d_w2_bias = d_y.sum((0, 1))                                   # f64[6]{U:dp}
-        d_w2_bias, done = scatter_sum(d_w2_bias, 2, self.dp)          # f64[6@dp]
-        reduced.append((self.w2_bias, d_w2_bias, done))
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)               # f64[4@dp,8,10]
-        d_norm = d_w1 @ w1_weight                                     # f64[4@dp,8,6]
-        d_w1_weight = weight_grad(d_w1, norm)                         # f64[10,6]{U:dp}
-        d_w1_weight, done = scatter_sum(d_w1_weight, 2, self.dp)      # f64[10@dp,6]
-        reduced.append((self.w1_weight, d_w1_weight, done))
-        d_w1_bias = d_w1.sum((0, 1))                                  # f64[10]{U:dp}
-        d_w1_bias, done = scatter_sum(d_w1_bias, 2, self.dp)          # f64[10@dp]
-        reduced.append((self.w1_bias, d_w1_bias, done))
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
-        )                                                             # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
-        d_norm_weight, done = scatter_sum(d_norm_weight, 2, self.dp)  # f64[6@dp]
-        reduced.append((self.norm_weight, d_norm_weight, done))
-        d_norm_bias, done = scatter_sum(d_norm_bias, 2, self.dp)      # f64[6@dp]
-        reduced.append((self.norm_bias, d_norm_bias, done))
-        d_x += d_y                                                    # f64[4@dp,8,6]
+        # w2
+        d_gelu = d_y @ w2_weight                         # f64[4@dp,8,10]
+        grads = {}
+        grads[self.w2_weight] = weight_grad(d_y, gelu)   # f64[6,10]{U:dp}
+        grads[self.w2_bias] = d_y.sum((0, 1))            # f64[6]{U:dp}
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4@dp,8,10]
+        # w1
+        d_norm = d_w1 @ w1_weight                        # f64[4@dp,8,6]
+        grads[self.w1_weight] = weight_grad(d_w1, norm)  # f64[10,6]{U:dp}
+        grads[self.w1_bias] = d_w1.sum((0, 1))           # f64[10]{U:dp}
+        # norm
+        d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
+            d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        reduced.append(scatter_grads(grads, 2, self.dp))
+        d_x += d_y                                       # f64[4@dp,8,6]
         return d_x
 
 
@@ -176,63 +185,61 @@ class ToyStep(nn.Module):
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         reduced = []
         # embed
-        embed_weight, embed_weight_done = gather(self.embed_weight, 2, self.dp)  # f64[14,6]
-        self.blocks[0].gather()                                         # what the next loop begins with
-        ids_1 = ids.chunk(2)[self.dp_rank]                              # i64[4@dp,8]
-        embed_weight_done.wait()                                        # hidden behind ids_1
-        x = F.embedding(ids_1, embed_weight)                            # f64[4@dp,8,6]
-        del embed_weight, embed_weight_done
+        gathered = gather_weights([self.embed_weight], 2, self.dp)
+        self.blocks[0].gather()                                     # what the next loop begins with
+        ids_1 = ids.chunk(2)[self.dp_rank]                          # i64[4@dp,8]
+        [embed_weight] = take(gathered)                             # hidden behind ids_1
+        x = F.embedding(ids_1, embed_weight)                        # f64[4@dp,8,6]
+        del gathered, embed_weight
         # blocks
         blocks_saved = []
         for layer, following in with_next([*self.blocks]):
             if following is not None:
-                following.gather()                                      # hidden behind this block's forward
+                following.gather()                                  # hidden behind this block's forward
             else:
-                head_weight, head_weight_done = gather(self.head_weight, 2, self.dp)  # f64[14,6]
-            x, saved = layer(x)                                         # f64[4@dp,8,6]
+                gathered_1 = gather_weights([self.head_weight], 2, self.dp)
+            x, saved = layer(x)                                     # f64[4@dp,8,6]
             blocks_saved.append(saved)
         del saved
-        self.blocks[-1].regather()                                      # what the next loop begins with
+        self.blocks[-1].regather()                                  # what the next loop begins with
         # head
-        head_weight_done.wait()                                         # hidden behind the last block
-        head = F.linear(x, head_weight)                                 # f64[4@dp,8,14]
-        reshape = labels.chunk(2)[self.dp_rank].reshape(16)             # i64[32@dp]
-        log_softmax = torch.log_softmax(head.reshape(16, 14), 1)        # f64[32@dp,14]
+        [head_weight] = take(gathered_1)                            # hidden behind the last block
+        head = F.linear(x, head_weight)                             # f64[4@dp,8,14]
+        reshape = labels.chunk(2)[self.dp_rank].reshape(16)         # i64[32@dp]
+        log_softmax = torch.log_softmax(head.reshape(16, 14), 1)    # f64[32@dp,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100)                        # f64[]{U:dp}, f64[]{U:dp}
-        dist.all_reduce(count, group=self.dp)                           # f64[]; exposed
-        loss = nll_loss_forward / count                                 # f64[]{U:dp}
+            log_softmax, reshape, None, 2, -100)                    # f64[]{U:dp}, f64[]{U:dp}
+        dist.all_reduce(count, group=self.dp)                       # f64[]; exposed
+        loss = nll_loss_forward / count                             # f64[]{U:dp}
         loss_1 = loss.clone()
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
-        ones_like = torch.ones_like(loss)                               # f64[]
-        d_div = ones_like / count                                       # f64[]
+        ones_like = torch.ones_like(loss)                           # f64[]
+        d_div = ones_like / count                                   # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count)          # f64[32@dp,14]
+            d_div, log_softmax, reshape, None, 2, -100, count)      # f64[32@dp,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64)               # f64[32@dp,14]
+            d_log_softmax, log_softmax, 1, torch.float64)           # f64[32@dp,14]
         del reshape, d_log_softmax, log_softmax
-        d_head = d_reshape.reshape(2, 8, 14)                            # f64[4@dp,8,14]
+        d_head = d_reshape.reshape(2, 8, 14)                        # f64[4@dp,8,14]
         del d_reshape
-        d_head_weight = weight_grad(d_head, x)                          # f64[14,6]{U:dp}
-        d_head_weight, done = scatter_sum(d_head_weight, 2, self.dp)    # f64[14@dp,6]
-        reduced.append((self.head_weight, d_head_weight, done))
-        d_x = d_head @ head_weight                                      # f64[4@dp,8,6]
-        del x, d_head_weight, d_head, head_weight, head_weight_done
+        d_head_weight = weight_grad(d_head, x)                      # f64[14,6]{U:dp}
+        reduced.append(scatter_grads({self.head_weight: d_head_weight}, 2, self.dp))  # f64[14@dp,6]
+        d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
+        del x, d_head_weight, d_head, head_weight
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
             if following is not None:
-                following.regather()                                    # hidden behind this block's backward
-            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)      # f64[4@dp,8,6]
-            finish(before)                                              # reduced behind this block's backward
+                following.regather()                                # hidden behind this block's backward
+            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
+            finish(before)                                          # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_x, ids_1, 14, -1, scale_grad_by_freq=False)               # f64[14,6]{U:dp}
-        d_embed_weight, done = scatter_sum(d_embed_weight, 2, self.dp)  # f64[14@dp,6]
-        reduced.append((self.embed_weight, d_embed_weight, done))
+            d_x, ids_1, 14, -1, scale_grad_by_freq=False)           # f64[14,6]{U:dp}
+        reduced.append(scatter_grads({self.embed_weight: d_embed_weight}, 2, self.dp))  # f64[14@dp,6]
         del d_x, ids_1, d_embed_weight
-        loss_1_done.wait()                                              # hidden behind ones_like, d_log_softmax, d_reshape ...
+        loss_1_done.wait()                                          # hidden behind ones_like, d_log_softmax, d_reshape ...
         finish(reduced)
         return loss_1
 

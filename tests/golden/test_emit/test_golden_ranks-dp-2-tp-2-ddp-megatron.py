@@ -30,7 +30,7 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-Reduced = list[tuple[nn.Parameter, Tensor, dist.Work]]  # gradients on their way
+Reduced = list[tuple[dict[nn.Parameter, Tensor], dist.Work]]  # gradients on their way
 
 
 def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
@@ -45,12 +45,29 @@ def add_grad(param: nn.Parameter, grad: Tensor) -> None:
     param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def finish(reduced: list[tuple[nn.Parameter, Tensor, dist.Work]]) -> None:
+def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for param, grad, done in reduced:
+    for grads, done in reduced:
         done.wait()
-        add_grad(param, grad)
+        for param, grad in grads.items():
+            add_grad(param, grad)
     reduced.clear()
+
+
+def sum_grads(grads: dict[nn.Parameter, Tensor],
+              group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to sum gradients over the group in one transfer; `grads` is left empty."""
+    flat = side_by_side([x.flatten() for x in grads.values()], 0)
+    done = dist.all_reduce(flat, group=group, async_op=True)
+    parts = flat.split([x.numel() for x in grads.values()])
+    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
+    grads.clear()
+    return sums, done
+
+
+def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors in one memory; one alone stays where it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -103,35 +120,24 @@ class Block(nn.Module):
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         w1, gelu, norm, x, mean, rstd = saved
         # w2
-        d_gelu = d_y @ self.w2_weight                                    # f64[4@dp,8,10@tp]
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)                  # f64[4@dp,8,10@tp]
+        d_gelu = d_y @ self.w2_weight                    # f64[4@dp,8,10@tp]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4@dp,8,10@tp]
         # w1
-        d_norm = d_w1 @ self.w1_weight                                   # f64[4@dp,8,6]{U:tp}
+        d_norm = d_w1 @ self.w1_weight                   # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         # w2
-        d_w2_weight = weight_grad(d_y, gelu)                             # f64[6,10@tp]{U:dp}
-        done = dist.all_reduce(d_w2_weight, group=self.dp, async_op=True)  # f64[6,10@tp]
-        reduced.append((self.w2_weight, d_w2_weight, done))
-        d_w2_bias = d_y.sum((0, 1))                                      # f64[6]{U:dp}
-        done = dist.all_reduce(d_w2_bias, group=self.dp, async_op=True)  # f64[6]
-        reduced.append((self.w2_bias, d_w2_bias, done))
+        grads = {}
+        grads[self.w2_weight] = weight_grad(d_y, gelu)   # f64[6,10@tp]{U:dp}
+        grads[self.w2_bias] = d_y.sum((0, 1))            # f64[6]{U:dp}
         # w1
-        d_w1_weight = weight_grad(d_w1, norm)                            # f64[10@tp,6]{U:dp}
-        done = dist.all_reduce(d_w1_weight, group=self.dp, async_op=True)  # f64[10@tp,6]
-        reduced.append((self.w1_weight, d_w1_weight, done))
-        d_w1_bias = d_w1.sum((0, 1))                                     # f64[10@tp]{U:dp}
-        done = dist.all_reduce(d_w1_bias, group=self.dp, async_op=True)  # f64[10@tp]
-        reduced.append((self.w1_bias, d_w1_bias, done))
+        grads[self.w1_weight] = weight_grad(d_w1, norm)  # f64[10@tp,6]{U:dp}
+        grads[self.w1_bias] = d_w1.sum((0, 1))           # f64[10@tp]{U:dp}
         # norm
-        d_norm_done.wait()                                               # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
-        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
-        )                                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
-        done = dist.all_reduce(d_norm_weight, group=self.dp, async_op=True)  # f64[6]
-        reduced.append((self.norm_weight, d_norm_weight, done))
-        done = dist.all_reduce(d_norm_bias, group=self.dp, async_op=True)  # f64[6]
-        reduced.append((self.norm_bias, d_norm_bias, done))
-        d_x += d_y                                                       # f64[4@dp,8,6]
+        d_norm_done.wait()                               # hidden behind grads[self.w2_weight], grads[self.w2_bias], grads[self.w1_weight] ...
+        d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
+            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        reduced.append(sum_grads(grads, self.dp))
+        d_x += d_y                                       # f64[4@dp,8,6]
         return d_x
 
 
@@ -199,8 +205,7 @@ class ToyStep(nn.Module):
         d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
         del d_head, masked_embedding_1
-        done = dist.all_reduce(d_head_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
-        reduced.append((self.head_weight, d_head_weight, done))
+        reduced.append(sum_grads({self.head_weight: d_head_weight}, self.dp))  # f64[14@tp,6]
         d_blocks_1_done.wait()                                       # hidden behind d_head_weight
         del d_head_weight
         # blocks
@@ -212,8 +217,7 @@ class ToyStep(nn.Module):
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False)   # f64[14@tp,6]{U:dp}
         del d_blocks_1, window_1, d_blocks_1_done
-        done = dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)  # f64[14@tp,6]
-        reduced.append((self.embed_weight, d_embed_weight, done))
+        reduced.append(sum_grads({self.embed_weight: d_embed_weight}, self.dp))  # f64[14@tp,6]
         del d_embed_weight
         loss_1_done.wait()                                           # hidden behind ones_like, d_sub, d_total ...
         dist.all_reduce(loss_1, group=self.tp)                       # f64[]; exposed

@@ -1,0 +1,122 @@
+"""The dicts in which a generated function collects the gradients that one transfer reduces.
+
+``grads[self.w] = ...`` binds a gradient at its place; a reduction that goes on with all results of
+another uses the same dict again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import fx
+
+from partc import collectives
+from partc.codegen.equal import ends_step
+from partc.codegen.names import Scope
+from partc.graph import Graph, tensor_args
+from partc.moves import Move, carried, kind_of, moves
+
+REDUCTIONS = (
+    collectives.all_reduce,
+    collectives.all_reduce_joined,
+    collectives.reduce_scatter,
+    collectives.reduce_scatter_joined,
+)
+
+
+class JointGrads:
+    """``params`` has per reduction the parameters, as texts, whose gradients it is on the way to:
+    joined ones, and single last ones where the program joins others of their kind;
+    ``place`` the joined reduction and parameter of each gradient that nothing else reads.
+    """
+
+    def __init__(
+        self, graph: Graph, order: Iterable[fx.Node], stored: Mapping[fx.Node, list[str]]
+    ) -> None:
+        reductions = [n for n in order if n.target in REDUCTIONS]
+        self.params: dict[fx.Node, list[str]] = {}
+        for start in reversed(reductions):
+            found = [self._param(move.result, stored) for move in moves(start)]
+            if None not in found:
+                self.params[start] = [param for param in found if param is not None]
+        joined = {kind_of(n) for n in graph.calls() if n.target in collectives.JOINED}
+        for start in list(self.params):
+            last = ends_step(graph, next(iter(start.users)))
+            if start.target not in collectives.JOINED and not (last and kind_of(start) in joined):
+                del self.params[start]
+        self.place = {
+            operand: (start, param)
+            for start, params in self.params.items()
+            if start.target in collectives.JOINED
+            for operand, param in zip(tensor_args(start), params, strict=True)
+            if set(operand.users) == {start}
+        }
+        self.names: dict[fx.Node, str] = {}
+        self.entries: dict[str, list[str]] = {}  # parameters, in the order in which they came in
+        self.fresh: list[str] = []
+
+    def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
+        """The parameter whose gradient a reduction's result is, or becomes by the next one."""
+        if result is None or result in stored:
+            return stored[result][0] if result is not None else None
+        reader = next(iter(result.users))
+        if reader in self.params:
+            return self.params[reader][tensor_args(reader).index(result)]
+        return self._param(reader, stored) if carried(reader) is result else None
+
+    def name(self, start: fx.Node, scope: Scope) -> str:
+        """The dict that holds what a joined reduction moves."""
+        if start not in self.names:
+            source = self._source(start)
+            if source is not None:
+                self.names[start] = self.names[source]
+            else:
+                self.names[start] = scope.fresh("grads")
+                self.entries[self.names[start]] = []
+                self.fresh.append(self.names[start])
+        return self.names[start]
+
+    def _source(self, start: fx.Node) -> fx.Node | None:
+        """The reduction before, if this one goes on with all its results and nothing else."""
+        befores = [self._reduced_by(operand) for operand in tensor_args(start)]
+        first = befores[0]
+        if first is None or first not in self.names or set(befores) != {first}:
+            return None
+        return first if len(tensor_args(first)) == len(befores) else None
+
+    def _reduced_by(self, node: fx.Node) -> fx.Node | None:
+        wait = node.all_input_nodes[0] if carried(node) is not None else node
+        return wait.all_input_nodes[0] if wait.target is collectives.wait else None
+
+    def begun(self) -> list[str]:
+        """The dicts that were named since the last call."""
+        begun, self.fresh = self.fresh, []
+        return begun
+
+    def entry(self, node: fx.Node, scope: Scope) -> str:
+        """Where a value that is about to be bound is collected, "" if it is not."""
+        if node not in self.place:
+            return ""
+        start, param = self.place[node]
+        name = self.name(start, scope)
+        self.entries[name].append(param)
+        return f"{name}[{param}]"
+
+    def missing(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+        """What a reduction moves and was bound elsewhere, each with its place in the dict."""
+        name = self.names[start]
+        for operand, param in zip(tensor_args(start), self.params[start], strict=True):
+            if param not in self.entries[name]:
+                self.entries[name].append(param)
+                yield operand, f"{name}[{param}]"
+
+    def in_order(self, start: fx.Node) -> list[Move]:
+        """The tensors of a reduction in the order of its dict."""
+        by_param = dict(zip(self.params[start], moves(start), strict=True))
+        return [by_param[param] for param in self.entries.get(self.names.get(start, ""), by_param)]
+
+    def results(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+        """Where the results of a joined reduction are found."""
+        for move, param in zip(moves(start), self.params[start], strict=True):
+            if move.result is not None:
+                yield move.result, f"{self.names[start]}[{param}]"

@@ -1,0 +1,192 @@
+"""Join small collectives: the weights of one block are gathered, and its gradients reduced, in one
+transfer.
+
+A transfer costs time of its own, however small it is, so that nine weights of a layer are sent
+faster together. What is big gains nothing by being copied next to others and goes alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from partc import collectives
+from partc.graph import (
+    Graph,
+    Value,
+    block_of,
+    first_operand,
+    held,
+    run_on_fakes,
+    set_held,
+    set_value,
+    value,
+)
+from partc.moves import kind_of
+from partc.passes.share_gathers import gathers_param, stretch_of
+
+JOINED = {single: joined for joined, single in collectives.JOINED.items()}
+MB = 1_000_000
+
+Place = str | int  # a block's path, or how many blocks stand before what is outside of them
+Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
+
+
+def join_collectives(graph: Graph, limit_mb: float) -> Graph:
+    """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place.
+
+    ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
+    parameters of one block, or stand between the same two blocks; and likewise the reductions that
+    only the step's gradients depend on. Has to run before waits are placed.
+    """
+    block_of, stretches = _blocks(graph), stretch_of(graph)
+    order = {node: i for i, node in enumerate(graph.calls())}
+    for together in (
+        *_gathers(graph, block_of, stretches),
+        *_reductions(graph, block_of, stretches),
+    ):
+        for members in _filled(together, limit_mb * MB):
+            if len(members) > 1:
+                _join(graph, members, order, block_of)
+    graph.fx.lint()
+    return graph
+
+
+# what belongs together ----------------------------------------------------------------------------
+def _blocks(graph: Graph) -> Callable[[fx.Node], str]:
+    """The block that a call stands in: the innermost entry of a list that has a sibling with equal
+    parameters, so that an MLP in an ``nn.Sequential`` belongs to its layer.
+    """
+    members: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name, node in graph.params.items():
+        for path in _entries(name):
+            members[path].append((name.removeprefix(path), value(node).shape))
+    alike = Counter((path.rpartition(".")[0], *of) for path, of in members.items())
+    stack = {p for p, of in members.items() if alike[(p.rpartition(".")[0], *of)] > 1}
+    return lambda node: next(
+        (path for path in _entries(value(node).module) if path in stack), block_of(node)
+    )
+
+
+def _entries(path: str) -> list[str]:
+    """The paths up to each number, innermost first."""
+    parts = path.split(".")
+    ends = [i for i, part in enumerate(parts, start=1) if part.isdigit()]
+    return [".".join(parts[:end]) for end in reversed(ends)]
+
+
+def _gathers(
+    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+) -> Iterable[list[fx.Node]]:
+    """Gathers of weights that are needed together, in the order of the parameters."""
+    found: dict[Any, list[fx.Node]] = defaultdict(list)
+    order = {node: i for i, node in enumerate(graph.params.values())}
+    for node in graph.calls():
+        if gathers_param(node):
+            block = block_of(node)
+            of_its_own = value(first_operand(node)).name.startswith(f"{block}.")
+            place: Place = block if of_its_own else stretches[node] if not block else node.name
+            found[place, value(node).phase, node.kwargs["axis"], held(node).dtype].append(node)
+    return [sorted(nodes, key=lambda n: order[first_operand(n)]) for nodes in found.values()]
+
+
+def _reductions(
+    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+) -> Iterable[list[fx.Node]]:
+    """Reductions of gradients that are made together, in the order in which they are made."""
+    found: dict[Any, list[fx.Node]] = defaultdict(list)
+    ways = _ways_out(graph)
+    made = {node: _made_by(node, ways) for node in ways}
+    order = {node: i for i, node in enumerate(graph.calls())}
+    for node in sorted(ways, key=lambda n: order[made[n]]):
+        place: Place = block_of(node) or stretches[made[node]]
+        found[place, value(node).phase, ways[node], held(node).dtype].append(node)
+    return found.values()
+
+
+def _ways_out(graph: Graph) -> dict[fx.Node, Way]:
+    """The sums that one gradient of the step goes through last, with what is still to come."""
+    outputs = graph.outputs
+    others = [*outputs.buffers.values(), *outputs.results.values(), *outputs.sent.values()]
+    given = Counter([*outputs.grads.values(), *others])
+    grads = {n for n in outputs.grads.values() if given[n] == 1 and n is not outputs.loss}
+    ways: dict[fx.Node, Way] = {}
+    for node in reversed(list(graph.calls())):
+        reader = next(iter(node.users), None)
+        ends = node in grads and reader is graph.fx.output_node()
+        rest = () if ends else ways.get(reader) if reader is not None else None
+        if _is_sum(node) and len(node.users) == 1 and rest is not None:
+            ways[node] = ((kind_of(node), str(node.kwargs["axis"])), *rest)
+    return ways
+
+
+def _is_sum(node: fx.Node) -> bool:
+    if node.target is collectives.all_reduce:
+        return node.kwargs.get("op", "sum") == "sum"
+    return node.target is collectives.reduce_scatter
+
+
+def _made_by(node: fx.Node, ways: Mapping[fx.Node, Way]) -> fx.Node:
+    """The call that made the gradient which a chain of reductions finishes."""
+    while node in ways:
+        node = first_operand(node)
+    return node
+
+
+def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
+    """Split up at the limit, as DDP fills its buckets; what is over it by itself goes alone."""
+    members: list[fx.Node] = []
+    filled = 0
+    for node in nodes:
+        size = _num_bytes(node)
+        if size > limit_bytes:
+            continue
+        if filled + size > limit_bytes:
+            yield members
+            members, filled = [], 0
+        members.append(node)
+        filled += size
+    yield members
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """The larger of what goes in and what comes out."""
+    return max(int(held(n).nbytes) for n in (first_operand(node), node))
+
+
+# rewriting ----------------------------------------------------------------------------------------
+def _join(
+    graph: Graph, members: Sequence[fx.Node], order: Mapping[fx.Node, int],
+    block_of: Callable[[fx.Node], str],
+) -> None:  # fmt: skip
+    """One call in place of all members: at the first gather, or at the last reduction."""
+    gathers = members[0].target is collectives.all_gather
+    at = (min if gathers else max)(members, key=order.__getitem__)
+    module = block_of(at) or value(at).module
+    known = Value(module=module, phase=value(at).phase, stage=value(at).stage)
+    with graph.fx.inserting_before(at):
+        start = _call(graph, members)
+        set_value(start, known)
+        set_held(start, run_on_fakes(start))
+        for i, member in enumerate(members):
+            pick = graph.fx.call_function(operator.getitem, (start, i))
+            set_value(pick, replace(value(member), module=module, source=""))
+            set_held(pick, held(start)[i])
+            member.replace_all_uses_with(pick)
+    for member in members:
+        graph.fx.erase_node(member)
+
+
+def _call(graph: Graph, members: Sequence[fx.Node]) -> fx.Node:
+    kwargs: dict[str, Any] = {k: members[0].kwargs[k] for k in ("axis", "num")}
+    if "dim" in members[0].kwargs:
+        kwargs["dims"] = [m.kwargs["dim"] for m in members]
+        kwargs["outers"] = [m.kwargs.get("outer", 1) for m in members]
+    single: Any = members[0].target
+    joined: Any = JOINED[single]
+    return graph.fx.call_function(joined, ([first_operand(m) for m in members],), kwargs)
