@@ -74,6 +74,7 @@ class RoleText:
     sides: dict[Loop, Interface]
     helpers: Helpers
     adds: tuple[str, str] = ADDS
+    lent: frozenset[str] = frozenset()  # buffers that another stage of the rank holds
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
@@ -137,7 +138,9 @@ class RoleText:
 
     def _standing(self, kind: Kind) -> dict[fx.Node, str]:
         """Parameters or buffers that are attributes of the step module itself."""
-        nodes = self.graph.placeholders(kind).values()
+        nodes = [
+            n for n in self.graph.placeholders(kind).values() if value(n).name not in self.lent
+        ]
         return {n: self.attributes[n] for n in nodes if "." not in self.attributes[n]}
 
     def arguments_by_node(self) -> dict[fx.Node, str]:

@@ -38,7 +38,7 @@ def emit_rank(
     """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages."""
     helpers = Helpers()
     mine = schedule.stages_of(rank)
-    stages = [stage_text(graphs[number], number, helpers) for number in mine]
+    stages = [stage_text(graphs[s], s, helpers, _lent(graphs, mine, s)) for s in mine]
     text = _Rank(graphs, stages, schedule, rank, mesh, header, helpers).text()
     check_source(text)
     return text
@@ -51,6 +51,12 @@ def tied(graphs: Sequence[Graph]) -> list[Tied]:
         for name in graph.params:
             found.setdefault(name, []).append(number)
     return [Tied(name, tuple(stages)) for name, stages in found.items() if len(stages) > 1]
+
+
+def _lent(graphs: Sequence[Graph], mine: Sequence[int], stage: int) -> frozenset[str]:
+    """The buffers of a stage that an earlier stage of the same rank holds for both."""
+    held = {name for s in mine if s < stage for name in graphs[s].buffers}
+    return frozenset(held & graphs[stage].buffers.keys())
 
 
 @dataclass
@@ -222,6 +228,7 @@ class _Rank:
     # step ------------------------------------------------------------------------------------
     def _step(self) -> Iterator[Line]:
         arguments = ", ".join(self._arguments())
+        yield from self._lend()
         yield Line("for stage in self.stages.values():")
         yield Line(f"stage.begin({arguments})", indent=1)
         yield from self._each(
@@ -234,6 +241,14 @@ class _Rank:
         yield from turn_lines(self.schedule.orders[self.rank])
         yield from self._each("out", "Outbox", "link.wait()")
         yield from self._finish()
+
+    def _lend(self) -> Iterator[Line]:
+        """Buffers that one stage holds for others of the rank."""
+        for stage in self.stages:
+            for name in sorted(stage.lent):
+                owner = next(s for s in self.stages if name in s.graph.buffers)
+                mine, theirs = (s.attributes[s.graph.buffers[name]] for s in (stage, owner))
+                yield Line(f"self.stage{stage.number}.{mine} = self.stage{owner.number}.{theirs}")
 
     def _each(self, way: str, kind: str, call: str) -> Iterator[Line]:
         """A loop over the links of one way that lead to other ranks."""

@@ -40,14 +40,16 @@ DOCS: dict[Phase, str] = {
 }
 
 
-def stage_text(graph: Graph, number: int, helpers: Helpers) -> StageText:
-    """Arrange a stage's graph for printing."""
+def stage_text(
+    graph: Graph, number: int, helpers: Helpers, lent: frozenset[str] = frozenset()
+) -> StageText:
+    """Arrange a stage for printing; another stage of the rank holds the buffers ``lent``."""
     graph = copied(graph)
     ends = take_ends(graph)
     items, sides = arranged(graph)
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    return StageText(graph, "", items, sides, helpers, number=number, ends=ends)
+    return StageText(graph, "", items, sides, helpers, lent=lent, number=number, ends=ends)
 
 
 @dataclass
