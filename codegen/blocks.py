@@ -108,10 +108,10 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
     for node in graph.calls():
         known = value(node)
         layer = layer_path(known.module, depth)
-        if node in taken or ends_step(graph, node) or known.phase in ("S", "E"):
+        if node in taken or ends_step(graph, node) or not _recurs(node):
             continue
         if layer:
-            owners[node] = (layer, known.phase)
+            owners[node] = (layer, "F" if known.phase == "S" else known.phase)
         elif not known.module:
             pathless.append(node)
     _adopt(graph, pathless, owners)
@@ -123,6 +123,20 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
             owners.pop(node, None)
             owners |= {node: owners[producer]} if producer in owners else {}
     return owners
+
+
+def _recurs(node: fx.Node) -> bool:
+    """Whether a call runs for every microbatch, or gathers a block's weights for all of them."""
+    return value(node).phase not in ("S", "E") or (
+        layer_path(value(node).module, 1) != "" and _is_whole(node)
+    )
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a call gathers weights, or is made of what was gathered alone."""
+    while len(node.all_input_nodes) == 1 and not gathers_param(node):
+        node = node.all_input_nodes[0]
+    return node.op == "call_function" and gathers_param(node)
 
 
 def gathers_param(node: fx.Node) -> bool:

@@ -82,6 +82,12 @@ class BlockClass:
             for suffix, attribute in self.suffixes.items()
         }
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether its weights are gathered once for all microbatches, when the step begins."""
+        starts = self.gathered(self.forward)
+        return bool(starts) and all(value(n).phase == "S" for n in starts)
+
     def gathered(self, side: Interface) -> list[fx.Node]:
         """The gathers of the block's own parameters that a phase begins with, by parameter."""
         own = {side.own(slot) for slot in side.of("own")}
@@ -187,7 +193,8 @@ class BlockClass:
                 seen.setdefault(node, Text("self.whole"))
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
             names = f"[{names}]" if len(whole) == 1 else names
-            lines.append(Line(f"{names} = {self.helpers.use('take')}(self.whole)"))
+            taken = "self.whole" if self.is_steady else f"{self.helpers.use('take')}(self.whole)"
+            lines.append(Line(f"{names} = {taken}"))
         if self.reduces(side):
             self.helpers.use("finish")
             arguments.append("reduced")

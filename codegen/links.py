@@ -124,6 +124,21 @@ def with_partials(module: nn.Module) -> None:
         param.partial = None
 
 
+def in_buckets(
+    grads: dict[nn.Parameter, Tensor], limit: int = 25_000_000
+) -> list[dict[nn.Parameter, Tensor]]:
+    """Gradients in groups of up to `limit` bytes, each for one transfer."""
+    buckets: list[dict[nn.Parameter, Tensor]] = [{}]
+    filled = 0
+    for param, grad in grads.items():
+        if filled and filled + grad.nbytes > limit:
+            buckets.append({})
+            filled = 0
+        buckets[-1][param] = grad
+        filled += grad.nbytes
+    return buckets
+
+
 def sum_tied(
     param: nn.Parameter, before: Tensor, ranks: list[int], tag: int, group: dist.ProcessGroup
 ) -> None:

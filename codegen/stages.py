@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from partc.codegen.backends import c10d
+from partc import collectives
 from partc.codegen.blocks import Item, Loop
 from partc.codegen.body import ADDS, PARTIALS, free_early, with_sections
 from partc.codegen.classes import LEFT, passed
@@ -28,6 +28,7 @@ from partc.codegen.stage_ends import Ends, paths_text, take_ends
 from partc.codegen.step import StepBody
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
+from partc.errors import CheckError
 from partc.graph import Graph, Phase, held, is_tensor, typed, value
 from partc.quoting import comment
 
@@ -213,6 +214,12 @@ class StageText(RoleText):
         """Put away what others read, and give back what is sent."""
         lines: list[Line] = []
         if phase == "S":
+            for cls in (c for c in self.classes.values() if c.is_steady):
+                lines.append(Line(f"for layer in self.{cls.attribute}:"))
+                lines.append(Line("layer.gather()", "weights for the whole step", indent=1))
+                lines.append(Line(f"for layer in self.{cls.attribute}:"))
+                whole = f"{self.helpers.use('take')}(layer.whole)"
+                lines.append(Line(f"layer.whole = {whole}", indent=1))
             for node in self.graph.fx.nodes:
                 if node in kept:
                     text = body.text(node).code
@@ -260,6 +267,9 @@ class StageText(RoleText):
     def _finish(self) -> dict[str, str]:
         """Sums over ranks that are taken once per step, and the loss."""
         lines = list(self._reductions()) if self.ends.reduces else []
+        for cls in (c for c in self.classes.values() if c.is_steady):
+            lines.append(Line(f"for layer in self.{cls.attribute}:"))
+            lines.append(Line("layer.whole = []", indent=1))
         result = "None"
         if self.graph.loss is not None:
             result = "Tensor"
@@ -276,25 +286,38 @@ class StageText(RoleText):
 
     def _reductions(self) -> Iterable[Line]:
         """Start all sums over ranks, then wait for them."""
-        finish, take = self.helpers.use("finish"), self.helpers.use("take_partial")
+        take, bucket = self.helpers.use("take_partial"), self.helpers.use("in_buckets")
         yield Line("reduced = []")
         for chain, names in self.ends.groups():
             paths = [self.attributes[self.graph.params[n]] for n in names]
             everything = len(names) == len(self.graph.params)
-            yield Line(f"for w in {paths_text(paths, everything)}:")
-            yield Line(f"grad = {take}(w)", indent=1)
+            partials = f"{{w: {take}(w) for w in {paths_text(paths, everything)}}}"
             if not chain:
+                yield Line(f"for w, grad in {partials}.items():")
                 yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
-            for node in chain:
-                start = c10d.start(node, Text("grad"), "grad", self.helpers, done="done")
-                yield Line(start, indent=1)
-                if node is not chain[-1]:
-                    yield Line("done.wait()", indent=1)
-                    after = c10d.after_wait(node, "grad", self.helpers)
-                    yield from [Line(after, indent=1)] if after else []
-            if chain:
-                yield Line("reduced.append(({w: grad}, done))", indent=1)
-        yield Line(f"{finish}(reduced)")
+                continue
+            yield Line(f"for grads in {bucket}({partials}):")
+            for node in chain[:-1]:
+                yield Line(f"grads, done = {self._summed(node)}", indent=1)
+                yield Line("done.wait()", indent=1)
+            yield Line(f"reduced.append({self._summed(chain[-1])})", indent=1)
+        yield Line(f"{self.helpers.use('finish')}(reduced)")
+
+    def _summed(self, node: fx.Node) -> str:
+        """The start of one sum over ranks of all ``grads``."""
+        k: dict[str, Any] = dict(node.kwargs)
+        if node.target is collectives.all_reduce:
+            return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
+        if node.target is not collectives.reduce_scatter:
+            raise CheckError(
+                where=f"stage {self.number}",
+                what=f"a gradient's sum over microbatches goes through {node.target}",
+                why="only sums over ranks are expected there",
+                do="Use reduce = 'microbatch' in the plan.",
+            )
+        at = (k["dim"], k.get("outer", 1))
+        cuts = "" if at == (0, 1) else f", *[{at}] * len(grads)"
+        return f"{self.helpers.use('scatter_grads')}(grads, {k['num']}, self.{k['axis']}{cuts})"
 
 
 _HANDED: dict[Phase, tuple[tuple[Phase, str], ...]] = {

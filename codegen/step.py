@@ -66,7 +66,8 @@ class StepBody(Body):
 
     def _gather(self, loop: Loop) -> str:
         """The method that starts to gather a block's weights, if the loop's blocks need it."""
-        return self.classes[loop.run].gather_name(self._side(loop))
+        cls = self.classes[loop.run]
+        return "" if cls.is_steady else cls.gather_name(self._side(loop))
 
     def _first(self, loop: Loop) -> str:
         return f"self.{self.classes[loop.run].attribute}[{-1 if self._descends(loop) else 0}]"

@@ -143,7 +143,10 @@ def partition_stages(
     """Complete a plan and make the scheduled local graph of each pipeline stage."""
     full, local = localize(graph, plan, strict=strict)
     stages = split_stages(local, full, split_backward=split_backward)
-    return full, [fill_waits(place_waits(stage, phased=True)) for stage in stages]
+    for stage in stages:
+        join_collectives(stage, full.join_mb)
+        fill_waits(place_waits(stage, phased=True))
+    return full, stages
 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:

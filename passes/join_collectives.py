@@ -104,6 +104,8 @@ def _reductions(
     made = {node: _made_by(node, ways) for node in ways}
     order = {node: i for i, node in enumerate(graph.calls())}
     for node in sorted(ways, key=lambda n: order[made[n]]):
+        if value(node).phase == "E":
+            continue  # a pipeline stage joins all of them
         place: Place = block_of(node) or stretches[made[node]]
         found[place, value(node).phase, ways[node], held(node).dtype].append(node)
     return found.values()
@@ -118,7 +120,10 @@ def _ways_out(graph: Graph) -> dict[fx.Node, Way]:
     ways: dict[fx.Node, Way] = {}
     for node in reversed(list(graph.calls())):
         reader = next(iter(node.users), None)
-        ends = node in grads and reader is graph.fx.output_node()
+        last = node
+        if reader is not None and reader.target is collectives.accumulate:
+            last, reader = reader, next(iter(reader.users), None)
+        ends = last in grads and reader is graph.fx.output_node()
         rest = () if ends else ways.get(reader) if reader is not None else None
         if _is_sum(node) and len(node.users) == 1 and rest is not None:
             ways[node] = ((kind_of(node), str(node.kwargs["axis"])), *rest)
