@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from partc import collectives
 from partc.graph import (
     Graph,
     is_weight,
@@ -180,7 +181,9 @@ class _AxisWalk:
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Whether a call makes zeros."""
+    """Whether a call makes zeros, or keeps some of them."""
+    while node.target in collectives.LOCAL:
+        node = node.all_input_nodes[0]
     fills = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
     if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
         return True
