@@ -58,7 +58,7 @@ class Plan:
     scatter: Mapping[str, int] = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none"] = "cheap"
-    join_mb: float = 25.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
+    join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     microbatches: int = 1
     schedule: str = "1f1b"
     stages: tuple[str, ...] = ()
