@@ -215,7 +215,7 @@ class Body:
             dense = "" if held(operand).is_contiguous() else "memory_format=torch.contiguous_format"
             lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
-        if overwrites and self._next_wait(node) is not None:
+        if overwrites and self._waited(node) is None and self._next_wait(node) is not None:
             remark = f"{typed(node)}; {value(node).note or 'exposed'}"
             lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
             self.at_once.add(node)

@@ -14,13 +14,18 @@ from partc.codegen.safety import check_source
 from partc.codegen.stages import StageText, stage_text
 from partc.codegen.tables import table
 from partc.codegen.text import Line, block
-from partc.codegen.turns import turn_lines
+from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.graph import Graph, Phase, held, value
 from partc.mesh import Mesh
 from partc.passes.microbatches import MB, PP
 from partc.quoting import identifier, literal
-from partc.schedules import Schedule
+from partc.schedules.actions import Action, Kind, Schedule
 
+LINKS = {
+    "x_in": "per stage, what the forward takes in and passes on: of rank, tag, communicator",
+    "d_in": "and the gradients of these, which the backward takes in and passes on",
+}
+PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
 TAGS = 64  # tensors that may pass from one stage to the next
 
 
@@ -73,18 +78,17 @@ class _Rank:
         blocks = self._blocks()
         values = [stage.values() | {"number": stage.number} for stage in self.stages]
         first = self.graphs[0]
-        trains = "B" in self.schedule.kinds or "I" in self.schedule.kinds
         wiring, body = block(self._wiring(), 2), block(self._step(), 2)
         seeded = [stage for stage, v in zip(self.stages, values, strict=True) if v["seeds"]]
         return TEMPLATES.get_template("pipeline.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
             mesh=literal(dict(self.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
-            tables=self._tables(),
+            tables=self._tables("".join(v["declarations"] for v in values)),
             helpers=self.helpers.text(),
             blocks=blocks,
             stages=values,
-            reduces="finish" in self.helpers.used,
+            reduces=any("Reduced" in f["signature"] for b in blocks for f in b["functions"]),
             name=f"{identifier(first.model) or 'Model'}Step",
             rank=self.rank,
             ranks=self.schedule.ranks,
@@ -92,14 +96,23 @@ class _Rank:
             axes=[(a, literal(a)) for a in first.mesh.names if a != MB],
             wiring=wiring,
             seeds=block(list(self._seeds(seeded)), 2),
-            trains=trains,
+            kinds={action.kind for action in self.actions},
             split="W" in self.schedule.kinds,
             schedule=f"Schedule {self.schedule.name}, {self.schedule.microbatches} microbatches.",
-            method="step" if trains else "forward",
-            result="Tensor" if trains else "dict[str, Tensor]",
+            method="step" if self._trains() else "forward",
+            result="Tensor" if self._trains() else "dict[str, Tensor]",
             arguments=self._arguments(),
             body=body,
         )
+
+    @property
+    def actions(self) -> list[Action]:
+        """What this rank does, in order; stages without gradients have no backward."""
+        here = {stage.number: stage for stage in self.stages}
+        order = list(self.schedule.orders[self.rank])
+        if "W" in self.schedule.kinds:
+            order = list(parted(order))
+        return whole_backwards(a for a in order if here[a.stage].has(PHASES[a.kind]))
 
     def _arguments(self) -> list[str]:
         return list(self.stages[0].arguments_by_node().values())
@@ -121,7 +134,7 @@ class _Rank:
                 known.setdefault(cls.name, (cls, _block(cls)))
         return [made | {"layers": span(cls.run)} for cls, made in known.values()]
 
-    def _tables(self) -> list[str]:
+    def _tables(self, declared: str) -> list[str]:
         tables: dict[str, None] = {}
         entries: dict[str, list[Line]] = {name: [] for name in MEANINGS}
         again_here = {(t.name, s) for t in self._shared_here() for s in t.stages[1:]}
@@ -132,6 +145,8 @@ class _Rank:
             tables |= dict.fromkeys(blocks)
             for constant, rows in stored.items():
                 own = f"STAGE{stage.number}_{constant}"
+                if not rows and own not in declared:
+                    continue
                 tables[table(own, f"of stage {stage.number}", rows)] = None
                 again = f'**{{f"stage{stage.number}.{{name}}": row for name, row in {own}.items()}}'
                 entries[constant].append(Line(again))
@@ -162,8 +177,9 @@ class _Rank:
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
         stages = ", ".join(f"{s.number}: self.stage{s.number}" for s in self.stages)
         yield Line(f"self.stages = {{{stages}}}")
-        links = list(self._links())
-        for name, table_of in links:
+        for name, table_of in self._links():
+            if name in LINKS:
+                yield Line(f"# {LINKS[name]}")
             entries = ", ".join(f"{number}: {made}" for number, made in table_of.items())
             yield Line(f"self.{name} = {{{entries}}}")
 
@@ -193,7 +209,8 @@ class _Rank:
 
     def _end(self, source: int, target: int, phase: Phase, inward: bool, last: int) -> str:
         """One end of the link from stage ``source`` to stage ``target``."""
-        if not (0 <= source <= last and 0 <= target <= last):
+        between = 0 <= source <= last and 0 <= target <= last
+        if not between or not self._received(target, phase):
             return f"{self.helpers.use('Nothing')}()"
         rank_of = self.schedule.rank_of
         if rank_of[source] == rank_of[target]:
@@ -231,15 +248,12 @@ class _Rank:
         yield from self._lend()
         yield Line("for stage in self.stages.values():")
         yield Line(f"stage.begin({arguments})", indent=1)
-        yield from self._each(
-            "in",
-            "Inbox",
-            f"link.begin({self.schedule.microbatches}, {self._arguments()[0]}.device)",
-        )
+        device = f"{self._arguments()[0]}.device"
+        yield from self._each("Inbox", f"begin({self.schedule.microbatches}, {device})")
         for number, one in enumerate(tied(self.graphs)):
             yield from self._set_aside(one, number)
-        yield from turn_lines(self.schedule.orders[self.rank])
-        yield from self._each("out", "Outbox", "link.wait()")
+        yield from turn_lines(self.actions)
+        yield from self._each("Outbox", "wait()")
         yield from self._finish()
 
     def _lend(self) -> Iterator[Line]:
@@ -250,22 +264,27 @@ class _Rank:
                 mine, theirs = (s.attributes[s.graph.buffers[name]] for s in (stage, owner))
                 yield Line(f"self.stage{stage.number}.{mine} = self.stage{owner.number}.{theirs}")
 
-    def _each(self, way: str, kind: str, call: str) -> Iterator[Line]:
-        """A loop over the links of one way that lead to other ranks."""
-        names = [name for name, ends in self._links() if name.endswith(way)
-                 and any(kind in text for text in ends.values())]  # fmt: skip
-        if names:
-            links = ", ".join(f"*self.{name}.values()" for name in names)
-            yield Line(f"for link in [{links}]:")
-            yield Line(f"if isinstance(link, {kind}):", indent=1)
-            yield Line(call, indent=2)
+    def _each(self, kind: str, call: str) -> Iterator[Line]:
+        """A call of every link of a kind, each of which leads to another rank."""
+        links = [
+            f"self.{name}[{stage}]"
+            for name, ends in self._links()
+            for stage, text in ends.items()
+            if text.startswith(kind)
+        ]
+        if len(links) == 1:
+            yield Line(f"{links[0]}.{call}")
+        elif links:
+            yield Line(f"for link in ({', '.join(links)}):")
+            yield Line(f"link.{call}", indent=1)
 
     def _finish(self) -> Iterator[Line]:
         """Sum what is summed once per step; every rank learns the loss."""
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
         for stage in self.stages:
             loss = "loss = " if stage.number == holder else ""
-            yield Line(f"{loss}self.stage{stage.number}.finish()")
+            if stage.finishes:
+                yield Line(f"{loss}self.stage{stage.number}.finish()")
         for number, one in enumerate(tied(self.graphs)):
             yield from self._sum_tied(one, number)
         source = self.schedule.rank_of[holder]
@@ -275,7 +294,8 @@ class _Rank:
             device, dtype = f"{self._arguments()[0]}.device", literal(value(made).dtype)
             yield Line(f"loss = torch.empty((), dtype={dtype}, device={device})")
         if self.schedule.ranks > 1:
-            yield Line(f"dist.broadcast(loss, group=self.{PP}, group_src={source})")
+            call = f"dist.broadcast(loss, group=self.{PP}, group_src={source})"
+            yield Line(call, "every rank learns the loss")
         yield Line("return loss")
 
     def _is_apart(self, one: Tied) -> bool:

@@ -81,17 +81,24 @@ class StageText(RoleText):
 
     def values(self) -> dict[str, Any]:
         """What the template of a stage's class is filled with."""
-        functions = [self._function(phase) for phase in METHODS if self._has(phase)]
+        functions = [self._function(phase) for phase in METHODS if self.has(phase)]
         return {
             "name": self.name,
             "doc": self._doc(),
-            "functions": [*functions, self._finish()],
+            "functions": [*functions, *([self._finish()] if self.finishes else [])],
             "declarations": block(self.declarations(f"STAGE{self.number}_"), 2),
             "seeds": block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
         }
 
-    def _has(self, phase: Phase) -> bool:
-        return phase in ("S", "F") or bool(self._items(phase))
+    def has(self, phase: Phase) -> bool:
+        """Whether the stage does anything in a phase, were it only to take in a gradient."""
+        return phase in ("S", "F") or bool(self._items(phase) or self._received(phase))
+
+    @property
+    def finishes(self) -> bool:
+        """Whether anything is left to do once all microbatches have run."""
+        steady = any(cls.is_steady for cls in self.classes.values())
+        return self.ends.reduces or steady or self.graph.loss is not None
 
     def _doc(self) -> str:
         """What of the model stands in this stage."""
@@ -179,8 +186,8 @@ class StageText(RoleText):
     def _opening(self, phase: Phase) -> list[Line]:
         if phase != "S":
             return []
-        lines = [Line("self.saved = {}")] if self._has("B") else []
-        lines += [Line("self.kept, self.left = {}, {}")] if self._has("W") else []
+        lines = [Line("self.saved = {}")] if self.has("B") else []
+        lines += [Line("self.kept, self.left = {}, {}")] if self.has("W") else []
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
         if self.ends.reduces:
             lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
@@ -270,18 +277,20 @@ class StageText(RoleText):
         for cls in (c for c in self.classes.values() if c.is_steady):
             lines.append(Line(f"for layer in self.{cls.attribute}:"))
             lines.append(Line("layer.whole = []", indent=1))
-        result = "None"
-        if self.graph.loss is not None:
-            result = "Tensor"
-            lines.append(Line("loss = torch.stack(self.losses).sum()"))
-            for node in self.ends.loss or ():
-                axis = node.kwargs["axis"]
-                lines.append(Line(f"dist.all_reduce(loss, group=self.{axis})"))
+        total, sums = "torch.stack(self.losses).sum()", list(self.ends.loss or ())
+        if sums:
+            lines.append(Line(f"loss = {total}"))
+            lines += [Line(f"dist.all_reduce(loss, group=self.{n.kwargs['axis']})") for n in sums]
             lines.append(Line("return loss"))
+        elif self.graph.loss is not None:
+            lines.append(Line(f"return {total}"))
+        result = "None" if self.graph.loss is None else "Tensor"
         return {
             "signature": f"    def finish(self) -> {result}:",
-            "doc": "Sum over ranks what all microbatches have added up.",
-            "body": block(lines or [Line("pass")], 2),
+            "doc": "Sum over ranks what all microbatches have added up."
+            if self.ends.reduces or sums
+            else "The loss, of all microbatches.",
+            "body": block(lines, 2),
         }
 
     def _reductions(self) -> Iterable[Line]:

@@ -217,7 +217,8 @@ class _Rank:
         self._fill()
         held = self._held()
         trained = [s for s in self.role.params if held[s.name].grad is not None]
-        take_step([held[s.name] for s in trained], optimizer, self.job.lr)
+        if trained:
+            take_step([held[s.name] for s in trained], optimizer, self.job.lr)
         yield from self._pieces(
             f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained
         )

@@ -8,6 +8,7 @@ Calls are sorted into phases: ``S`` once before all microbatches, ``F`` and ``B`
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -201,6 +202,9 @@ def _set_weights_apart(graph: Graph) -> None:
             _is_last(readers, apart) or (_is_light(node) and _stands_with(node, readers))
         ):
             apart.add(node)
+    for node in graph.calls():
+        picks = node.target is operator.getitem  # what one call gives stays together
+        if node in apart and not (picks and node.all_input_nodes[0] not in apart):
             set_value(node, replace(value(node), phase="W"))
 
 

@@ -1,0 +1,176 @@
+"""Pipelines: stage graphs and rank programs compute what the whole model does, under any
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partc.codegen.text import Line
+from partc.codegen.turns import parted, turn_lines, whole_backwards
+from partc.plan import Plan
+from partc.reference import eager
+from partc.schedules import NAMES, make
+from partc.schedules.actions import Action, Kind
+from partc.verification import verify
+from tests.pipelines import (
+    BATCH,
+    POINTS,
+    TRAINING,
+    Cut,
+    compiled,
+    toy,
+    toy_program,
+    zoo_error,
+)
+from tests.zoo import FAMILIES, Case
+
+TOLERANCE = 1e-9
+LAYOUTS = {"data": ("dp=2", "ddp"), "sequence": ("dp=2,tp=2", "fsdp+megatron-sp")}
+
+
+# stage graphs -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", POINTS)
+def test_stage_graphs_equal_eager(name: str) -> None:
+    """Encoders, decoders, images, tied and shifted windows; dp, tp and sequence at once."""
+    assert zoo_error(name, "dp=2,tp=2", "fsdp+megatron-sp", split_backward=True) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_stage_graphs_with_whole_backwards_equal_eager(name: str) -> None:
+    assert zoo_error(name, "dp=2", "ddp", split_backward=False) < TOLERANCE
+
+
+# programs -----------------------------------------------------------------------------------------
+def right(schedule: str, microbatches: int, **changed: object) -> None:
+    case, program = toy_program(schedule, microbatches, **changed)  # type: ignore[arg-type]
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 8])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule(schedule: str, microbatches: int) -> None:
+    """Also with fewer microbatches than stages, and with a number that the ranks do not divide."""
+    right(schedule, microbatches, tied=microbatches % 2 == 1)
+
+
+@pytest.mark.parametrize("microbatches", [3, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v"])
+def test_four_ranks(schedule: str, microbatches: int) -> None:
+    right(schedule, microbatches, mesh="pp=4", tied=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_with_data_and_tensor_parallelism(schedule: str) -> None:
+    right(schedule, 3, mesh="pp=2,dp=2,tp=2", preset="fsdp+megatron-sp", tied=True)
+
+
+@pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
+def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
+    right("1f1b", 3, mesh=mesh, preset=preset)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_gpt2(schedule: str) -> None:
+    """A tied model of transformers' own."""
+    case = FAMILIES["gpt2"].case("gpt2", batch=BATCH, n_layer=4)
+    chunks = 1 if schedule == "1f1b" else 2
+    points = [f"transformer.h.{i}" for i in range(0, 4, 2 // chunks)][1:]
+    plan = Plan(preset="ddp", stages=tuple(points))
+    program = compiled(case, "pp=2", plan, schedule, 3)
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+
+
+def test_ignored_tokens_do_not_weigh() -> None:
+    """The loss is the mean over all tokens that count, not over microbatches' means."""
+    case = toy()
+    plan = Plan(preset="ddp", stages=("blocks.1",), microbatches=4)
+    cut = Cut.of(case, "dp=2", plan)
+    assert cut.error() < TOLERANCE
+    pieces = zip(*(x.chunk(4) for x in case.inputs), strict=True)
+    means = torch.stack([case.loss(case.model, *piece) for piece in pieces])
+    assert cut.reference.loss is not None
+    assert abs(means.mean() - cut.reference.loss) > 1e-3  # the inputs can tell
+
+
+# stages that lack something -----------------------------------------------------------------------
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("points", "frozen"),
+    [(("1", "2"), []), (("2",), [0]), (("2",), [2]), (("1", "2"), [0])],
+    ids=["no parameters", "frozen first", "frozen last", "frozen and no parameters"],
+)
+def test_stages_without_gradients(
+    schedule: str, points: tuple[str, ...], frozen: list[int]
+) -> None:
+    """They send nothing back, or have no gradients of weights, or no backward at all."""
+    model = nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 6)).double()
+    for number in frozen:
+        model[number].requires_grad_(False)
+    case = Case(model, (torch.randn(12, 8).double(),), square_loss)
+    plan = Plan(preset="ddp", stages=points)
+    program = compiled(case, f"pp={len(points) + 1}", plan, schedule, 3)
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)]
+    case = Case(nn.Sequential(*blocks).double(), (torch.randn(12, 8).double(),), square_loss)
+    program = compiled(case, "pp=2", Plan(preset="ddp", stages=("1",)), schedule, 3)
+    in_turns = eager(case.model, case.inputs, case.loss, microbatches=3)
+    report = verify(program, case.model, case.inputs, case.loss, reference=in_turns)
+    assert {row.name for row in report.kinds()["buffer"]} >= {"1.1.running_var"}
+    report.check(TOLERANCE)
+
+
+def square_loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().mean()
+    return out
+
+
+# text ---------------------------------------------------------------------------------------------
+def test_length_does_not_grow_with_microbatches() -> None:
+    few, many = (toy_program("1f1b", num)[1].sources for num in (8, 24))
+    for role, text in few.items():
+        assert len(text.splitlines()) == len(many[role].splitlines())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_loops_do_not_grow_with_microbatches(schedule: str, ranks: int) -> None:
+    """The loops of every rank say the schedule's order, in as many lines for any number."""
+    few, many = (make(schedule, ranks=ranks, microbatches=num * ranks) for num in (6, 12))
+    for rank, order in enumerate(few.orders):
+        lines = list(turn_lines(order))
+        assert len(lines) == len(list(turn_lines(many.orders[rank]))) < 50
+        assert done_by(lines) == list(order)
+
+
+def done_by(lines: Sequence[Line]) -> list[Action]:
+    """What printed loops do, in order."""
+    done: list[Action] = []
+
+    def does(kind: Kind) -> Callable[[int, int], None]:
+        return lambda stage, i: done.append(Action(stage, kind, i))
+
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    step = SimpleNamespace(**{kind: does(kind) for kind in kinds})
+    exec("\n".join(4 * line.indent * " " + line.code for line in lines), {"self": step})
+    return done
+
+
+def test_split_backwards_without_a_gap_are_one() -> None:
+    order = make("zb-v", ranks=2, microbatches=4).orders[0]
+    assert list(parted(whole_backwards(order))) == list(order)
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_golden(golden: Callable[..., None], schedule: str) -> None:
+    """The first rank's program."""
+    golden(toy_program(schedule, 8)[1].sources["pipeline0.py"], ".py")
