@@ -7,7 +7,7 @@ graphs, the peak by running each rank's program on fakes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import fx
@@ -19,9 +19,11 @@ from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops
 from partc.passes.memory import STATE_COPIES
 from partc.passes.storage import Replay, Storage, replay
-from partc.pipeline_step import Step
+from partc.pipeline_step import Step, plan_step
 from partc.role import Role
 from partc.roofline import H100, Device, phase_seconds
+from partc.schedules import Schedule
+from partc.schedules.programs import Collective
 from partc.schedules.step_costs import StepCosts
 from partc.schedules.timing import Costs
 
@@ -77,6 +79,15 @@ class RankCost:
 
 
 @dataclass(frozen=True)
+class Closing:
+    """What pipeline ranks do together after all microbatches, and how long it takes."""
+
+    name: str
+    members: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PipelineCost:
     """The costs of one step: by stage, by rank, and of the whole."""
 
@@ -88,7 +99,7 @@ class PipelineCost:
     device: str
     stages: tuple[StageCost, ...]
     ranks: tuple[RankCost, ...]
-    closing_s: Mapping[str, float]
+    closing: tuple[Closing, ...]
     step_s: float
 
     @property
@@ -104,7 +115,7 @@ class PipelineCost:
         ):
             lines += [f"  {heading}", *_columns(rows), ""]
         lines += [
-            f"  step {_us(self.step_s)}, bubble {self.bubble:.1%}: {self.schedule}, "
+            f"  step {time_text(self.step_s)}, bubble {self.bubble:.1%}: {self.schedule}, "
             f"{self.microbatches} microbatches",
             f"  times are a roofline's ({self.device})",
         ]
@@ -117,7 +128,7 @@ class PipelineCost:
             sizes = (s.activation_bytes, s.sent_bytes)
             times = (s.forward_s, s.backward_s, s.weight_s)
             texts = [amount(x, "FLOP") for x in flops] + [amount(x, "B") for x in sizes]
-            rows.append([str(number), *texts, *map(_us, times)])
+            rows.append([str(number), *texts, *map(time_text, times)])
         return rows
 
     def _rank_rows(self) -> list[list[str]]:
@@ -127,7 +138,7 @@ class PipelineCost:
             sizes = (r.params, r.grads, r.optimizer, r.in_flight, r.peak_bytes)
             stages = ",".join(map(str, r.stages))
             texts = [amount(x, "B") for x in sizes]
-            rows.append([str(number), stages, *texts, f"{r.bubble:.1%}", _us(r.exposed_s)])
+            rows.append([str(number), stages, *texts, f"{r.bubble:.1%}", time_text(r.exposed_s)])
         return rows
 
     def as_json(self) -> dict[str, Any]:
@@ -135,9 +146,25 @@ class PipelineCost:
         ranks = [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in self.ranks]
         return asdict(self) | {"ranks": ranks, "bubble": self.bubble}
 
-    def step_costs(self) -> StepCosts:
-        """What simulating a step needs."""
-        return step_costs(self.stages, self.closing_s)
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> PipelineCost:
+        """A cost from what ``as_json`` gave."""
+        own = {field.name: data[field.name] for field in fields(cls)}
+        ranks = [{**rank, "stages": tuple(rank["stages"])} for rank in own["ranks"]]
+        closing = [{**each, "members": tuple(each["members"])} for each in own["closing"]]
+        for rank in ranks:
+            del rank["peak_bytes"]
+        return cls(**own | {
+            "stages": tuple(StageCost(**stage) for stage in own["stages"]),
+            "ranks": tuple(RankCost(**rank) for rank in ranks),
+            "closing": tuple(Closing(**each) for each in closing),
+        })  # fmt: skip
+
+    def plan_step(self, schedule: Schedule) -> Step:
+        """Lower, prove and simulate the schedule again, in seconds and bytes."""
+        costs = step_costs(self.stages, {each.name: each.seconds for each in self.closing})
+        closing = [Collective(each.name, (), each.members) for each in self.closing]
+        return plan_step(schedule, costs, closing)
 
 
 def stage_costs(graphs: Sequence[Graph], device: Device = H100) -> tuple[StageCost, ...]:
@@ -184,7 +211,10 @@ def pipeline_cost(
         stages=tuple(stages),
         ranks=tuple(_rank_cost(graphs, step, rank, roles[rank], optimizer) for rank in
                     range(step.schedule.ranks)),
-        closing_s=dict(step.simulated.costs.collectives),
+        closing=tuple(
+            Closing(each.name, each.members, step.simulated.costs.collectives[each.name])
+            for each in step.wiring.collectives
+        ),
         step_s=step.simulated.makespan,
     )  # fmt: skip
 
@@ -288,7 +318,11 @@ def _first_rank(role: Role, pipeline_rank: int) -> int:
     return role.mesh.rank(dict.fromkeys(role.mesh.names, 0) | {"pp": pipeline_rank})
 
 
-def _us(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """``0.0015`` as ``1.5 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.4g} us"
 
 
