@@ -39,7 +39,7 @@ def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item
     alike: dict[object, list[Unit]] = defaultdict(list)
     for unit in units:
         alike[signature(unit)].append(unit)
-    scope = Scope()
+    scope = Scope([function.name for function in helpers.outlined])  # other stages' functions
     known: dict[tuple[str, fx.Node], str] = {}  # names in a module's forward
     used: set[fx.Node] = set()
     chosen: list[tuple[Outlined, list[Unit]]] = []

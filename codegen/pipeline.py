@@ -20,6 +20,7 @@ from partc.mesh import Mesh
 from partc.passes.microbatches import MB, PP
 from partc.quoting import identifier, literal
 from partc.schedules.actions import Action, Kind, Schedule
+from partc.schedules.programs import BACKWARD, FORWARD, Wiring
 
 LINKS = {
     "x_in": "per stage, what the forward takes in and passes on: of rank, tag, communicator",
@@ -38,13 +39,22 @@ class Tied:
 
 
 def emit_rank(
-    graphs: Sequence[Graph], schedule: Schedule, rank: int, mesh: Mesh, *, header: str
+    graphs: Sequence[Graph],
+    schedule: Schedule,
+    rank: int,
+    mesh: Mesh,
+    wiring: Wiring,
+    *,
+    header: str,
 ) -> str:
-    """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages."""
+    """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages.
+
+    ``wiring`` is that of the lowered schedule: it says how many sends may be under way.
+    """
     helpers = Helpers()
     mine = schedule.stages_of(rank)
     stages = [stage_text(graphs[s], s, helpers, _lent(graphs, mine, s)) for s in mine]
-    text = _Rank(graphs, stages, schedule, rank, mesh, header, helpers).text()
+    text = _Rank(graphs, stages, schedule, rank, mesh, wiring, header, helpers).text()
     check_source(text)
     return text
 
@@ -71,6 +81,7 @@ class _Rank:
     schedule: Schedule
     rank: int
     mesh: Mesh
+    wiring: Wiring
     header: str
     helpers: Helpers
 
@@ -221,7 +232,9 @@ class _Rank:
             likes = [_like(n) for n in self._received(target, phase)]
             box = self.helpers.use("Inbox")
             return f"{box}({rank_of[source]}, {tag}, {group}, [{', '.join(likes)}])"
-        return f"{self.helpers.use('Outbox')}({rank_of[target]}, {tag}, {group}, bound=1)"
+        channel = self.wiring.channels[2 * source + (BACKWARD if phase == "B" else FORWARD)]
+        bound = self.wiring.bounds[channel]
+        return f"{self.helpers.use('Outbox')}({rank_of[target]}, {tag}, {group}, bound={bound})"
 
     def _received(self, stage: int, phase: Phase) -> list[fx.Node]:
         nodes = self.graphs[stage].placeholders("received").values()

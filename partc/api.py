@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
+from partc.passes.choose_stages import choose_stages
 from partc.passes.fill_waits import fill_waits
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.join_collectives import join_collectives
@@ -30,12 +31,12 @@ from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
-from partc.passes.split_stages import split_stages
+from partc.pipeline_cost import pipeline_cost
 from partc.plan import Plan
-from partc.program import Program, SavedCost
+from partc.program import Program
 from partc.role import Role, dtype_name
-from partc.schedules import Schedule, make
-from partc.schedules.actions import check_schedule
+from partc.schedule_stages import schedule_stages, stage_graphs
+from partc.schedules.csv_form import write_csv
 from partc.trace import trace
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
@@ -50,6 +51,9 @@ def compile(
     plan: str | Path | Plan = "auto",
     microbatches: int | None = None,
     schedule: str | None = None,
+    stages: Sequence[str] | None = None,
+    chunks: int | None = None,
+    memory_bytes: int | None = None,
     batch_norm: str | None = None,
     strict: bool = False,
 ) -> Program:
@@ -58,14 +62,24 @@ def compile(
     ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors
     of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
     model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
-    text, or a plan.toml's path. Raises a PartcError in four parts: TraceError, PlanError,
-    ShardingError or CheckError.
+    text, or a plan.toml's path. With an axis ``pp`` or several microbatches the step is a pipeline:
+    ``schedule`` names its order ("auto" makes one for the stages' costs), ``stages`` the module
+    paths at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on
+    each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
+    PlanError, ShardingError or CheckError.
     """
     mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
     graph = trace(model, inputs, loss)
     graph.mesh = mesh
-    given = {"microbatches": microbatches, "batch_norm": batch_norm, "schedule": schedule}
+    given = {
+        "microbatches": microbatches,
+        "batch_norm": batch_norm,
+        "schedule": schedule,
+        "stages": None if stages is None else tuple(stages),
+        "chunks": chunks,
+        "memory_bytes": memory_bytes,
+    }
     wanted = wanted.changed(**{name: each for name, each in given.items() if each is not None})
     if wanted.stages or wanted.microbatches > 1 or PP in mesh.names:
         return compile_pipeline(graph, wanted, Fingerprint.of(model), strict=strict)
@@ -88,46 +102,53 @@ def compile(
 def compile_pipeline(
     graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
 ) -> Program:
-    """The rest of ``compile`` for several stages or microbatches: one role per pipeline rank."""
+    """The rest of ``compile`` for several stages or microbatches: one role per pipeline rank.
+
+    Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
+    would wait for whom.
+    """
     mesh = graph.mesh
-    order = schedule_of(plan, mesh)
-    full, graphs = partition_stages(graph, plan, "W" in order.kinds, strict=strict)
+    _check_batch(graph, plan)
+    full, local = localize(graph, plan, strict=strict)
+    graphs, stages, step = schedule_stages(local, full)
     for stage in graphs:
         check(stage)
-    roles = [f"pipeline{rank}.py" for rank in range(order.ranks)]
+    order = step.schedule
+    names = [f"pipeline{rank}.py" for rank in range(order.ranks)]
     sources = {
-        name: emit_rank(graphs, order, rank, mesh, header=stage_header(graphs, order, rank, full))
-        for rank, name in enumerate(roles)
-    }
-    at = [roles[coords.get(PP, 0)] for coords in mesh.all_coords()]
+        name: emit_rank(
+            graphs, order, rank, mesh, step.wiring,
+            header=stage_header(graphs, order, rank, full),
+        )
+        for rank, name in enumerate(names)
+    }  # fmt: skip
+    roles = [Role.load(source, name) for name, source in sources.items()]
+    at = [names[coords.get(PP, 0)] for coords in mesh.all_coords()]
     return Program(
         plan=str(full),
         mesh=mesh,
         sources=sources,
         roles=tuple((len(list(run)), name) for name, run in groupby(at)),
-        cost=SavedCost(),
+        cost=pipeline_cost(graphs, stages, step, roles, mesh),
         model=graph.model,
         fingerprint=fingerprint,
         constants=graph.constants,
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
+        schedule=write_csv(order),
     )
 
 
-def schedule_of(plan: Plan, mesh: Mesh) -> Schedule:
-    """The order of all pipeline ranks' actions."""
-    ranks = mesh.size(PP) if PP in mesh.names else 1
-    stages = len(plan.stages) + 1
-    if stages % ranks:
-        raise PlanError(
-            where="plan, stages",
-            what=f"{stages} stages cannot be dealt out to {ranks} pipeline ranks",
-            why="each rank runs the same number of stages",
-            do=f"Name {ranks - 1} points, or {2 * ranks - 1} for two stages per rank.",
-        )
-    chunks = stages // ranks
-    made = make(plan.schedule, ranks=ranks, microbatches=plan.microbatches, chunks=chunks)
-    check_schedule(made)
-    return made
+def _check_batch(graph: Graph, plan: Plan) -> None:
+    """PlanError where the first input's batch cannot be cut into microbatches at all."""
+    for name, node in graph.inputs.items():
+        shape = value(node).shape
+        if shape and plan.microbatches > 1 and shape[0] % plan.microbatches:
+            raise PlanError(
+                where=f"input {name}",
+                what=f"a batch of {shape[0]} cannot be cut into {plan.microbatches} microbatches",
+                why=f"{shape[0]} is not a multiple of {plan.microbatches}",
+                do="Take another number of microbatches, or another batch.",
+            )
 
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
@@ -142,17 +163,13 @@ def partition_stages(
 ) -> tuple[Plan, list[Graph]]:
     """Complete a plan and make the scheduled local graph of each pipeline stage."""
     full, local = localize(graph, plan, strict=strict)
-    stages = split_stages(local, full, split_backward=split_backward)
-    for stage in stages:
-        join_collectives(stage, full.join_mb)
-        fill_waits(place_waits(stage, phased=True))
-    return full, stages
+    return full, stage_graphs(local, full, split_backward)
 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
     split_bias(graph)
-    full = complete(plan, graph, graph.mesh)
+    full = choose_stages(graph, complete(plan, graph, graph.mesh))
     if full.stages:
         assign_stages(graph, full.stages)
     graph.mesh = layout_mesh(graph.mesh, full.microbatches)

@@ -1,4 +1,4 @@
-"""The command line: ``partc compile | explain | verify | check | diff``.
+"""The command line: ``partc compile | explain | simulate | verify | check | diff``.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
 0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted.
@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partc.atomic import atomic_write
 from partc.errors import PartcError, RunError, UsageError, explain
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ examples:
   partc compile mypackage.train:setup --mesh dp=4 --plan fsdp --out build/
   partc explain build/                 partc explain --rules             partc explain PTC030
   partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
+  partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
+  partc simulate build/ --svg step.svg --trace step.json
   partc verify build/ --model mypackage.train:setup
   torchrun --nproc-per-node 4 build/run.py
 """
@@ -82,7 +86,9 @@ def compile_command(args: argparse.Namespace) -> int:
     with _progress(compiling), torch.set_grad_enabled(not args.inference):
         program = api.compile(
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
-            microbatches=args.microbatches,
+            microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
+            stages=args.stages.split(",") if args.stages else None,
+            memory_bytes=args.memory_bytes,
         )  # fmt: skip
     program.save(args.out)
     lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}
@@ -114,6 +120,19 @@ def explain_command(args: argparse.Namespace) -> int:
         _tell(args, explain(args.what), {"code": args.what.upper(), "text": explain(args.what)})
     else:
         _explain_program(args)
+    return 0
+
+
+def simulate_command(args: argparse.Namespace) -> int:
+    """Show the predicted step of a saved pipeline: a grid, its time, bubble and peaks."""
+    from partc.program import load
+    from partc.saved_step import saved_step
+
+    step = saved_step(load(args.folder), args.folder)
+    for path, text in ((args.trace, step.trace), (args.svg, step.svg)):
+        if path:
+            atomic_write(Path(path), text())
+    _tell(args, str(step), step.as_json())
     return 0
 
 
@@ -250,7 +269,13 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--mesh", required=True, help='"dp=2,tp=2" or a mesh.toml')
     made.add_argument("--plan", default="auto", help="preset, presets joined by +, or a plan.toml")
     made.add_argument("--out", required=True, help="folder to write")
-    made.add_argument("--microbatches", type=int, default=1)
+    made.add_argument("--microbatches", type=int, help="turns that the batch is cut into")
+    made.add_argument("--schedule", help="1f1b, gpipe, interleaved-1f1b, zb-h1, zb-v, auto, ...")
+    made.add_argument("--stages", metavar="A,B", help="module paths where stages 1, 2, ... begin")
+    made.add_argument("--chunks", type=int, help="stages per pipeline rank, where they are chosen")
+    made.add_argument(
+        "--memory-bytes", type=int, help="what a rank may hold, where they are chosen"
+    )
     made.add_argument("--inference", action="store_true", help="the forward alone, in eval mode")
     _add_sizes(made)
     made = command("explain", explain_command)
@@ -260,6 +285,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", type=int, default=0)
     made.add_argument("--model", help="the model that was compiled: costs as formulas too")
     _add_sizes(made)
+    made = command("simulate", simulate_command)
+    made.add_argument("folder")
+    made.add_argument("--trace", metavar="FILE", help="write a Chrome trace (JSON)")
+    made.add_argument("--svg", metavar="FILE", help="write a picture")
     made = command("verify", verify_command)
     made.add_argument("folder")
     made.add_argument("--model", required=True, help="the model that was compiled")

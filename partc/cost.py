@@ -54,32 +54,32 @@ class CostReport:
     def _memory(self) -> list[Row]:
         state = self.state
         rows = [
-            ("parameters", _amount(state.params, "B"), ""),
-            ("gradients", _amount(state.grads, "B"), ""),
-            (f"optimizer {self.optimizer}", _amount(state.optimizer, "B"), ""),
-            ("buffers and inputs", _amount(state.buffers + state.inputs, "B"), ""),
-            ("saved for backward", _amount(self.saved_bytes, "B"), ""),
-            ("live at peak", _amount(self.live_bytes, "B"), f"during {self.live_at}, held by"),
+            ("parameters", amount(state.params, "B"), ""),
+            ("gradients", amount(state.grads, "B"), ""),
+            (f"optimizer {self.optimizer}", amount(state.optimizer, "B"), ""),
+            ("buffers and inputs", amount(state.buffers + state.inputs, "B"), ""),
+            ("saved for backward", amount(self.saved_bytes, "B"), ""),
+            ("live at peak", amount(self.live_bytes, "B"), f"during {self.live_at}, held by"),
         ]
-        rows += [("", _amount(num_bytes, "B"), f"  {who}") for who, num_bytes in self.holders]
+        rows += [("", amount(num_bytes, "B"), f"  {who}") for who, num_bytes in self.holders]
         return [
             *rows,
             (
                 "memory at peak",
-                _amount(self.peak_bytes, "B"),
+                amount(self.peak_bytes, "B"),
                 "parameters, optimizer, inputs, live",
             ),
         ]
 
     def _work(self) -> list[Row]:
         return [
-            ("compute", _amount(self.flops, "FLOP"), "matrix products, convolutions, attention"),
-            ("memory traffic", _amount(self.moved_bytes, "B"), "operands and results of all calls"),
+            ("compute", amount(self.flops, "FLOP"), "matrix products, convolutions, attention"),
+            ("memory traffic", amount(self.moved_bytes, "B"), "operands and results of all calls"),
         ]
 
     def _sent(self) -> list[Row]:
         rows = [(f"{t.axis} {t.kind} x{t.count}", t.sent_bytes) for t in self.traffic]
-        return [(what, _amount(sent, "B"), "sent") for what, sent in rows]
+        return [(what, amount(sent, "B"), "sent") for what, sent in rows]
 
     def _formulas(self) -> list[Row]:
         found = self.symbolic
@@ -87,12 +87,12 @@ class CostReport:
             return [("formulas", "none", found.why)] if found.why else []
         sent = {(t.axis, t.kind): t.sent_bytes for t in self.traffic}
         rows = [
-            ("parameters", _amount(self.state.params, "B"), found.param_bytes),
-            ("saved for backward", _amount(self.saved_bytes, "B"), found.saved_bytes),
-            ("compute", _amount(self.flops, "FLOP"), found.flops),
-            ("memory traffic", _amount(self.moved_bytes, "B"), found.moved_bytes),
+            ("parameters", amount(self.state.params, "B"), found.param_bytes),
+            ("saved for backward", amount(self.saved_bytes, "B"), found.saved_bytes),
+            ("compute", amount(self.flops, "FLOP"), found.flops),
+            ("memory traffic", amount(self.moved_bytes, "B"), found.moved_bytes),
         ]
-        rows += [(" ".join(k), _amount(sent[k], "B"), e) for k, e in found.sent_bytes.items()]
+        rows += [(" ".join(k), amount(sent[k], "B"), e) for k, e in found.sent_bytes.items()]
         sizes = ", ".join(f"{name}={size}" for name, size in found.at.items())
         written = [(what, much, f"= {_short(e)}") for what, much, e in rows if e is not None]
         return [("formulas", "at", sizes), *written]
@@ -166,7 +166,7 @@ def _live_of_program(role: Role) -> Live:
     return ran.peak_bytes, f"line {ran.line}", [(str(h), h.num_bytes) for h in ran.holders]
 
 
-def _amount(number: int, unit: str) -> str:
+def amount(number: int, unit: str) -> str:
     """``1536`` bytes as ``1.54 kB``; the unit stands apart so that columns align."""
     for prefix, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 1000)):
         if number >= size:

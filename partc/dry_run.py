@@ -66,9 +66,10 @@ def dry_run(role: Role, rank: int = 0) -> DryRun:
 def alone(role: Role, rank: int) -> Iterator[RankMesh]:
     """Let one rank of a role run without the others: its collectives then move nothing."""
     dist = role.module.__dict__["dist"]
-    role.module.__dict__["dist"] = _Dist()
+    here = _Here(role.mesh, rank)
+    role.module.__dict__["dist"] = _Dist(here)
     try:
-        yield _Here(role.mesh, rank)
+        yield here
     finally:
         role.module.__dict__["dist"] = dist
 
@@ -165,6 +166,13 @@ class _Dist:
     """
 
     ReduceOp = c10d.ReduceOp
+
+    def __init__(self, here: _Here) -> None:
+        self.here = here
+
+    def get_rank(self, group: str) -> int:
+        """This rank's place along an axis; groups are called by their axes."""
+        return self.here.get_local_rank(group)
 
     def all_reduce(self, tensor: Tensor, **named: Any) -> _Started:
         return _Started(tensor)

@@ -20,7 +20,7 @@ NAME = "program.json"
 SCHEMA = 1
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
-FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|safetensors)\Z", re.ASCII)
+FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
 COMPILE_AGAIN = "Compile the program again, or copy the folder again."
 
 

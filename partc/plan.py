@@ -20,6 +20,8 @@ _FIELDS = {
     "preset",
     "microbatches",
     "schedule",
+    "chunks",
+    "memory_bytes",
     "stages",
     "reduce",
     "batch_norm",
@@ -45,8 +47,10 @@ class Plan:
     the backward instead of saving them. ``join_mb`` is the most megabytes of weights or gradients
     that share one transfer: a transfer costs time of its own, but several tensors in one have to be
     copied together, and none of them leaves before the last is made. 0 joins nothing.
-    ``stages`` has the module path at which each pipeline stage
-    but the first begins, ``schedule`` their order. Gradients are summed over ranks once per
+    ``stages`` has the module path at which each pipeline stage but the first begins, ``schedule``
+    their order. Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as
+    the schedule usually has), none of which may need more than ``memory_bytes`` (0: no limit).
+    Gradients are summed over ranks once per
     ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
     """
 
@@ -61,6 +65,8 @@ class Plan:
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     microbatches: int = 1
     schedule: str = "1f1b"
+    chunks: int = 0
+    memory_bytes: int = 0
     stages: tuple[str, ...] = ()
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
@@ -119,6 +125,8 @@ class Plan:
             lines += [f'reduce = "{self.reduce}"']
         if self.stages or self.microbatches > 1:
             lines += [f'schedule = "{self.schedule}"']
+        counts = (("chunks", self.chunks), ("memory_bytes", self.memory_bytes))
+        lines += [f"{name} = {count}" for name, count in counts if count]
         lines += _list("stages", self.stages) + _list("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
@@ -216,6 +224,10 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
         "recompute": ("cheap", "none"),
         "reduce": ("step", "microbatch"),
     }
+    for key, least in (("microbatches", 1), ("chunks", 0), ("memory_bytes", 0)):
+        count = table.get(key, least)
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")
     for key, words in allowed.items():
         if table.get(key, words[0]) not in words:
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")

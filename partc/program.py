@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from partc.runtime import Stage
 
 PLAN, RUN, CONSTANTS = "plan.toml", "run.py", "constants.safetensors"
+SCHEDULE = "schedule.csv"  # of a pipeline
 
 
 class Cost(Protocol):
@@ -53,7 +54,8 @@ class SavedCost:
 @dataclass(frozen=True)
 class Program:
     """Everything that running needs. ``roles`` is run-length coded: ``((2, "a.py"), (2, "b.py"))``
-    says that ranks 0 and 1 run a.py and ranks 2 and 3 b.py."""
+    says that ranks 0 and 1 run a.py and ranks 2 and 3 b.py. ``schedule`` is that of a pipeline, as
+    ``partc.schedules.csv_form`` writes it."""
 
     plan: str
     mesh: Mesh
@@ -64,6 +66,7 @@ class Program:
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    schedule: str = ""
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -107,6 +110,7 @@ class Program:
         """Write the folder, whole or not at all; a program saved there earlier is replaced."""
         with atomic_directory(path) as folder:
             texts = {**self.sources, PLAN: self.plan, RUN: self._run_script()}
+            texts |= {SCHEDULE: self.schedule} if self.schedule else {}
             for name, text in sorted(texts.items()):
                 (folder / name).write_text(text, encoding="utf-8", newline="\n")
             write_tensors(folder / CONSTANTS, self.constants)
@@ -154,6 +158,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
         fingerprint=manifest.fingerprint,
         constants=dict(TensorFile(folder / CONSTANTS)),
         inputs=manifest.inputs,
+        schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
     )
 
 

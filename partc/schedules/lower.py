@@ -127,8 +127,13 @@ class _Rank:
         self._wait_for_sends()
         mine = [number for numbers in starts.values() for number in numbers]
         last = len(self.traffic.steps[self.rank])
-        self.written.extend((START, number) for number in starts.get(last, ()))
-        self.written.extend((FINISHED, number) for number in mine)
+        closing = [number for number in mine if not self.wiring.collectives[number].stages]
+        others = [number for number in mine if number not in closing]
+        late = [number for number in starts.get(last, ()) if number not in closing]
+        self.written.extend((START, number) for number in late)
+        self.written.extend((FINISHED, number) for number in others)
+        for number in closing:
+            self.written.extend(((START, number), (FINISHED, number)))
         return self.written
 
     def _take(self, message: int) -> None:

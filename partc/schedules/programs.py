@@ -51,7 +51,8 @@ class Collective:
     """Something that all ``members`` do together once a step.
 
     It starts on a member after the member's last forward (``after="F"``) or last backward of
-    ``stages``, and where a member runs none of them, with the end of its step. Ranks of other
+    ``stages``, and where a member runs none of them, with the end of its step. One without
+    ``stages`` closes the step: a rank takes these one after the other. Ranks of other
     pipelines are not members, since they run the same program: the reduction of a stage's gradients
     over ``dp`` has one member. Collectives of one ``communicator`` start in the order of their
     declaration on every rank; without a name a collective has one of its own.

@@ -1,0 +1,332 @@
+"""What a pipelined step costs: per stage compute and bytes, per rank memory, and the step's time.
+
+Times are predictions (``roofline.py``), memory is counted: state and activations from the stages'
+graphs, the peak by running each rank's program on fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import fx
+
+from partc.cost import amount
+from partc.dry_run import dry_run
+from partc.graph import Graph, Phase, held, value
+from partc.passes.bytes import moved_bytes
+from partc.passes.flops import node_flops
+from partc.passes.memory import STATE_COPIES
+from partc.passes.storage import Replay, Storage, replay
+from partc.pipeline_step import Step, plan_step
+from partc.role import Role
+from partc.roofline import H100, Device, phase_seconds
+from partc.schedules import Schedule
+from partc.schedules.programs import Collective
+from partc.schedules.step_costs import StepCosts
+from partc.schedules.timing import Costs
+
+DRY_RUN_ACTIONS = 256  # of a rank; a longer program's peak is that of the simulation
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage; compute and times are of one microbatch.
+
+    ``activation_bytes`` are held from a microbatch's forward to its backward, ``waiting_bytes``
+    from there to its weight gradients. ``sent_bytes`` go to the next stage, its gradient comes
+    back. ``closing_s`` is for the sums over ranks once per step.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    weight_flops: int
+    moved_bytes: int
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    closing_s: float
+    activation_bytes: int
+    waiting_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """One pipeline rank's memory in bytes, and what it waits for.
+
+    ``in_flight`` are activations and messages at the worst time of the simulated step;
+    ``live`` is what the program holds beside parameters, buffers and inputs at its worst line,
+    gradients among it, and 0 where the program was too long to be run on fakes.
+    """
+
+    stages: tuple[int, ...]
+    params: int
+    grads: int
+    optimizer: int
+    buffers_and_inputs: int
+    in_flight: int
+    live: int
+    bubble: float
+    exposed_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that the rank holds when most is live."""
+        live = self.live or self.grads + self.in_flight
+        return self.params + self.optimizer + self.buffers_and_inputs + live
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What pipeline ranks do together after all microbatches, and how long it takes."""
+
+    name: str
+    members: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """The costs of one step: by stage, by rank, and of the whole."""
+
+    model: str
+    mesh: str
+    schedule: str
+    microbatches: int
+    optimizer: str
+    device: str
+    stages: tuple[StageCost, ...]
+    ranks: tuple[RankCost, ...]
+    closing: tuple[Closing, ...]
+    step_s: float
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they do not compute."""
+        return sum(rank.bubble for rank in self.ranks) / len(self.ranks)
+
+    def __str__(self) -> str:
+        lines = [f"cost of {self.model}, per rank and step    mesh {self.mesh}", ""]
+        for heading, rows in (
+            ("per stage and microbatch", self._stage_rows()),
+            (f"per pipeline rank, optimizer {self.optimizer}", self._rank_rows()),
+        ):
+            lines += [f"  {heading}", *_columns(rows), ""]
+        lines += [
+            f"  step {time_text(self.step_s)}, bubble {self.bubble:.1%}: {self.schedule}, "
+            f"{self.microbatches} microbatches",
+            f"  times are a roofline's ({self.device})",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _stage_rows(self) -> list[list[str]]:
+        rows = [["stage", "forward", "backward", "weights", "held", "sent", "F", "B", "W"]]
+        for number, s in enumerate(self.stages):
+            flops = (s.forward_flops, s.backward_flops, s.weight_flops)
+            sizes = (s.activation_bytes, s.sent_bytes)
+            times = (s.forward_s, s.backward_s, s.weight_s)
+            texts = [amount(x, "FLOP") for x in flops] + [amount(x, "B") for x in sizes]
+            rows.append([str(number), *texts, *map(time_text, times)])
+        return rows
+
+    def _rank_rows(self) -> list[list[str]]:
+        heads = ["parameters", "gradients", "optimizer", "in flight", "peak", "bubble", "exposed"]
+        rows = [["rank", "stages", *heads]]
+        for number, r in enumerate(self.ranks):
+            sizes = (r.params, r.grads, r.optimizer, r.in_flight, r.peak_bytes)
+            stages = ",".join(map(str, r.stages))
+            texts = [amount(x, "B") for x in sizes]
+            rows.append([str(number), stages, *texts, f"{r.bubble:.1%}", time_text(r.exposed_s)])
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers as plain data."""
+        ranks = [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in self.ranks]
+        return asdict(self) | {"ranks": ranks, "bubble": self.bubble}
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> PipelineCost:
+        """A cost from what ``as_json`` gave."""
+        own = {field.name: data[field.name] for field in fields(cls)}
+        ranks = [{**rank, "stages": tuple(rank["stages"])} for rank in own["ranks"]]
+        closing = [{**each, "members": tuple(each["members"])} for each in own["closing"]]
+        for rank in ranks:
+            del rank["peak_bytes"]
+        return cls(**own | {
+            "stages": tuple(StageCost(**stage) for stage in own["stages"]),
+            "ranks": tuple(RankCost(**rank) for rank in ranks),
+            "closing": tuple(Closing(**each) for each in closing),
+        })  # fmt: skip
+
+    def plan_step(self, schedule: Schedule) -> Step:
+        """Lower, prove and simulate the schedule again, in seconds and bytes."""
+        costs = step_costs(self.stages, {each.name: each.seconds for each in self.closing})
+        closing = [Collective(each.name, (), each.members) for each in self.closing]
+        return plan_step(schedule, costs, closing)
+
+
+def stage_costs(graphs: Sequence[Graph], device: Device = H100) -> tuple[StageCost, ...]:
+    """The costs of every stage from its scheduled graph."""
+    return tuple(_stage_cost(graph, device) for graph in graphs)
+
+
+def step_costs(
+    stages: Sequence[StageCost], closing_s: Mapping[str, float], device: Device = H100
+) -> StepCosts:
+    """The costs of a step in seconds and bytes."""
+    costs = Costs(
+        forward=tuple(s.forward_s for s in stages),
+        input_grad=tuple(s.backward_s for s in stages),
+        weight_grad=tuple(s.weight_s for s in stages),
+        transfer=(0.0,) * len(stages),
+        activation=tuple(float(s.activation_bytes) for s in stages),
+        waiting=tuple(float(s.waiting_bytes) for s in stages),
+    )
+    message = [float(s.sent_bytes) for s in stages]
+    return StepCosts.of(
+        costs, message=message, links=[device.link] * len(stages), collectives=closing_s
+    )
+
+
+def pipeline_cost(
+    graphs: Sequence[Graph],
+    stages: Sequence[StageCost],
+    step: Step,
+    roles: Sequence[Role],
+    mesh: Any,
+    *,
+    optimizer: str = "adamw",
+    device: Device = H100,
+) -> PipelineCost:
+    """The costs of a planned step; ``roles`` are the programs of pipeline ranks 0, 1, ..."""
+    return PipelineCost(
+        model=graphs[0].model,
+        mesh=str(mesh),
+        schedule=step.schedule.name,
+        microbatches=step.schedule.microbatches,
+        optimizer=optimizer,
+        device=str(device),
+        stages=tuple(stages),
+        ranks=tuple(_rank_cost(graphs, step, rank, roles[rank], optimizer) for rank in
+                    range(step.schedule.ranks)),
+        closing=tuple(
+            Closing(each.name, each.members, step.simulated.costs.collectives[each.name])
+            for each in step.wiring.collectives
+        ),
+        step_s=step.simulated.makespan,
+    )  # fmt: skip
+
+
+# stages -------------------------------------------------------------------------------------------
+def _stage_cost(graph: Graph, device: Device) -> StageCost:
+    ran = replay(graph)
+    seconds = phase_seconds(graph, ran, device)
+    flops: dict[Phase, int] = {}
+    moved = 0
+    for node in graph.calls():
+        phase = value(node).phase
+        flops[phase] = flops.get(phase, 0) + node_flops(node)
+        moved += moved_bytes(node, ran) if phase in "FBW" else 0
+    activation, waiting = _held_bytes(graph, ran)
+    return StageCost(
+        forward_flops=flops.get("F", 0),
+        backward_flops=flops.get("B", 0),
+        weight_flops=flops.get("W", 0),
+        moved_bytes=moved,
+        forward_s=seconds.get("F", 0.0),
+        backward_s=seconds.get("B", 0.0),
+        weight_s=seconds.get("W", 0.0),
+        closing_s=seconds.get("E", 0.0),
+        activation_bytes=activation,
+        waiting_bytes=waiting,
+        sent_bytes=sum(_num_bytes(n) for n in graph.outputs.sent.values() if _is(n, "F")),
+    )
+
+
+def _held_bytes(graph: Graph, ran: Replay) -> tuple[int, int]:
+    """What one microbatch holds between its forward and backward, and then until its weights'."""
+    made: dict[Storage, Phase] = {}
+    sizes: dict[Storage, int] = {}
+    read: dict[Storage, set[Phase]] = {}
+    for node in graph.fx.nodes:
+        if node.op == "output" or (node.op == "placeholder" and value(node).kind != "received"):
+            continue
+        for storage, size in ran.storages(node).items():
+            made.setdefault(storage, value(node).phase)
+            sizes.setdefault(storage, size)
+        for operand in node.all_input_nodes:
+            for storage in ran.storages(operand):
+                read.setdefault(storage, set()).add(value(node).phase)
+    outside = {
+        storage
+        for node in graph.fx.nodes
+        if node.op == "placeholder" and value(node).kind != "received"
+        for storage in ran.storages(node)
+    }
+
+    def total(makers: str, readers: str) -> int:
+        return sum(
+            sizes[storage]
+            for storage, phase in made.items()
+            if storage not in outside and phase in makers and read.get(storage, set()) & {*readers}
+        )
+
+    return total("F", "BW"), total("FB", "W")
+
+
+def _is(node: fx.Node, phase: Phase) -> bool:
+    return value(node).phase == phase
+
+
+def _num_bytes(node: fx.Node) -> int:
+    fake = held(node)
+    return int(fake.numel() * fake.element_size())
+
+
+# ranks --------------------------------------------------------------------------------------------
+def _rank_cost(
+    graphs: Sequence[Graph], step: Step, rank: int, role: Role, optimizer: str
+) -> RankCost:
+    schedule, simulated = step.schedule, step.simulated
+    stages = schedule.stages_of(rank)
+    mine = [graphs[stage] for stage in stages]
+    # a parameter of several of the rank's stages is there once
+    params = {name: node for graph in mine for name, node in graph.params.items()}
+    grads = {name: node for graph in mine for name, node in graph.grads.items()}
+    buffers = {name: node for graph in mine for name, node in graph.buffers.items()}
+    trained = sum(_num_bytes(node) for name, node in params.items() if name in grads)
+    long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
+    return RankCost(
+        stages=stages,
+        params=sum(map(_num_bytes, params.values())),
+        grads=sum(map(_num_bytes, grads.values())),
+        optimizer=STATE_COPIES[optimizer] * trained,
+        buffers_and_inputs=sum(map(_num_bytes, [*buffers.values(), *graphs[0].inputs.values()])),
+        in_flight=int(simulated.peaks[rank]),
+        live=0 if long else dry_run(role, _first_rank(role, rank)).peak_bytes,
+        bubble=simulated.bubbles[rank],
+        exposed_s=simulated.exposed[rank],
+    )
+
+
+def _first_rank(role: Role, pipeline_rank: int) -> int:
+    """The first rank of the mesh that stands at this place of the pipeline."""
+    if "pp" not in role.mesh.names:
+        return 0
+    return role.mesh.rank(dict.fromkeys(role.mesh.names, 0) | {"pp": pipeline_rank})
+
+
+def time_text(seconds: float) -> str:
+    """``0.0015`` as ``1.5 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equally many texts, each column to the right."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{t:>{w}}" for t, w in zip(row, wide, strict=True)) for row in rows]

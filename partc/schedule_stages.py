@@ -1,0 +1,96 @@
+"""The local graph of all stages in; stage graphs, their costs and the planned step out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partc.errors import PlanError
+from partc.graph import Graph
+from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
+from partc.passes.fill_waits import fill_waits
+from partc.passes.join_collectives import join_collectives
+from partc.passes.memory import state_bytes
+from partc.passes.place_waits import place_waits
+from partc.passes.split_stages import split_stages
+from partc.pipeline_cost import StageCost, stage_costs, step_costs
+from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
+from partc.plan import Plan
+from partc.roofline import H100
+from partc.schedules import Schedule
+from partc.schedules.auto import auto
+
+Stages = tuple[list[Graph], tuple[StageCost, ...], Step]
+
+
+def schedule_stages(local: Graph, plan: Plan) -> Stages:
+    """Cut the graph at the plan's stages and prove that the plan's schedule of them finishes."""
+    order = named_schedule(plan)
+    if plan.schedule == AUTO:
+        return _auto(local, plan)
+    _check_kinds(local, order)
+    graphs = stage_graphs(local, plan, "W" in order.kinds)
+    return planned(graphs, stage_costs(graphs), order)
+
+
+def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
+    """The scheduled graph of each stage."""
+    stages = split_stages(local, plan, split_backward=split_backward)
+    for stage in stages:
+        join_collectives(stage, plan.join_mb)
+        fill_waits(place_waits(stage, phased=True))
+    return stages
+
+
+def planned(graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule) -> Stages:
+    """Lower and simulate a schedule of stages with these costs."""
+    ends = [cost.closing_s for cost in costs]
+    closing_s = closing_seconds(graphs, order, ends, H100.link)
+    closing = closing_collectives(graphs, order)
+    return graphs, costs, plan_step(order, step_costs(costs, closing_s), closing)
+
+
+def _auto(local: Graph, plan: Plan) -> Stages:
+    """The best order for what the stages cost; whether split backwards pay is its choice."""
+    graphs = stage_graphs(local, plan, True)
+    costs = stage_costs(graphs)
+    ranks = pipeline_ranks(plan)
+    order = auto(
+        step_costs(costs, {}), ranks=ranks, microbatches=plan.microbatches,
+        memory_cap=_left_for_activations(graphs, plan),
+    )  # fmt: skip
+    if "W" in order.kinds:
+        return planned(graphs, costs, order)
+    graphs = stage_graphs(local, plan, False)
+    return planned(graphs, stage_costs(graphs), order)
+
+
+def _left_for_activations(graphs: Sequence[Graph], plan: Plan) -> float | None:
+    """What the memory of a rank leaves beside parameters, gradients, optimizer and inputs, taking
+    the ranks as alike."""
+    if not plan.memory_bytes:
+        return None
+    states = [state_bytes(graph) for graph in graphs]
+    each = sorted((s.params + s.grads + s.optimizer + s.buffers for s in states), reverse=True)
+    most = sum(each[: chunks_of(plan)]) + states[0].inputs
+    if most >= plan.memory_bytes:
+        raise PlanError(
+            where="schedule='auto'",
+            what=f"parameters, gradients and optimizer need {most:,} bytes on a rank, of "
+            f"{plan.memory_bytes:,}",
+            why="nothing is left for activations",
+            do="Cut the model over more ranks, shard the optimizer's states, or raise "
+            "memory_bytes.",
+        )
+    return float(plan.memory_bytes - most)
+
+
+def _check_kinds(local: Graph, order: Schedule) -> None:
+    """A training step needs backwards, an inference none."""
+    trains = bool(local.grads)
+    if trains != bool(order.kinds - {"F"}):
+        raise PlanError(
+            where=f"schedule={order.name!r}",
+            what="it has no backwards" if trains else "it has backwards, and this graph has none",
+            why="the graph is a training step" if trains else "there is no loss to train with",
+            do="Take 1f1b." if trains else "Take forward-only.",
+        )

@@ -1,0 +1,75 @@
+"""Where pipeline stages begin, if the plan does not say: so that the slowest rank is fastest."""
+
+from __future__ import annotations
+
+from partc.errors import PlanError
+from partc.graph import Graph
+from partc.passes.cut_virtual_stages import balance_ranks
+from partc.passes.microbatches import PP
+from partc.passes.stage_units import stage_units
+from partc.pipeline_step import in_flight
+from partc.plan import Plan
+from partc.schedules import NAMES, Schedule, make
+from partc.schedules.actions import check_schedule
+
+AUTO = "auto"  # the schedule is made for the stages' costs
+
+
+def choose_stages(graph: Graph, plan: Plan) -> Plan:
+    """The plan with ``stages``, for a graph as traced; a plan that names them stays as it is.
+
+    PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
+    """
+    assert plan.mesh is not None
+    ranks = pipeline_ranks(plan)
+    chunks = plan.chunks or _usual_chunks(plan.schedule)
+    if plan.stages or ranks * chunks == 1:
+        return plan
+    like = named_schedule(plan.changed(chunks=chunks))
+    units = stage_units(graph, plan)
+    points = balance_ranks(
+        units, like.rank_of, in_flight=in_flight(like), memory_bytes=plan.memory_bytes or None
+    )
+    return plan.changed(stages=tuple(units[point].name for point in points))
+
+
+def named_schedule(plan: Plan) -> Schedule:
+    """The schedule that the plan names, for its stages; for ``auto`` one with as many.
+
+    PlanError if there is none of this name, or if it does not take so many stages.
+    """
+    ranks = pipeline_ranks(plan)
+    chunks = chunks_of(plan)
+    name = plan.schedule
+    if name == AUTO:
+        name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    made = make(name, ranks=ranks, microbatches=plan.microbatches, chunks=chunks)
+    check_schedule(made)
+    return made
+
+
+def chunks_of(plan: Plan) -> int:
+    """Stages per pipeline rank: as many as the plan names, or the number it asks for."""
+    ranks, stages = pipeline_ranks(plan), len(plan.stages) + 1
+    if not plan.stages:
+        return plan.chunks or 1
+    if stages % ranks or plan.chunks not in (0, stages // ranks):
+        wanted = ranks * (plan.chunks or _usual_chunks(plan.schedule))
+        raise PlanError(
+            where="plan, stages",
+            what=f"{stages} stages cannot be dealt out to {ranks} pipeline ranks"
+            + (f", {plan.chunks} each" if plan.chunks else ""),
+            why=f"{len(plan.stages)} points make {stages} stages, and each rank runs the same "
+            "number of them",
+            do=f"Name {wanted - 1} points, or none: partc then chooses them.",
+        )
+    return stages // ranks
+
+
+def pipeline_ranks(plan: Plan) -> int:
+    assert plan.mesh is not None
+    return plan.mesh.size(PP) if PP in plan.mesh.names else 1
+
+
+def _usual_chunks(name: str) -> int:
+    return NAMES[name].usual_chunks if name in NAMES else 1

@@ -1,0 +1,174 @@
+"""The joint graph as a chain of units that pipeline stages are made of.
+
+A unit is one of several alike blocks, or a module between them (embedding, norm, head), in the
+order in which the forward runs. Its name is the module path at which a stage may begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import fx
+
+from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
+from partc.passes.bytes import moved_bytes
+from partc.passes.cut_stages import Unit
+from partc.passes.memory import STATE_COPIES
+from partc.passes.microbatches import PP, given
+from partc.passes.storage import Replay, Storage, replay
+from partc.plan import Plan
+from partc.roofline import H100, Device, call_seconds
+
+
+def stage_units(
+    graph: Graph, plan: Plan, *, optimizer: str = "adamw", device: Device = H100
+) -> list[Unit]:
+    """The chain of a traced graph, before it is cut; ``plan`` is complete.
+
+    Costs are those of one rank and microbatch. They take compute as even over a stage's ranks, and
+    activations as cut along the axes that cut the batch or the sequence; what is recomputed counts
+    as saved. A unit holds its parameters, their gradients and the optimizer's states.
+    """
+    chain = _Chain(graph, replay(graph))
+    assert plan.mesh is not None
+    mesh = plan.mesh
+    ranks = prod(size for name, size in mesh.axes if name != PP)
+    cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
+    pieces = plan.microbatches * prod(size for name, size in mesh.axes if name in cutting)
+    turns = plan.microbatches * ranks
+    state = {
+        name: (2 + STATE_COPIES[optimizer]) * _num_bytes(node)
+        // prod(mesh.size(axis) for axis in plan.stored(name))
+        for name, node in graph.params.items()
+    }  # fmt: skip
+    crossing = chain.crossing()
+    return [
+        Unit(
+            name=unit.name,
+            forward_us=1e6 * chain.seconds(unit.forward, device) / turns,
+            backward_us=1e6 * chain.seconds(unit.backward, device) / turns,
+            parameter_bytes=sum(state[name] for name in unit.params()),
+            activation_bytes=chain.saved(unit) // pieces,
+            boundary_bytes=crossing[number] // pieces,
+        )
+        for number, unit in enumerate(chain.units)
+    ]
+
+
+@dataclass
+class _Calls:
+    """A unit's calls."""
+
+    name: str
+    forward: list[fx.Node] = field(default_factory=list)
+    backward: list[fx.Node] = field(default_factory=list)
+
+    def params(self) -> dict[str, None]:
+        """The parameters that its forward reads."""
+        read = (o for node in self.forward for o in node.all_input_nodes if is_weight(o))
+        return dict.fromkeys(value(_root(node)).name for node in read)
+
+
+class _Chain:
+    """The units of a graph, and what their calls cost."""
+
+    def __init__(self, graph: Graph, ran: Replay) -> None:
+        self.ran = ran
+        self.unit_of: dict[fx.Node, int] = {}
+        self.units: list[_Calls] = []
+        self._forward(graph)
+        self._backward(graph)
+
+    def _forward(self, graph: Graph) -> None:
+        """A unit begins where the first call of its module runs; what has no such place belongs to
+        the unit before it."""
+        free, blocks = given(graph), blocks_of(graph)
+        entered: set[str] = set()
+        for node in graph.calls():
+            known = value(node)
+            if known.phase != "F" or node in free or is_weight(node):
+                continue
+            inside = list(_prefixes(known.module))
+            path = next((p for p in inside if p in blocks), known.module)
+            if not self.units or (path and path not in entered):
+                self.units.append(_Calls(path))
+            entered.update(inside)
+            self.units[-1].forward.append(node)
+            self.unit_of[node] = len(self.units) - 1
+
+    def _backward(self, graph: Graph) -> None:
+        """A backward call belongs to the unit of the forward call whose gradient it makes."""
+        named = {value(node).name or node.name: node for node in self.unit_of}
+        here = len(self.units) - 1
+        for node in graph.calls():
+            if value(node).phase == "B":
+                forward = named.get(value(node).forward)
+                here = here if forward is None else self.unit_of[forward]
+                self.units[here].backward.append(node)
+
+    def seconds(self, calls: list[fx.Node], device: Device) -> float:
+        return sum(call_seconds(node, moved_bytes(node, self.ran), device) for node in calls)
+
+    def saved(self, unit: _Calls) -> int:
+        """Bytes that a unit's forward makes and any backward reads."""
+        memory: dict[Storage, int] = {}
+        for node in unit.forward:
+            if any(value(u).phase == "B" for u in node.users if u.op == "call_function"):
+                memory |= self.ran.storages(node)
+        return sum(memory.values())
+
+    def crossing(self) -> list[int]:
+        """Per unit, the bytes that later forwards read of it and of those before it."""
+        change = [0] * (len(self.units) + 1)
+        for node, unit in self.unit_of.items():
+            last = max((self.unit_of.get(user, unit) for user in node.users), default=unit)
+            if is_tensor(node):
+                change[unit] += _num_bytes(node)
+                change[last] -= _num_bytes(node)
+        sums, now = [], 0
+        for each in change[:-1]:
+            now += each
+            sums.append(now)
+        return sums
+
+
+def blocks_of(graph: Graph) -> set[str]:
+    """The paths of modules in lists that are alike: half of their parameters have equal shapes."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, node in graph.params.items():
+        for path in _prefixes(name):
+            if path.rpartition(".")[2].isdigit():
+                shapes.setdefault(path, {})[name.removeprefix(path)] = value(node).shape
+    lists: dict[str, list[str]] = {}
+    for path in shapes:
+        lists.setdefault(path.rpartition(".")[0], []).append(path)
+    return {
+        path
+        for paths in lists.values()
+        for path in paths
+        if any(_alike(shapes[path], shapes[other]) for other in paths if other != path)
+    }
+
+
+def _alike(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -> bool:
+    return 2 * sum(b.get(name) == shape for name, shape in a.items()) >= max(len(a), len(b))
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """``"h"``, ``"h.0"``, ``"h.0.mlp"`` of ``"h.0.mlp"``."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _root(weight: fx.Node) -> fx.Node:
+    """The parameter that a weight is made of."""
+    while weight.op == "call_function":
+        weight = tensor_args(weight)[0]
+    return weight
+
+
+def _num_bytes(node: fx.Node) -> int:
+    fake = held(node)
+    return int(fake.numel() * fake.element_size())
