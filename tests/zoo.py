@@ -47,24 +47,24 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
 
-    def case(self, name: str) -> Case:
-        """Build the model and its inputs from fixed seeds."""
+    def case(self, name: str, batch: int = BATCH) -> Case:
+        """Build the model and its inputs, ``batch`` rows, from fixed seeds."""
         config = AutoConfig.for_model(name, **self.config)
         if self.task in ("causal", "masked", "seq2seq"):
             config.use_cache = False
         torch.manual_seed(0)
         model = AUTO[self.task].from_config(config).to(self.dtype).train()
         torch.manual_seed(1)
-        return Case(model, _inputs(self.task, self.dtype), LOSSES[self.task])
+        return Case(model, _inputs(self.task, self.dtype, batch), LOSSES[self.task])
 
 
-def _inputs(task: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _inputs(task: str, dtype: torch.dtype, batch: int) -> tuple[Tensor, ...]:
     if task == "image":
-        pixels = torch.randn(BATCH, CHANNELS, IMAGE, IMAGE, dtype=dtype)
-        return pixels, torch.randint(CLASSES, (BATCH,))
-    ids = torch.randint(3, VOCAB, (BATCH, SEQ))
+        pixels = torch.randn(batch, CHANNELS, IMAGE, IMAGE, dtype=dtype)
+        return pixels, torch.randint(CLASSES, (batch,))
+    ids = torch.randint(3, VOCAB, (batch, SEQ))
     if task == "seq2seq":
-        return ids, torch.randint(3, VOCAB, (BATCH, TARGET_SEQ))
+        return ids, torch.randint(3, VOCAB, (batch, TARGET_SEQ))
     labels = ids.clone()
     labels[:, ::4] = -100  # positions that do not count
     return ids, labels
