@@ -8,6 +8,7 @@ Calls are sorted into phases: ``S`` once before all microbatches, ``F`` and ``B`
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -202,6 +203,10 @@ def _set_weights_apart(graph: Graph) -> None:
         ):
             apart.add(node)
             set_value(node, replace(value(node), phase="W"))
+    for node in graph.calls():  # one of several results is made where the others are
+        if node.target is operator.getitem and node in apart:
+            made = value(node.all_input_nodes[0]).phase
+            set_value(node, replace(value(node), phase=made))
 
 
 def _stands_with(node: fx.Node, readers: Iterable[fx.Node]) -> bool:
