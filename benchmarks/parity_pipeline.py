@@ -124,9 +124,9 @@ def cell(setting: Setting, processes: bool, timeout: float) -> Cell:
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     """Every run that was asked for, one table after the other."""
     for mesh in options.meshes:
-        for model in options.models:
-            for schedule in options.schedules:
-                for num in options.microbatches:
+        for num in options.microbatches:
+            for model in options.models:
+                for schedule in options.schedules:
                     yield Setting(model, mesh, options.plan, schedule, num)
 
 
@@ -135,7 +135,7 @@ def tables(cells: dict[Setting, Cell]) -> str:
     lines = []
     for mesh in dict.fromkeys(s.mesh for s in cells):
         mine = {s: c for s, c in cells.items() if s.mesh == mesh}
-        columns = list(dict.fromkeys(s.microbatches for s in mine))
+        columns = sorted({s.microbatches for s in mine})
         plan = next(iter(mine)).plan
         lines += [f"{mesh.replace(',', ' x ')}, plan {plan}; microbatches:", ""]
         lines += ["| model | schedule | stages | " + " | ".join(map(str, columns)) + " |"]
