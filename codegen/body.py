@@ -243,9 +243,11 @@ class Body:
         return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
 
     def _next_wait(self, start: fx.Node) -> fx.Node | None:
-        """The wait for a collective, if it is the very next statement."""
+        """The wait for a collective, if it is the very next statement (and not in `finish`)."""
         wait = next(iter(start.users), None)
         if wait is None or wait.target is not collectives.wait or wait not in self.place:
+            return None
+        if ends_step(self.graph, wait):
             return None
         between = self.order[self.place[start] + 1 : self.place[wait]]
         return wait if all(n in self.inlined or not self._has_line(n) for n in between) else None

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import LoadError, RunError
+from partc.holders import exchange_texts
 from partc.mesh import Mesh
+from partc.passes.microbatches import PP
 from partc.role import Shard, dtype_name, dtype_of
 from partc.runtime import Stage
 from partc.sharding import cut, join_pieces
@@ -42,14 +44,14 @@ def save_checkpoint(
     partial = target.with_name(f".{target.name}.partial")
     _first_rank_makes(partial, target, stage.device)
     held = {**_model(stage), **_optimizer(stage, optimizer)}
-    mine = {k: piece for k, (shard, piece) in held.items() if shard.is_first_copy(stage.coords)}
+    mine = {k: piece for k, (shard, piece) in held.items() if stage.is_first_copy(shard)}
     file = partial / _file_name(dist.get_rank())
     write_tensors(file, mine)
     _flush(file)
     digests = _gather_digests(bytes.fromhex(_sha256(file)), stage.device)
+    contents = _contents(stage, held, _groups(stage, optimizer))
     if dist.get_rank() == 0:
-        shards = {key: shard for key, (shard, _) in held.items()}
-        text = _manifest(stage.mesh, shards, digests, step, _groups(stage, optimizer))
+        text = _manifest(stage.mesh, contents, digests, step)
         (partial / MANIFEST).write_text(text, encoding="utf-8")
         _flush(partial / MANIFEST)
         partial.rename(target)
@@ -62,9 +64,7 @@ def load_checkpoint(folder: str | Path, stage: Stage, optimizer: Optimizer | Non
     """Read the newest checkpoint in a folder (or the one named) into a Stage; its step number."""
     saved = Saved.read(latest(folder))
     saved.verify(stage.device)
-    missing = sorted(set(_model(stage)) - set(saved.shards))
-    if missing:
-        _refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
+    _check_model(saved, stage)
     for key, (shard, piece) in _model(stage).items():
         with torch.no_grad():
             piece.copy_(saved.piece(key, shard, stage))
@@ -92,6 +92,7 @@ class Saved:
     step: int
     mesh: Mesh
     shards: Mapping[str, Shard]
+    stages: Mapping[str, int]  # by tensor the pipeline rank whose files have it
     digests: tuple[str, ...]  # by rank
     groups: tuple[dict[str, Any], ...]
     files: dict[int, TensorFile]
@@ -104,11 +105,13 @@ class Saved:
             if fields["schema"] != SCHEMA:
                 _refuse(path, f"it has schema {fields['schema']!r}", f"This partc reads {SCHEMA}.")
             mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
-            shards = {key: _shard(key, *entry) for key, entry in fields["tensors"].items()}
+            tensors = fields["tensors"]
+            shards = {key: _shard(key, *entry[:3]) for key, entry in tensors.items()}
+            stages = {key: int(entry[3]) for key, entry in tensors.items() if entry[3:]}
             digests, groups = tuple(fields["files"]), tuple(fields["optimizer"])
             if len(digests) != mesh.num_ranks:
                 _refuse(path, "it does not name a file for each rank", "Restore it.")
-            return cls(path, int(fields["step"]), mesh, shards, digests, groups, {})
+            return cls(path, int(fields["step"]), mesh, shards, stages, digests, groups, {})
         except (OSError, ValueError, KeyError, TypeError) as error:
             _refuse(path, repr(error), "Restore the folder, or load an older step.")
 
@@ -128,9 +131,6 @@ class Saved:
     def piece(self, key: str, wanted: Shard, stage: Stage) -> Tensor:
         """What this rank needs of one tensor, whatever mesh it was saved under."""
         shard = self.shards[key]
-        if shard.shape != wanted.shape:
-            sizes = f"{key} is {list(shard.shape)}, not {list(wanted.shape)}"
-            _refuse(self.path, sizes, "Load a checkpoint of this model.")
         if self.mesh == stage.mesh and shard.cuts == wanted.cuts:
             axes = [axis for axis, _, _ in shard.cuts]
             return self._read(key, {axis: stage.coords[axis] for axis in axes})
@@ -147,7 +147,8 @@ class Saved:
 
     def _read(self, key: str, at: Mapping[str, int]) -> Tensor:
         """A piece from the file of the first rank that holds it."""
-        rank = self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **at})
+        start = {**dict.fromkeys(self.mesh.names, 0), PP: self.stages.get(key, 0)}
+        rank = self.mesh.rank({**start, **at})
         if rank not in self.files:
             self.files[rank] = TensorFile(self.path / _file_name(rank))
         return self.files[rank][key]
@@ -186,6 +187,49 @@ def _groups(stage: Stage, optimizer: Optimizer | None) -> list[dict[str, Any]]:
     return groups
 
 
+def _contents(
+    stage: Stage, held: Mapping[str, tuple[Shard, Tensor]], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the manifest says of tensors and optimizer groups, joined over the pipeline's ranks."""
+    mine = {
+        "tensors": {
+            key: _entry(shard, stage)
+            for key, (shard, _) in held.items()
+            if stage.is_first_stage(shard)
+        },
+        "optimizer": groups,
+    }
+    if stage.pipeline is None:
+        return mine
+    texts = exchange_texts(json.dumps(mine), stage.pipeline, stage.device)
+    told = [json.loads(text) for text in texts]
+    joined = []
+    for same in zip(*(each["optimizer"] for each in told), strict=True):
+        names = dict.fromkeys(name for group in same for name in group["params"])
+        joined.append({**same[0], "params": list(names)})
+    tensors = {key: entry for each in told for key, entry in each["tensors"].items()}
+    return {"tensors": tensors, "optimizer": joined}
+
+
+def _entry(shard: Shard, stage: Stage) -> list[Any]:
+    """Shape, dtype, cuts and, if there are several, the pipeline rank of the pieces."""
+    entry = [list(shard.shape), dtype_name(shard.dtype), [list(c) for c in shard.cuts]]
+    return entry if stage.pipeline is None else [*entry, stage.coords[PP]]
+
+
+def _check_model(saved: Saved, stage: Stage) -> None:
+    """Every tensor of the model must be there in its shape, those of other ranks too: if one
+    refuses, all do."""
+    wanted = {f"model/{name}": shard.shape for name, shard in stage.shards.items()}
+    missing = sorted(set(wanted) - set(saved.shards))
+    if missing:
+        _refuse(saved.path, f"it lacks {', '.join(missing[:5])}", "Load one of this model.")
+    for key, shape in wanted.items():
+        if saved.shards[key].shape != shape:
+            sizes = f"{key} is {list(saved.shards[key].shape)}, not {list(shape)}"
+            _refuse(saved.path, sizes, "Load a checkpoint of this model.")
+
+
 def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
     """Set state and hyperparameters by parameter name."""
     fields = sorted({key.split("/")[1] for key in saved.shards if key.startswith("optimizer/")})
@@ -214,16 +258,11 @@ def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:
 
 
 # files ---------------------------------------------------------------------------------------
-def _manifest(
-    mesh: Mesh, shards: Mapping[str, Shard], digests: list[str], step: int, groups: list[Any]
-) -> str:
-    tensors = {
-        key: [list(shard.shape), dtype_name(shard.dtype), [list(c) for c in shard.cuts]]
-        for key, shard in sorted(shards.items())
-    }
+def _manifest(mesh: Mesh, contents: Mapping[str, Any], digests: list[str], step: int) -> str:
     fields = {
         "schema": SCHEMA, "step": step, "mesh": [list(axis) for axis in mesh.axes],
-        "tensors": tensors, "files": digests, "optimizer": groups,
+        "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
+        "optimizer": contents["optimizer"],
     }  # fmt: skip
     return json.dumps(fields, indent=1) + "\n"
 

@@ -21,8 +21,9 @@ def clip_gradients(
 ) -> Tensor:  # fmt: skip
     """Scale this rank's gradients to a whole norm of at most ``max_norm``; returns the norm before.
 
-    ``held`` has each parameter with whether this rank holds its piece's first copy; ``groups`` are
-    the process groups of all mesh axes, which together span the ranks.
+    ``held`` has each parameter with whether this rank holds its piece's first copy (of a tied one
+    that on its first stage); ``groups`` are the process groups of all mesh axes, which together
+    span the ranks.
     """
     norm = total_norm(held, groups, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(norm):

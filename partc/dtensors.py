@@ -8,10 +8,9 @@ DTensor placement: such a tensor is gathered and stands in the state dict whole,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -26,8 +25,10 @@ Gather = Callable[[Tensor, str], list[Tensor]]
 class DTensors:
     """Makes DTensors of this rank's pieces; the reordered meshes are made once."""
 
-    def __init__(self, mesh: Mesh, device_mesh: DeviceMesh | None) -> None:
-        self.mesh, self.device_mesh = mesh, device_mesh
+    def __init__(
+        self, mesh: Mesh, device_mesh: DeviceMesh | None, coords: Mapping[str, int]
+    ) -> None:
+        self.mesh, self.device_mesh, self.coords = mesh, device_mesh, coords
         self._meshes = {mesh.names: device_mesh} if device_mesh is not None else {}
 
     def make(self, shard: Shard, piece: Tensor, gather: Gather) -> Tensor:
@@ -49,13 +50,12 @@ class DTensors:
 
     def piece(self, shard: Shard, value: DTensor) -> Tensor:
         """This rank's piece of a DTensor, however it is laid out."""
-        names = axis_order(shard, self.mesh)
-        wanted = placements(shard, names)
-        same = value.device_mesh.mesh_dim_names == names and tuple(value.placements) == wanted
-        if expressible(shard) and same:
-            return value.to_local()
-        coords = self.mesh.coords(dist.get_rank())
-        return shard.take(value.full_tensor(), self.mesh, coords)
+        if self.device_mesh is not None and expressible(shard):
+            names = axis_order(shard, self.mesh)
+            same = tuple(value.placements) == placements(shard, names)
+            if same and value.device_mesh == self._reordered(names):
+                return value.to_local()
+        return shard.take(value.full_tensor(), self.mesh, self.coords)
 
     def _reordered(self, names: tuple[str, ...]) -> DeviceMesh:
         if names not in self._meshes:

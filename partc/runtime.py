@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from partc.clip import clip_gradients
 from partc.dtensors import DTensors
 from partc.errors import RunError
 from partc.handshake import check_agreement, check_world, device_mesh, world_size
+from partc.holders import Holders, from_first, without_pipeline
 from partc.mesh import Mesh
+from partc.passes.microbatches import PP
 from partc.program import Program
-from partc.role import Role, Shard, dtype_name, dtype_of
-from partc.weights import Source, check_names, check_shapes, kept_aside, match, whole_tensors
+from partc.role import Role, Shard, dtype_name
+from partc.weights import Source, check_names, check_shapes, match, whole_tensors
 
 
 class Unmatched(NamedTuple):
@@ -51,8 +54,9 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
 class Stage(nn.Module):
     """One rank's share of a training step.
 
-    Parameters and buffers are this rank's pieces, under their names in the user's model.
-    ``train`` and ``eval`` change nothing: the mode was compiled in.
+    Parameters and buffers are this rank's pieces, under their names in the user's model; a pipeline
+    rank has those of its own stages. ``train`` and ``eval`` change nothing: the mode was compiled
+    in.
     """
 
     _rank_step: Any  # the role's own module
@@ -62,17 +66,18 @@ class Stage(nn.Module):
         super().__init__()
         self._model, self.mesh = program.fingerprint, program.mesh
         self._role: Role = program.role(dist.get_rank())
-        self._dtensors = DTensors(program.mesh, mesh)
+        self._holders = Holders.of(program)
         self._groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
         self.coords = program.mesh.coords(dist.get_rank())
+        self._dtensors = _dtensors(program.mesh, mesh, self.coords)
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         self._aside = {
-            name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=device)
-            for name, spec in kept_aside(program.fingerprint, _all_names(program)).items()
+            name: torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+            for name, shard in self._holders.aside.items()
         }
-        aside = [Shard("", n, tuple(t.shape), t.dtype, ()) for n, t in self._aside.items()]
-        self._shards = {shard.name: shard for shard in (*self._role.shards, *aside)}
+        own = {shard.name: shard for shard in self._role.shards}
+        self._shards = {**own, **self._holders.aside}
         self._show_tensors()
         self._set({n: t for n, t in program.constants.items() if n in self._shards})
 
@@ -87,18 +92,20 @@ class Stage(nn.Module):
         """The loss, ready for ``.backward()``; of an inference program its results by name.
 
         A training program computes its gradients here already and hands them to autograd; under
-        ``torch.no_grad()`` they are dropped.
+        ``torch.no_grad()`` they are dropped. RunError if it has several pipeline stages.
         """
         if self._role.is_inference:
             self._check_inputs(inputs)
             with torch.no_grad():
                 return self._rank_step(*inputs)
+        self._check_one_stage()
         params = [p for p in self.parameters() if p.requires_grad]
         apply: Any = _LossOfStep.apply
         return apply(lambda: self._fresh_grads(params, inputs), *params)
 
     def seed(self, seed: int) -> None:
-        """Seed dropout: equal on copies, different on pieces; all ranks pass the same number."""
+        """Seed dropout: equal on copies, different on pieces and stages; all ranks pass the same
+        number."""
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed)
 
@@ -107,7 +114,7 @@ class Stage(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         held = self._held
-        params = [(held[s.name], s.is_first_copy(self.coords)) for s in self._role.params]
+        params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
         groups = list(self._groups.values())
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
 
@@ -118,25 +125,45 @@ class Stage(nn.Module):
         A tied tensor may come under any of its names. Buffers that a model's state dict leaves out
         come from a model, otherwise they keep what was known when compiling.
         """
-        self.load_state_dict(whole_tensors(source), strict)
+        self._load(whole_tensors(source), strict, self.shards)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of the model's own state dict, whole, on the CPU; all ranks together."""
-        held, whole = self._held, {}
-        for first in dict.fromkeys(map(self._first, self._saved())):
-            joined = self._shards[first].join(held[first].detach(), self._gather)
-            whole[first] = joined.to("cpu", copy=True)
-        return {name: whole[self._first(name)] for name in self._saved()}
+        """Every tensor of the model's own state dict, whole, on the CPU; all ranks together.
+
+        The names of a tied tensor have one tensor.
+        """
+        names = list(self._saved(self.shards))
+        firsts = dict.fromkeys(map(self._first, names))
+        whole = {first: self._whole(first).to("cpu", copy=True) for first in firsts}
+        return {name: whole[self._first(name)] for name in names}
 
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors are."""
         return next(iter(self._held.values())).device
 
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How every tensor is cut that some rank holds, by name."""
+        return self._holders.shards
+
+    @property
+    def pipeline(self) -> Any:
+        """The process group of the ranks with the other stages; None if there is none."""
+        return self._groups.get(PP)
+
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """Every tensor that this rank holds by name, with how it is cut from the whole."""
         held = self._held
         return {name: (shard, held[name]) for name, shard in self._shards.items()}
+
+    def is_first_copy(self, shard: Shard) -> bool:
+        """Whether this rank is the first of all that hold the same piece of this tensor."""
+        return self._holders.is_first_copy(shard, self.coords)
+
+    def is_first_stage(self, shard: Shard) -> bool:
+        """Whether this rank is one of the first pipeline rank that holds this tensor."""
+        return self._holders.is_first_stage(shard, self.coords)
 
     # checkpoints -----------------------------------------------------------------------------
     def state_dict(  # type: ignore[override]
@@ -148,11 +175,12 @@ class Stage(nn.Module):
     ) -> dict[str, Any]:
         """DTensors under the user's names, for torch.distributed.checkpoint; all ranks together.
 
-        They share memory with the parameters, except those that ``partc.dtensors`` has to gather.
+        A pipeline rank gives its own stages' tensors, on the mesh without ``pp``. They share memory
+        with the parameters, except those that ``partc.dtensors`` has to gather.
         """
         state = {} if destination is None else destination
         held = self._held
-        for name in self._saved():
+        for name in self._saved(self._shards):
             shard = self._shards[self._first(name)]
             state[prefix + name] = self._dtensors.make(
                 shard, held[shard.name].detach(), self._gather
@@ -163,25 +191,43 @@ class Stage(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Unmatched:
         """Take values from whole tensors, or from DTensors of any mesh and placements."""
-        matched = match(state_dict, list(self._shards), self._role.aliases, self._model)
-        if strict:
-            check_names(matched)
-        check_shapes(state_dict, matched, {s.name: s.shape for s in self._shards.values()})
-        self._set({name: state_dict[key] for name, key in matched.found.items()})
-        return Unmatched(matched.missing, matched.unexpected)
+        return self._load(state_dict, strict, self._shards)
 
     # inside ----------------------------------------------------------------------------------
+    def _load(self, given: Mapping[str, Any], strict: bool, needed: Collection[str]) -> Unmatched:
+        """Check all names that some rank holds, so that all ranks agree, and take this rank's."""
+        matched = match(given, list(self.shards), self._holders.aliases, self._model)
+        matched = replace(matched, missing=[n for n in matched.missing if n in needed])
+        if strict:
+            check_names(matched)
+        check_shapes(given, matched, {s.name: s.shape for s in self.shards.values()})
+        self._set({name: given[key] for name, key in matched.found.items()})
+        return Unmatched(matched.missing, matched.unexpected)
+
     @torch.no_grad()
     def _set(self, given: Mapping[str, Tensor]) -> None:
         """Copy this rank's pieces of whole tensors, or of DTensors, into place."""
         held = self._held
         for name, value in given.items():
-            shard = self._shards[name]
-            if isinstance(value, DTensor):
-                piece = self._dtensors.piece(shard, value)
+            shard = self._shards.get(name)
+            if shard is None:
+                if isinstance(value, DTensor):
+                    value.full_tensor()  # for the ranks that hold it: they cannot gather it alone
+            elif isinstance(value, DTensor):
+                held[name].copy_(self._dtensors.piece(shard, value))
             else:
-                piece = shard.take(value, self.mesh, self.coords)
-            held[name].copy_(piece)
+                held[name].copy_(shard.take(value, self.mesh, self.coords))
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor joined by the first pipeline rank that holds it, on all of them."""
+        shard, first = self.shards[name], self._holders.first[name]
+        joined = None
+        if self.is_first_stage(shard):
+            joined = shard.join(self._held[name].detach(), self._gather)
+        if self.pipeline is None:
+            assert joined is not None
+            return joined
+        return from_first(joined, shard, first, self.pipeline, self.device)
 
     def _gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """What every rank along an axis holds."""
@@ -222,26 +268,54 @@ class Stage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """``.to()`` and its like act on the rank's module; the view by the user's names follows."""
+        self._check_dtypes_stay(fn)
         self._rank_step._apply(fn, recurse)
         self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
         self._show_tensors()
         return self
+
+    def _has_stages(self) -> bool:
+        """Whether the program has several pipeline stages, on this rank or on others."""
+        return self.pipeline is not None or len(getattr(self._rank_step, "stages", ())) > 1
+
+    def _check_one_stage(self) -> None:
+        if self._has_stages():
+            raise RunError(
+                where="stage(...)",
+                what="a program with several pipeline stages has no loss.backward()",
+                why="its schedule mixes forward and backward of the microbatches",
+                do="Call stage.step(...): it returns the loss and adds to every .grad.",
+            )
+
+    def _check_dtypes_stay(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if not self._has_stages():
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self._held.values()):
+            new = fn(torch.empty(0, dtype=dtype, device=self.device)).dtype
+            if new != dtype:
+                raise RunError(
+                    where=f".to({new})",
+                    what=f"the program holds {dtype_name(dtype)}",
+                    why="what its stages send each other was compiled with these dtypes",
+                    do="Convert the model and compile it again; another device is fine.",
+                )
 
     def _show_tensors(self) -> None:
         """Register the rank's tensors in a tree of the user's module names."""
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
         self._held = {**self._role.tensors(self._rank_step), **self._aside}
-        held, saved = self._held, set(self._saved())
-        for name, first in {**{n: n for n in self._shards}, **self._role.aliases}.items():
+        held, saved = self._held, set(self._saved(self._shards))
+        seconds = {n: f for n, f in self._holders.aliases.items() if f in held}
+        for name, first in {**{n: n for n in self._shards}, **seconds}.items():
             _register(self, name, held[first], name in saved)
 
     def _first(self, name: str) -> str:
-        return self._role.aliases.get(name, name)
+        return self._holders.aliases.get(name, name)
 
-    def _saved(self) -> Iterator[str]:
-        """The names of the model's own state dict that this rank holds, in the model's order."""
-        return (n for n in self._model.saved_names() if self._first(n) in self._shards)
+    def _saved(self, held: Collection[str]) -> Iterator[str]:
+        """The names of the model's own state dict for what is held, in the model's order."""
+        return (n for n in self._model.saved_names() if self._first(n) in held)
 
 
 class _LossOfStep(torch.autograd.Function):
@@ -284,11 +358,12 @@ def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
     return f"{dtype_name(dtype)}{list(shape)} on {device}"
 
 
-def _all_names(program: Program) -> set[str]:
-    """Every name that some role of the program holds."""
-    files = sorted({name for _, name in program.roles})
-    roles = [Role.load(program.sources[name], name) for name in files]
-    return {n for role in roles for n in (*role.aliases, *(s.name for s in role.shards))}
+def _dtensors(mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int]) -> DTensors:
+    """Tensors are cut over the axes without ``pp``."""
+    cutting = without_pipeline(mesh)
+    if devices is not None and cutting != mesh:
+        devices = devices[cutting.names] if cutting.names else None
+    return DTensors(cutting, devices, coords)
 
 
 def _device_of(device: str) -> torch.device:

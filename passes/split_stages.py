@@ -206,6 +206,10 @@ def _set_weights_apart(graph: Graph) -> None:
         picks = node.target is operator.getitem  # what one call gives stays together
         if node in apart and not (picks and node.all_input_nodes[0] not in apart):
             set_value(node, replace(value(node), phase="W"))
+    for node in graph.calls():  # one of several results is made where the others are
+        if node.target is operator.getitem and node in apart:
+            made = value(node.all_input_nodes[0]).phase
+            set_value(node, replace(value(node), phase=made))
 
 
 def _stands_with(node: fx.Node, readers: Iterable[fx.Node]) -> bool:
