@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,15 @@ def full(tensor: Tensor) -> Tensor:
 def full_grad_norm(parameters: list[nn.Parameter]) -> float:
     """The norm of all gradients, DTensors gathered."""
     return norm_of(full(p.grad) for p in parameters if p.grad is not None)
+
+
+def norm_over_ranks(grads: Mapping[str, Tensor]) -> float:
+    """The norm of what all ranks have together; a name that several have is counted once."""
+    mine = {name: norm_of([grad]) for name, grad in grads.items()}
+    ranks: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, mine)
+    norms = {name: norm for rank in ranks for name, norm in rank.items()}
+    return math.hypot(*norms.values())
 
 
 def rows_of(tensor: Tensor, index: int, num: int) -> Tensor:

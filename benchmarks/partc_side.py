@@ -6,15 +6,23 @@ import torch
 from torch import Tensor
 
 import partc
-from benchmarks.measure import Side
-from benchmarks.workload import Size, build_batch, build_model, loss_of, norm_of
+from benchmarks.measure import Side, norm_over_ranks
+from benchmarks.workload import Pipeline, Size, build_batch, build_model, loss_of, stage_starts
 
 
-def compile_to(folder: str, size: Size, mesh: str, plan: str) -> None:
+def compile_to(folder: str, size: Size, mesh: str, plan: str, cut: Pipeline | None) -> None:
     """Compile the size's training step and save its sources in ``folder``."""
     with torch.device("meta"):
         model = build_model(size)
-    partc.compile(model, mesh, build_batch(size), loss=loss_of, plan=plan).save(folder)
+    full = partc.Plan(preset=plan)
+    if cut is not None:
+        starts = stage_starts(size, cut.stages)[1:]
+        full = full.changed(
+            stages=tuple(f"model.layers.{start}" for start in starts),
+            microbatches=cut.microbatches,
+            schedule=cut.schedule,
+        )
+    partc.compile(model, mesh, build_batch(size), loss=loss_of, plan=full).save(folder)
 
 
 def load(folder: str, size: Size) -> Side:
@@ -32,7 +40,7 @@ def load(folder: str, size: Size) -> Side:
         weights = [p.data for p in parameters]
         for p in parameters:  # whole tensors come from the state dict, so gradients stand in it
             p.data = torch.zeros_like(p) if p.grad is None else p.grad
-        norm = norm_of(stage.full_state_dict().values())
+        norm = norm_over_ranks(stage.full_state_dict())
         for p, weight in zip(parameters, weights, strict=True):
             p.data = weight
         return norm

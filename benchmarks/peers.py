@@ -1,4 +1,4 @@
-"""partc's programs beside PyTorch's DDP, FSDP2 and DTensor parallelism, in interleaved rounds.
+"""partc's programs beside PyTorch's DDP, FSDP2, DTensor and pipelines, in interleaved rounds.
 
 Run ``python -m benchmarks.peers``. Every side of a layout lives in the same gloo processes and
 takes its turn in every round; its first steps are compared with the model in one process.
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import partc_side, torch_sides
+from benchmarks import partc_side, torch_pipelines, torch_sides
 from benchmarks.machine import machine
 from benchmarks.measure import Sample, Side, Trial, peak_bytes, sample, trial
 from benchmarks.peer_table import Measured, ratio_table, side_table
-from benchmarks.workload import SIZES, Size, reference
+from benchmarks.workload import SIZES, Pipeline, Size, reference
 from partc.processes import Processes
 from partc.resident import free_at_once
 
@@ -43,6 +43,7 @@ class Layout:
     num_ranks: int
     plan: str
     peers: tuple[torch_sides.Build, ...]
+    cut: Pipeline | None = None
 
 
 _TP = torch_sides.tensor_parallel
@@ -75,11 +76,31 @@ LAYOUTS = {
 }
 
 
+def _pipelined(schedule: str, stages: int, microbatches: int, num_dp: int) -> Layout:
+    """Two pipeline ranks, each ``num_dp`` times, with torch's schedule of the same name."""
+    cut = Pipeline(schedule, 2, stages, microbatches)
+    mesh = "pp=2" if num_dp == 1 else f"pp=2,dp={num_dp}"
+    peer = partial(torch_pipelines.pipelining, cut=cut)
+    return Layout(mesh, 2 * num_dp, "ddp", (peer,), cut)
+
+
+_STAGES = {"gpipe": 2, "1f1b": 2, "interleaved-1f1b": 4, "zb-v": 4}
+PIPELINES = {
+    f"{schedule} {num}": _pipelined(schedule, stages, num, 1)
+    for schedule, stages in _STAGES.items()
+    for num in (4, 8)
+} | {
+    f"{schedule} 4 ddp": _pipelined(schedule, stages, 4, 2)
+    for schedule, stages in _STAGES.items()
+}
+LAYOUTS |= PIPELINES
+
+
 def measure(layout: Layout, size: Size, num_rounds: int, with_partc: bool) -> list[Measured]:
     """All sides of a layout on gloo ranks of this machine, partc first where asked for."""
     with tempfile.TemporaryDirectory() if with_partc else nullcontext() as folder:
         if folder is not None:
-            partc_side.compile_to(folder, size, layout.mesh, layout.plan)
+            partc_side.compile_to(folder, size, layout.mesh, layout.plan, layout.cut)
         builds: list[Build] = [partial(peer, size) for peer in layout.peers]
         if folder is not None:
             builds.insert(0, partial(partc_side.load, folder, size))

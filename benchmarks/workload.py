@@ -28,6 +28,16 @@ class Size:
     batch: int
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """A cut into ``stages`` of equally many layers on ``ranks``; the schedule by partc's name."""
+
+    schedule: str
+    ranks: int
+    stages: int
+    microbatches: int
+
+
 SIZES = {
     size.name: size
     for size in (
@@ -49,6 +59,11 @@ def build_model(size: Size) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(config)
     return model.train()
+
+
+def stage_starts(size: Size, num: int) -> tuple[int, ...]:
+    """The first layer of each of ``num`` stages."""
+    return tuple(size.layers * stage // num for stage in range(num))
 
 
 def build_batch(size: Size) -> tuple[Tensor, Tensor]:
