@@ -90,8 +90,7 @@ PIPELINES = {
     for schedule, stages in _STAGES.items()
     for num in (4, 8)
 } | {
-    f"{schedule} 4 ddp": _pipelined(schedule, stages, 4, 2)
-    for schedule, stages in _STAGES.items()
+    f"{schedule} 4 ddp": _pipelined(schedule, stages, 4, 2) for schedule, stages in _STAGES.items()
 }
 LAYOUTS |= PIPELINES
 
