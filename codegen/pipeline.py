@@ -293,6 +293,9 @@ class _Rank:
 
     def _finish(self) -> Iterator[Line]:
         """Sum what is summed once per step; every rank learns the loss."""
+        if not self._trains():
+            yield from self._results()
+            return
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
         for stage in self.stages:
             loss = "loss = " if stage.number == holder else ""
@@ -310,6 +313,26 @@ class _Rank:
             call = f"dist.broadcast(loss, group=self.{PP}, group_src={source})"
             yield Line(call, "every rank learns the loss")
         yield Line("return loss")
+
+    def _results(self) -> Iterator[Line]:
+        """Every rank learns the results of an inference."""
+        yield Line("results = {}")
+        for stage in self.stages:
+            if stage.graph.outputs.results:
+                yield Line(f"results |= self.stage{stage.number}.finish()")
+        device = f"{self._arguments()[0]}.device"
+        for number, graph in enumerate(self.graphs):
+            source = self.schedule.rank_of[number]
+            for name, node in graph.outputs.results.items():
+                key = f"results[{literal(name)}]"
+                if source != self.rank:
+                    shape, dtype = literal(tuple(value(node).shape)), literal(value(node).dtype)
+                    yield Line(f"{key} = torch.empty({shape}, dtype={dtype}, device={device})")
+                elif self.schedule.ranks > 1:
+                    yield Line(f"{key} = {key}.contiguous()")
+                if self.schedule.ranks > 1:
+                    yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")
+        yield Line("return results")
 
     def _is_apart(self, one: Tied) -> bool:
         """Whether this rank and another one hold a tied parameter."""

@@ -7,7 +7,7 @@ collectives that its sum over microbatches still has to pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -24,6 +24,7 @@ class Ends:
 
     grads: dict[str, Chain]
     loss: Chain | None  # None: the stage has no loss, or it is not summed over microbatches
+    results: dict[str, int] = field(default_factory=dict)  # the dim on which turns lie side by side
 
     @property
     def reduces(self) -> bool:
@@ -48,11 +49,15 @@ def take_ends(graph: Graph) -> Ends:
     loss, chain = outputs.loss, None
     if loss is not None and value(loss).phase == "E":
         loss, chain = _before(loss)
-    graph.set_outputs(replace(outputs, grads=grads, loss=loss))
+    results, dims = dict(outputs.results), {}
+    for name, node in outputs.results.items():
+        if node.target is collectives.collect:
+            results[name], dims[name] = node.all_input_nodes[0], int(str(node.kwargs["dim"]))
+    graph.set_outputs(replace(outputs, grads=grads, loss=loss, results=results))
     for node in reversed(list(graph.calls())):
         if value(node).phase == "E" and not node.users:
             graph.fx.erase_node(node)
-    return Ends(chains, chain)
+    return Ends(chains, chain, dims)
 
 
 def _before(node: fx.Node) -> tuple[fx.Node, Chain]:

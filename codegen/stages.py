@@ -30,7 +30,7 @@ from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
 from partc.errors import CheckError
 from partc.graph import Graph, Phase, held, is_tensor, typed, value
-from partc.quoting import comment
+from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
 DOCS: dict[Phase, str] = {
@@ -69,7 +69,16 @@ class StageText(RoleText):
         self.name_attributes()
         self.scope = Scope([*self.helpers.names, "i"])
         self.own = Scope(
-            [*dir(nn.Module), *METHODS.values(), "saved", "kept", "left", "losses", "finish"]
+            [
+                *dir(nn.Module),
+                *METHODS.values(),
+                "saved",
+                "kept",
+                "left",
+                "losses",
+                "results",
+                "finish",
+            ]
         )
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
         self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
@@ -98,7 +107,8 @@ class StageText(RoleText):
     def finishes(self) -> bool:
         """Whether anything is left to do once all microbatches have run."""
         steady = any(cls.is_steady for cls in self.classes.values())
-        return self.ends.reduces or steady or self.graph.loss is not None
+        outputs = self.graph.outputs
+        return self.ends.reduces or steady or outputs.loss is not None or bool(outputs.results)
 
     def _doc(self) -> str:
         """What of the model stands in this stage."""
@@ -189,6 +199,8 @@ class StageText(RoleText):
         lines = [Line("self.saved = {}")] if self.has("B") else []
         lines += [Line("self.kept, self.left = {}, {}")] if self.has("W") else []
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
+        lists = ", ".join(f"{literal(name)}: []" for name in self.graph.outputs.results)
+        lines += [Line(f"self.results = {{{lists}}}")] if lists else []
         if self.ends.reduces:
             lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
         return lines
@@ -242,6 +254,8 @@ class StageText(RoleText):
                     lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
         if phase == "F" and self.graph.loss is not None:
             lines.append(Line(f"self.losses.append({body.text(self.graph.loss)})"))
+        for name, node in self.graph.outputs.results.items() if phase == "F" else ():
+            lines.append(Line(f"self.results[{literal(name)}].append({body.text(node)})"))
         if phase in "FB":
             sent = [n for n in self.graph.outputs.sent.values() if _phase(n) == phase]
             texts = [body.text(n).code for n in sent]
@@ -284,6 +298,8 @@ class StageText(RoleText):
             lines.append(Line("return loss"))
         elif self.graph.loss is not None:
             lines.append(Line(f"return {total}"))
+        if self.graph.outputs.results:
+            return self._results()
         result = "None" if self.graph.loss is None else "Tensor"
         return {
             "signature": f"    def finish(self) -> {result}:",
@@ -291,6 +307,22 @@ class StageText(RoleText):
             if self.ends.reduces or sums
             else "The loss, of all microbatches.",
             "body": block(lines, 2),
+        }
+
+    def _results(self) -> dict[str, str]:
+        """The model's results for the whole batch."""
+        texts = []
+        for name in self.graph.outputs.results:
+            turns = f"self.results[{literal(name)}]"
+            dim = self.ends.results.get(name)
+            texts.append(
+                f"{literal(name)}: {turns}[-1]" if dim is None
+                else f"{literal(name)}: torch.cat({turns}, {dim})"
+            )  # fmt: skip
+        return {
+            "signature": "    def finish(self) -> dict[str, Tensor]:",
+            "doc": "The results, all microbatches side by side.",
+            "body": block([Line(f"return {{{', '.join(texts)}}}")], 2),
         }
 
     def _reductions(self) -> Iterable[Line]:

@@ -109,6 +109,8 @@ def compile_pipeline(
     """
     mesh = graph.mesh
     _check_batch(graph, plan)
+    if graph.loss is None and plan.schedule == Plan().schedule:
+        plan = plan.changed(schedule="forward-only")
     full, local = localize(graph, plan, strict=strict)
     graphs, stages, step = schedule_stages(local, full)
     for stage in graphs:

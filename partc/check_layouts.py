@@ -93,7 +93,7 @@ def _meaning(move: Move, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[La
         return U, R
     if move.target is collectives.keep_first:
         return R, U
-    if move.target is collectives.all_gather:
+    if move.target in (collectives.all_gather, collectives.collect):
         return _cut(have, axis, named["dim"], named.get("outer", 1), mesh), R
     if move.target is collectives.all_to_all:
         before = _cut(have, axis, named["dim"], named.get("outer", 1), mesh)

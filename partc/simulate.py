@@ -174,6 +174,7 @@ def _axis_index(x: Pieces, mesh: Mesh, axis: str, num: int) -> Pieces:
 _MEANING: dict[Any, Callable[..., Pieces]] = {
     collectives.all_reduce: _all_reduce,
     collectives.accumulate: _all_reduce,
+    collectives.collect: _all_gather,
     collectives.all_gather: _all_gather,
     collectives.reduce_scatter: _reduce_scatter,
     collectives.all_to_all: _all_to_all,

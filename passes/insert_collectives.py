@@ -212,7 +212,7 @@ class _Partition:
             loss=None if outputs.loss is None else self._sum(outputs.loss, Sharding(), "step"),
             grads=grads,
             buffers={n: self._final(b, Sharding()) for n, b in outputs.buffers.items()},
-            results={n: self._final(r, Sharding()) for n, r in outputs.results.items()},
+            results={n: self._collected(r) for n, r in outputs.results.items()},
         )
 
     def _sum(self, node: fx.Node, want: Sharding, when: str) -> fx.Node:
@@ -227,6 +227,18 @@ class _Partition:
         kwargs = {"axis": MB, "num": mesh.size(MB)}
         step = Step(collectives.accumulate, kwargs, whole)
         return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
+
+    def _collected(self, node: fx.Node) -> fx.Node:
+        """A result of the model for the whole batch, on every rank."""
+        layout = value(node).sharding.on(MB)
+        if layout.kind != "cut":
+            return self._final(node, Sharding())
+        mesh = self.graph.mesh
+        turn = self._get(node, Sharding().with_(MB, layout, mesh), value(node))
+        kwargs = {"axis": MB, "num": mesh.size(MB), "dim": layout.dim, "outer": layout.outer}
+        return self._step(
+            turn, Step(collectives.collect, kwargs, Sharding()), value(turn), value(node)
+        )
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))

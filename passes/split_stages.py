@@ -65,7 +65,7 @@ def _phases(local: Graph, plan: Plan) -> dict[fx.Node, Phase]:
     free = given(local)
     for node in local.calls():
         operands = [phases[o] for o in node.all_input_nodes if o in phases]
-        if node.target is collectives.accumulate or "E" in operands:
+        if node.target in (collectives.accumulate, collectives.collect) or "E" in operands:
             phases[node] = "E"
         elif _is_steady(node, plan, free) and all(phase == "S" for phase in operands):
             phases[node] = "S"
