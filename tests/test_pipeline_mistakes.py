@@ -154,7 +154,7 @@ def found_in_programs(rank: int, edit: Edit) -> str:
     role = f"pipeline{rank}.py"
     text = edit(program().sources[role])
     assert text != program().sources[role], "the mistake was made nowhere"
-    spoiled = replace(program(), sources=program().sources | {role: text})
+    spoiled = replace(program(), sources={**program().sources, role: text})
     given = case()
     try:
         report = verify(spoiled, given.model, given.inputs, given.loss, timeout=10)

@@ -169,8 +169,8 @@ class Stage0(nn.Module):
         add_grad(self.blocks_0_w1_bias, d_w1_0.sum((0, 1)))            # f64[20]{U:mb}
         del d_w1_0
         d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm_0, embed, (12,), mean, rstd, self.blocks_0_norm_weight,
-            self.blocks_0_norm_bias, (True, True, True))               # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+            d_norm_0, embed, (12,), mean, rstd, self.blocks_0_norm_weight, self.blocks_0_norm_bias,
+            (True, True, True))                                        # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.blocks_0_norm_weight, d_norm_weight)
         add_grad(self.blocks_0_norm_bias, d_norm_bias)
         del d_norm_0, d_norm_bias, d_norm_weight

@@ -152,9 +152,9 @@ class Stage0(nn.Module):
         ids, = self.kept.pop(i)
         d_y, = self.left.pop(i)
         # embed
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        add_grad(
+            self.embed_weight,
+            torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
 
 
 class Stage3(nn.Module):
@@ -181,8 +181,7 @@ class Stage3(nn.Module):
         reshape = self.labels.chunk(8)[i].reshape(30)             # i64[240@mb]
         log_softmax = torch.log_softmax(head.reshape(30, 14), 1)  # f64[240@mb,14]
         del head
-        nll_loss_forward = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100)[0]               # f64[]{U:mb}
+        nll_loss_forward = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, -100)[0]  # f64[]{U:mb}
         loss = nll_loss_forward / self.total                      # f64[]{U:mb}
         self.saved[i] = (reshape, log_softmax, loss)
         self.kept[i] = (x,)

@@ -150,9 +150,9 @@ class Stage0(nn.Module):
         """The gradients of microbatch `i`."""
         ids, = self.saved.pop(i)
         # embed
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        add_grad(
+            self.embed_weight,
+            torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
         return ()
 
 

@@ -150,9 +150,9 @@ class Stage0(nn.Module):
         """The gradients of microbatch `i`."""
         ids, = self.saved.pop(i)
         # embed
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+        add_grad(
+            self.embed_weight,
+            torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
         return ()
 
 
@@ -220,8 +220,8 @@ class ToyStep(nn.Module):
         # by stage: where a forward's `x` comes from and goes to (rank, tag, communicator)
         self.x_in = {0: Nothing(),
                      2: Inbox(1, 128, link_group(self.pp), [((3, 10, 12), torch.float64)])}
-        self.x_out = {0: Outbox(1, 0, link_group(self.pp), bound=1),
-                      2: Outbox(1, 256, link_group(self.pp), bound=1)}
+        self.x_out = {0: Outbox(1, 0, link_group(self.pp), bound=6),
+                      2: Outbox(1, 256, link_group(self.pp), bound=5)}
         # and a backward's `d`, the gradient of `x`
         self.d_in = {0: Inbox(1, 192, link_group(self.pp), [((3, 10, 12), torch.float64)]),
                      2: Inbox(1, 448, link_group(self.pp), [((3, 10, 12), torch.float64)])}
