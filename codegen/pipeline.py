@@ -23,8 +23,8 @@ from partc.schedules.actions import Action, Kind, Schedule
 from partc.schedules.programs import BACKWARD, FORWARD, Wiring
 
 LINKS = {
-    "x_in": "per stage, what the forward takes in and passes on: of rank, tag, communicator",
-    "d_in": "and the gradients of these, which the backward takes in and passes on",
+    "x_in": "by stage: where a forward's `x` comes from and goes to (rank, tag, communicator)",
+    "d_in": "and a backward's `d`, the gradient of `x`",
 }
 PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
 TAGS = 64  # tensors that may pass from one stage to the next

@@ -29,7 +29,7 @@ from partc.codegen.step import StepBody
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
 from partc.errors import CheckError
-from partc.graph import Graph, Phase, held, is_tensor, typed, value
+from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
 from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
@@ -117,7 +117,7 @@ class StageText(RoleText):
             if isinstance(item, Loop):
                 found.setdefault(span(item.run))
             elif value(item).phase == "F" and value(item).module:
-                found.setdefault(comment(value(item).module.split(".layers.")[0]))
+                found.setdefault(comment(block_of(item) or value(item).module))
         return f"Stage {self.number}: {', '.join(found)}."
 
     # functions -------------------------------------------------------------------------------

@@ -4,12 +4,16 @@ right.
 
 from __future__ import annotations
 
+from itertools import combinations
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import partc
 from partc.mesh import Mesh
+from partc.plan import Plan
 from partc.program import Program
 from partc.threads import ThreadMesh, run_ranks
 
@@ -77,3 +81,81 @@ def test_seeds_decide(program: Program) -> None:
     one, same, other = (results(program, seed)[0] for seed in (3, 3, 4))
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert not any(torch.equal(one[n], other[n]) for n in one)
+
+
+# pipelines ----------------------------------------------------------------------------------------
+MICROBATCHES = 4
+PIPELINE = Mesh.of("pp=2,dp=2,tp=2")
+
+
+class Stack(nn.Module):
+    """Two blocks without biases or norms: the loss is linear in every weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class Block(nn.Module):
+    """Dropout on what dp and microbatches cut, and tp does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.down(self.up(x)), P)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_pipelines(schedule: str) -> None:
+    """Every microbatch, stage and piece over dp has a mask of its own, copies over tp the same,
+    and the backward of a microbatch reads the masks of its forward.
+    """
+    x = torch.ones(ROWS * MICROBATCHES, WIDTH, dtype=torch.float64)
+    program = partc.compile(
+        Stack().double(),
+        PIPELINE,
+        (x,),
+        loss=lambda model, x: model(x),
+        plan=Plan(preset="ddp+megatron", stages=("blocks.1",)),
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+    )
+
+    def run(rank: int, dist: object) -> tuple[list[Tensor], float, list[float]]:
+        role = program.role(rank)
+        module: Any = role.module
+        module.dist = dist
+        masks: list[Tensor] = []
+        drawn = module.dropout_mask
+
+        def noted(*args: Any) -> Tensor:
+            masks.append(drawn(*args))
+            return masks[-1].clone()
+
+        module.dropout_mask = noted
+        step = module.Step(ThreadMesh(PIPELINE, rank))
+        with torch.no_grad():
+            for param in step.parameters():
+                param.fill_(1 / WIDTH)
+        step.seed(1)
+        loss = float(step.step(x))
+        shares = [float((p.detach() * p.grad).sum()) for p in step.parameters()]
+        return masks, loss, shares
+
+    ranks = run_ranks(PIPELINE.num_ranks, run)
+    for first, twin in zip(ranks[::2], ranks[1::2], strict=True):  # tp is the last axis
+        assert all(map(torch.equal, first[0], twin[0]))
+    different = [mask for masks, *_ in ranks[::2] for mask in masks]
+    assert len(different) == 4 * MICROBATCHES  # pp x dp x microbatches
+    assert not any(torch.equal(a, b) for a, b in combinations(different, 2))
+    for first, twin in zip(ranks[::2], ranks[1::2], strict=True):
+        for one, other in zip(first[2], twin[2], strict=True):  # the halves of a weight
+            assert abs(one + other - first[1]) < 1e-9 * first[1]

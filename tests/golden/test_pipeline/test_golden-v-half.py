@@ -1,0 +1,291 @@
+"""Pipeline rank 0 of 2.  Written by partc 0.1.0 for Toy; change the plan, not this file.
+
+mesh      pp=2
+plan      ddp
+schedule  v-half, 8 microbatches
+stage     3 begins at head
+inputs    ids dim 0 over mb
+          labels dim 0 over mb
+weights   whole: embed.weight
+          whole: head.weight
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+MESH = {"pp": 2}
+STAGE0_SHARDS = {  # of stage 0
+    "embed_weight": ("embed.weight", (14, 12), "float64", ()),
+}
+STAGE3_SHARDS = {  # of stage 3
+    "head_weight": ("head.weight", (14, 12), "float64", ()),
+}
+SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
+    **{f"stage0.{name}": row for name, row in STAGE0_SHARDS.items()},
+    **{f"stage3.{name}": row for name, row in STAGE3_SHARDS.items()},
+}
+BUFFERS = {}  # the same for buffers
+ALIASES = {}  # second name of a tied parameter: the name it stands under
+INPUTS = {  # the global batch: (shape, dtype)
+    "ids": ((24, 10), "int64"),
+    "labels": ((24, 10), "int64"),
+}
+
+
+def add_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight in `y = x @ weight.T`."""
+    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+    if weight.grad is None:
+        weight.grad = d_y.T @ x
+    else:
+        weight.grad.addmm_(d_y.T, x)
+
+
+class Inbox:
+    """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
+
+    def __init__(self, source: int, tag: int, group: dist.ProcessGroup,
+                 likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
+        self.source, self.tag, self.group, self.likes = source, tag, group, likes
+
+    def begin(self, num: int, device: torch.device) -> None:
+        """Begin a step of `num` microbatches."""
+        self.left, self.device = num, device
+        self.posted: list[list[tuple[Tensor, dist.Work]]] = []
+        self.post()
+
+    def post(self) -> None:
+        """Start to receive one microbatch's tensors, if any are left."""
+        if self.left:
+            self.left -= 1
+            new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
+            self.posted.append([
+                (x, dist.irecv(x, group=self.group, group_src=self.source, tag=self.tag + i))
+                for i, x in enumerate(new)
+            ])  # fmt: skip
+
+    def take(self) -> list[Tensor]:
+        """The next microbatch's tensors; those after it start to arrive."""
+        here = self.posted.pop(0)
+        for _, done in here:
+            done.wait()
+        self.post()
+        return [x for x, _ in here]
+
+
+class Outbox:
+    """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
+
+    def __init__(self, target: int, tag: int, group: dist.ProcessGroup, bound: int) -> None:
+        self.target, self.tag, self.group, self.bound = target, tag, group, bound
+        self.sent: list[list[tuple[Tensor, dist.Work]]] = []
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """Start to send one microbatch's tensors."""
+        whole = [x.contiguous() for x in tensors]
+        self.sent.append([
+            (x, dist.isend(x, group=self.group, group_dst=self.target, tag=self.tag + i))
+            for i, x in enumerate(whole)
+        ])  # fmt: skip
+        self.wait(self.bound)
+
+    def wait(self, bound: int = 0) -> None:
+        """Wait until no more than `bound` microbatches are under way."""
+        while len(self.sent) > bound:
+            for _, done in self.sent.pop(0):
+                done.wait()
+
+
+class Nothing:
+    """Where the pipeline begins and ends."""
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """There is no stage behind."""
+
+    def take(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+def link_group(pp: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The communicator of one link."""
+    if dist.get_backend(pp) != "nccl":
+        return pp
+    return dist.new_group(dist.get_process_group_ranks(pp), use_local_synchronization=True)
+
+
+class Stage0(nn.Module):
+    """Stage 0: embed."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.embed_weight = nn.Parameter(torch.empty(14, 12, dtype=torch.float64))  # f64[14,12]
+
+    def begin(self, ids: Tensor, labels: Tensor) -> None:
+        """Compute what all microbatches share."""
+        self.saved = {}
+        self.kept, self.left = {}, {}
+        self.ids = ids  # i64[24,10]
+
+    def forward(self, i: int) -> tuple[Tensor, ...]:
+        """Microbatch `i` through this stage."""
+        ids = self.ids.chunk(8)[i]                       # i64[24@mb,10]
+        # embed
+        embedding = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
+        self.kept[i] = (ids,)
+        return (embedding,)                              # f64[24@mb,10,12]
+
+    def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of microbatch `i`."""
+        self.left[i] = (d_y,)
+        return ()
+
+    def weights(self, i: int) -> None:
+        """The weight gradients that `backward` left for later."""
+        ids, = self.kept.pop(i)
+        d_y, = self.left.pop(i)
+        # embed
+        add_grad(
+            self.embed_weight,
+            torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+
+
+class Stage3(nn.Module):
+    """Stage 3: head."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.head_weight = nn.Parameter(torch.empty(14, 12, dtype=torch.float64))  # f64[14,12]
+
+    def begin(self, ids: Tensor, labels: Tensor) -> None:
+        """Compute what all microbatches share."""
+        self.saved = {}
+        self.kept, self.left = {}, {}
+        self.losses = []
+        ne_f64 = (labels.reshape(240) != -100).to(torch.float64)  # f64[240]
+        total = ne_f64.sum(0)                                     # f64[]
+        self.labels = labels                                      # i64[24,10]
+        self.total = total                                        # f64[]
+
+    def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
+        """Microbatch `i` through this stage."""
+        # head
+        head = F.linear(x, self.head_weight)                      # f64[24@mb,10,14]
+        reshape = self.labels.chunk(8)[i].reshape(30)             # i64[240@mb]
+        log_softmax = torch.log_softmax(head.reshape(30, 14), 1)  # f64[240@mb,14]
+        del head
+        nll_loss_forward = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, -100)[0]  # f64[]{U:mb}
+        loss = nll_loss_forward / self.total                      # f64[]{U:mb}
+        self.saved[i] = (reshape, log_softmax, loss)
+        self.kept[i] = (x,)
+        self.losses.append(loss)
+        return ()
+
+    def backward(self, i: int) -> tuple[Tensor, ...]:
+        """The gradients of microbatch `i`."""
+        reshape, log_softmax, loss = self.saved.pop(i)
+        ones_like = torch.ones_like(loss)                            # f64[]
+        d_div = ones_like / self.total                               # f64[]
+        d_log_softmax = torch.ops.aten.nll_loss_backward(
+            d_div, log_softmax, reshape, None, 2, -100, self.total)  # f64[240@mb,14]
+        d_reshape = torch.ops.aten._log_softmax_backward_data(
+            d_log_softmax, log_softmax, 1, torch.float64)            # f64[240@mb,14]
+        del d_log_softmax
+        d_head = d_reshape.reshape(3, 10, 14)                        # f64[24@mb,10,14]
+        del d_reshape
+        # head
+        d_x = d_head @ self.head_weight                              # f64[24@mb,10,12]
+        self.left[i] = (d_head,)
+        return (d_x,)                                                # f64[24@mb,10,12]
+
+    def weights(self, i: int) -> None:
+        """The weight gradients that `backward` left for later."""
+        x, = self.kept.pop(i)
+        d_head, = self.left.pop(i)
+        # head
+        add_weight_grad(self.head_weight, d_head, x)  # f64[14,12]{U:mb}
+
+    def finish(self) -> Tensor:
+        """The loss, of all microbatches."""
+        return torch.stack(self.losses).sum()
+
+
+class ToyStep(nn.Module):
+    """Pipeline rank 0 of 2: stages 0, 3 of 4."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.pp = mesh.get_group("pp")
+        self.stage0 = Stage0(mesh)
+        self.stage3 = Stage3(mesh)
+        self.stages = {0: self.stage0, 3: self.stage3}
+        # by stage: where a forward's `x` comes from and goes to (rank, tag, communicator)
+        self.x_in = {0: Nothing(),
+                     3: Inbox(1, 256, link_group(self.pp), [((3, 10, 12), torch.float64)])}
+        self.x_out = {0: Outbox(1, 0, link_group(self.pp), bound=1), 3: Nothing()}
+        # and a backward's `d`, the gradient of `x`
+        self.d_in = {0: Inbox(1, 192, link_group(self.pp), [((3, 10, 12), torch.float64)]),
+                     3: Nothing()}
+        self.d_out = {0: Nothing(), 3: Outbox(1, 448, link_group(self.pp), bound=1)}
+
+    def F(self, stage: int, i: int) -> None:
+        """Forward of microbatch `i`: `x` from the stage before, the result to the stage behind."""
+        x = self.x_in[stage].take()
+        self.x_out[stage].put(self.stages[stage].forward(i, *x))
+
+    def I(self, stage: int, i: int) -> None:
+        """Backward of microbatch `i` up to the gradient of `x`, which the stage before waits for."""
+        d_y = self.d_in[stage].take()
+        self.d_out[stage].put(self.stages[stage].backward(i, *d_y))
+
+    def W(self, stage: int, i: int) -> None:
+        """The rest of microbatch `i`'s backward: the gradients of weights."""
+        self.stages[stage].weights(i)
+
+    def B(self, stage: int, i: int) -> None:
+        """Backward of microbatch `i`: `d_y` from the stage behind, `d_x` to the stage before."""
+        self.I(stage, i)
+        self.stages[stage].weights(i)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Schedule v-half, 8 microbatches."""
+        for stage in self.stages.values():
+            stage.begin(ids, labels)
+        for link in (self.x_in[3], self.d_in[0]):
+            link.begin(8, ids.device)
+        # warm-up
+        self.F(0, 0)
+        self.F(3, 0)
+        self.F(0, 1)
+        self.B(3, 0)
+        # steady state: 2 forwards, 2 backwards
+        for i in range(6):
+            self.F(3, i + 1)
+            self.F(0, i + 2)
+            self.I(0, i)
+            self.I(3, i + 1)
+            self.W(0, i)
+            self.W(3, i + 1)
+        # cool-down
+        self.F(3, 7)
+        self.I(0, 6)
+        self.I(3, 7)
+        self.W(0, 6)
+        self.W(3, 7)
+        self.B(0, 7)
+        for link in (self.x_out[0], self.d_out[3]):
+            link.wait()
+        loss = self.stage3.finish()
+        dist.broadcast(loss, group=self.pp, group_src=0)  # every rank learns the loss
+        return loss
+
+
+Step = ToyStep

@@ -1,0 +1,241 @@
+"""Pipeline rank 0 of 2.  Written by partc 0.1.0 for Toy; change the plan, not this file.
+
+mesh      pp=2
+plan      ddp
+schedule  zb-h1, 8 microbatches
+inputs    ids dim 0 over mb
+          labels dim 0 over mb
+weights   whole: embed.weight, blocks.*.{norm,w1,w2}.{weight,bias}
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+MESH = {"pp": 2}
+STAGE0_SHARDS = {  # of stage 0
+    "embed_weight": ("embed.weight", (14, 12), "float64", ()),
+    "blocks_0_norm_weight": ("blocks.0.norm.weight", (12,), "float64", ()),
+    "blocks_0_norm_bias": ("blocks.0.norm.bias", (12,), "float64", ()),
+    "blocks_0_w1_weight": ("blocks.0.w1.weight", (20, 12), "float64", ()),
+    "blocks_0_w1_bias": ("blocks.0.w1.bias", (20,), "float64", ()),
+    "blocks_0_w2_weight": ("blocks.0.w2.weight", (12, 20), "float64", ()),
+    "blocks_0_w2_bias": ("blocks.0.w2.bias", (12,), "float64", ()),
+}
+SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
+    **{f"stage0.{name}": row for name, row in STAGE0_SHARDS.items()},
+}
+BUFFERS = {}  # the same for buffers
+ALIASES = {}  # second name of a tied parameter: the name it stands under
+INPUTS = {  # the global batch: (shape, dtype)
+    "ids": ((24, 10), "int64"),
+    "labels": ((24, 10), "int64"),
+}
+
+
+def add_grad(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+    """Add the gradient of the weight in `y = x @ weight.T`."""
+    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+    if weight.grad is None:
+        weight.grad = d_y.T @ x
+    else:
+        weight.grad.addmm_(d_y.T, x)
+
+
+class Inbox:
+    """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
+
+    def __init__(self, source: int, tag: int, group: dist.ProcessGroup,
+                 likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
+        self.source, self.tag, self.group, self.likes = source, tag, group, likes
+
+    def begin(self, num: int, device: torch.device) -> None:
+        """Begin a step of `num` microbatches."""
+        self.left, self.device = num, device
+        self.posted: list[list[tuple[Tensor, dist.Work]]] = []
+        self.post()
+
+    def post(self) -> None:
+        """Start to receive one microbatch's tensors, if any are left."""
+        if self.left:
+            self.left -= 1
+            new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
+            self.posted.append([
+                (x, dist.irecv(x, group=self.group, group_src=self.source, tag=self.tag + i))
+                for i, x in enumerate(new)
+            ])  # fmt: skip
+
+    def take(self) -> list[Tensor]:
+        """The next microbatch's tensors; those after it start to arrive."""
+        here = self.posted.pop(0)
+        for _, done in here:
+            done.wait()
+        self.post()
+        return [x for x, _ in here]
+
+
+class Outbox:
+    """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
+
+    def __init__(self, target: int, tag: int, group: dist.ProcessGroup, bound: int) -> None:
+        self.target, self.tag, self.group, self.bound = target, tag, group, bound
+        self.sent: list[list[tuple[Tensor, dist.Work]]] = []
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """Start to send one microbatch's tensors."""
+        whole = [x.contiguous() for x in tensors]
+        self.sent.append([
+            (x, dist.isend(x, group=self.group, group_dst=self.target, tag=self.tag + i))
+            for i, x in enumerate(whole)
+        ])  # fmt: skip
+        self.wait(self.bound)
+
+    def wait(self, bound: int = 0) -> None:
+        """Wait until no more than `bound` microbatches are under way."""
+        while len(self.sent) > bound:
+            for _, done in self.sent.pop(0):
+                done.wait()
+
+
+class Nothing:
+    """Where the pipeline begins and ends."""
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """There is no stage behind."""
+
+    def take(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+def link_group(pp: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The communicator of one link."""
+    if dist.get_backend(pp) != "nccl":
+        return pp
+    return dist.new_group(dist.get_process_group_ranks(pp), use_local_synchronization=True)
+
+
+class Stage0(nn.Module):
+    """Stage 0: embed, blocks.0."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.embed_weight = nn.Parameter(torch.empty(14, 12, dtype=torch.float64))  # f64[14,12]
+        self.blocks_0_norm_weight = nn.Parameter(torch.empty(12, dtype=torch.float64))  # f64[12]
+        self.blocks_0_norm_bias = nn.Parameter(torch.empty(12, dtype=torch.float64))  # f64[12]
+        self.blocks_0_w1_weight = nn.Parameter(torch.empty(20, 12, dtype=torch.float64))  # f64[20,12]
+        self.blocks_0_w1_bias = nn.Parameter(torch.empty(20, dtype=torch.float64))  # f64[20]
+        self.blocks_0_w2_weight = nn.Parameter(torch.empty(12, 20, dtype=torch.float64))  # f64[12,20]
+        self.blocks_0_w2_bias = nn.Parameter(torch.empty(12, dtype=torch.float64))  # f64[12]
+
+    def begin(self, ids: Tensor, labels: Tensor) -> None:
+        """Compute what all microbatches share."""
+        self.saved = {}
+        self.kept, self.left = {}, {}
+        self.ids = ids  # i64[24,10]
+
+    def forward(self, i: int) -> tuple[Tensor, ...]:
+        """Microbatch `i` through this stage."""
+        ids = self.ids.chunk(8)[i]                   # i64[24@mb,10]
+        # embed
+        embed = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
+        # blocks.0
+        norm_0, mean, rstd = torch.native_layer_norm(
+            embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05,
+        )                                            # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
+        w1_0 = F.linear(norm_0, self.blocks_0_w1_weight, self.blocks_0_w1_bias)  # f64[24@mb,10,20]
+        gelu = F.gelu(w1_0)                          # f64[24@mb,10,20]
+        w2_0 = F.linear(gelu, self.blocks_0_w2_weight, self.blocks_0_w2_bias)  # f64[24@mb,10,12]
+        add = embed + w2_0                           # f64[24@mb,10,12]
+        self.saved[i] = (embed, mean, rstd, w1_0)
+        self.kept[i] = (ids, norm_0, gelu)
+        return (add,)                                # f64[24@mb,10,12]
+
+    def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of microbatch `i`."""
+        embed, mean, rstd, w1_0 = self.saved.pop(i)
+        # blocks.0
+        d_gelu = d_y @ self.blocks_0_w2_weight               # f64[24@mb,10,20]
+        d_w1_0 = torch.ops.aten.gelu_backward(d_gelu, w1_0)  # f64[24@mb,10,20]
+        del d_gelu
+        d_norm_0 = d_w1_0 @ self.blocks_0_w1_weight          # f64[24@mb,10,12]
+        d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm_0, embed, (12,), mean, rstd, self.blocks_0_norm_weight, self.blocks_0_norm_bias,
+            (True, True, True))                              # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+        add_grad(self.blocks_0_norm_weight, d_norm_weight)
+        add_grad(self.blocks_0_norm_bias, d_norm_bias)
+        del d_norm_0, d_norm_bias, d_norm_weight
+        d_embed += d_y                                       # f64[24@mb,10,12]
+        self.left[i] = (d_y, d_w1_0, d_embed)
+        return ()
+
+    def weights(self, i: int) -> None:
+        """The weight gradients that `backward` left for later."""
+        ids, norm_0, gelu = self.kept.pop(i)
+        d_y, d_w1_0, d_embed = self.left.pop(i)
+        # blocks.0
+        add_weight_grad(self.blocks_0_w2_weight, d_y, gelu)            # f64[12,20]{U:mb}
+        add_grad(self.blocks_0_w2_bias, d_y.sum((0, 1)))               # f64[12]{U:mb}
+        add_weight_grad(self.blocks_0_w1_weight, d_w1_0, norm_0)       # f64[20,12]{U:mb}
+        add_grad(self.blocks_0_w1_bias, d_w1_0.sum((0, 1)))            # f64[20]{U:mb}
+        # embed
+        add_grad(self.embed_weight,
+                 torch.ops.aten.embedding_dense_backward(
+                     d_embed, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
+
+
+class ToyStep(nn.Module):
+    """Pipeline rank 0 of 2: stage 0 of 2."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.pp = mesh.get_group("pp")
+        self.stage0 = Stage0(mesh)
+        self.stages = {0: self.stage0}
+        # by stage: where a forward's `x` comes from and goes to (rank, tag, communicator)
+        self.x_in = {0: Nothing()}
+        self.x_out = {0: Outbox(1, 0, link_group(self.pp), bound=1)}
+        # and a backward's `d`, the gradient of `x`
+        self.d_in = {0: Inbox(1, 192, link_group(self.pp), [((3, 10, 12), torch.float64)])}
+        self.d_out = {0: Nothing()}
+
+    def F(self, stage: int, i: int) -> None:
+        """Forward of microbatch `i`: `x` from the stage before, the result to the stage behind."""
+        x = self.x_in[stage].take()
+        self.x_out[stage].put(self.stages[stage].forward(i, *x))
+
+    def B(self, stage: int, i: int) -> None:
+        """Backward of microbatch `i`: `d_y` from the stage behind, `d_x` to the stage before."""
+        d_y = self.d_in[stage].take()
+        self.d_out[stage].put(self.stages[stage].backward(i, *d_y))
+        self.stages[stage].weights(i)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Schedule zb-h1, 8 microbatches."""
+        for stage in self.stages.values():
+            stage.begin(ids, labels)
+        self.d_in[0].begin(8, ids.device)
+        # warm-up: forwards
+        for i in range(2):
+            self.F(0, i)
+        # steady state: 1 forward, 1 backward
+        for i in range(6):
+            self.B(0, i)
+            self.F(0, i + 2)
+        # cool-down: backwards
+        for i in range(6, 8):
+            self.B(0, i)
+        self.x_out[0].wait()
+        loss = torch.empty((), dtype=torch.float64, device=ids.device)
+        dist.broadcast(loss, group=self.pp, group_src=1)  # every rank learns the loss
+        return loss
+
+
+Step = ToyStep

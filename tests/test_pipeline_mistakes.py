@@ -1,0 +1,177 @@
+"""Mistakes in stage graphs and in rank programs: a static check, the ranks in threads or the
+numbers find each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor, fx, nn
+
+from partc import collectives
+from partc.check import check
+from partc.errors import CheckError, RunError
+from partc.graph import Graph, first_operand
+from partc.plan import Plan
+from partc.program import Program
+from partc.verification import verify
+from tests.pipelines import BATCH, HIDDEN, Block, Cut, compiled
+from tests.zoo import Case
+
+TOLERANCE = 1e-9
+POINTS = ("blocks.1",)
+MICROBATCHES = 4
+
+
+class Skip(nn.Module):
+    """Two blocks, around which the input passes too, and one weight on both stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x @ self.weight
+        out: Tensor = (self.blocks[1](self.blocks[0](first)) * first) @ self.weight
+        return out.square().mean()
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out
+
+
+def case() -> Case:
+    torch.manual_seed(0)
+    return Case(Skip().double(), (torch.randn(BATCH, HIDDEN).double(),), loss)
+
+
+# stage graphs -------------------------------------------------------------------------------------
+GraphMistake = Callable[[list[Graph]], None]
+
+
+def drop_accumulation(graphs: list[Graph]) -> None:
+    """A gradient is that of one microbatch."""
+    node = _call(graphs[0], collectives.accumulate)
+    node.replace_all_uses_with(first_operand(node))
+    graphs[0].fx.erase_node(node)
+
+
+def reduce_each_microbatch(graphs: list[Graph]) -> None:
+    """The sum over ranks starts before the last microbatch has been added."""
+    node = _call(graphs[0], collectives.accumulate)
+    started = next(u for u in node.users if u.target is collectives.all_reduce)
+    started.replace_input_with(node, first_operand(node))
+
+
+def drop_tied_gradient(graphs: list[Graph]) -> None:
+    outputs = graphs[1].outputs
+    grads = {name: grad for name, grad in outputs.grads.items() if name != "weight"}
+    graphs[1].set_outputs(replace(outputs, grads=grads))
+
+
+def swap_sent(graphs: list[Graph]) -> None:
+    """Two tensors of one type arrive in each other's place."""
+    outputs = graphs[0].outputs
+    (a, first), (b, second) = outputs.sent.items()
+    graphs[0].set_outputs(replace(outputs, sent={a: second, b: first}))
+
+
+def _call(graph: Graph, target: object) -> fx.Node:
+    return next(n for n in graph.calls() if n.target is target)
+
+
+GRAPHS: dict[str, GraphMistake] = {
+    "accumulation dropped": drop_accumulation,
+    "reduced before the last microbatch": reduce_each_microbatch,
+    "gradient of a tied copy dropped": drop_tied_gradient,
+    "sent tensors swapped": swap_sent,
+}
+
+
+def found_in_graphs(mistake: GraphMistake) -> str:
+    """What finds a mistake: ``check``, ``numbers`` or nothing."""
+    plan = Plan(preset="ddp", stages=POINTS, microbatches=MICROBATCHES)
+    cut = Cut.of(case(), "dp=2", plan)
+    assert cut.error() < TOLERANCE
+    mistake(cut.graphs)
+    try:
+        for graph in cut.graphs:
+            check(graph)
+    except CheckError:
+        return "check"
+    return "numbers" if cut.error() > TOLERANCE else "nothing"
+
+
+# programs -----------------------------------------------------------------------------------------
+Edit = Callable[[str], str]
+
+
+def _replaced(pattern: str, by: str, text: str) -> str:
+    """The text with the first match replaced."""
+    return re.sub(pattern, by, text, count=1, flags=re.MULTILINE | re.DOTALL)
+
+
+PROGRAMS: dict[str, tuple[int, Edit]] = {  # which rank's program is spoiled, and how
+    name: (rank, partial(_replaced, pattern, by))
+    for name, rank, pattern, by in [
+        ("tied gradients not summed", 0, r"^ *sum_tied\(.*?\)\s*(#.*?)?\n", ""),
+        ("tied gradients summed on one rank only", 1, r"^ *sum_tied\(.*?\)\s*(#.*?)?\n", ""),
+        ("sent to oneself", 0, r"Outbox\(1,", "Outbox(0,"),
+        ("sent with another tag", 0, r"Outbox\(1, 0,", "Outbox(1, 1,"),
+        ("sent tensors swapped", 0, r"enumerate\(whole\)", "enumerate(whole[::-1])"),
+        ("not sent", 0, r"self\.x_out\[stage\]\.put\((.*?)\)$", r"\1"),
+        ("received is not waited for", 1, r"(for _, done in here:\s*)done\.wait\(\)", r"\1pass"),
+        ("sends are not waited for", 0, r"^ *self\.x_out\[0\]\.wait\(\)\n", ""),
+        ("one microbatch less received", 1, r"begin\(4,", "begin(3,"),
+        ("gradient replaced, not added to", 0, r"= grad if param.*?add_\(grad\)", "= grad"),
+        ("reduced before the last backward", 0,
+         r"(        # cool-down.*?)(        self\.x_out.*?)(        self\.stage0\.finish\(\)\n)",
+         r"\3\1\2"),
+        ("not reduced", 0, r"^ *self\.stage0\.finish\(\)\n", ""),
+        ("backwards of other microbatches", 0, r"for i in range\(2, 4\)",
+         "for i in reversed(range(2, 4))"),
+        ("a forward left out", 0, r"for i in range\(2\):\n *self\.F",
+         "for i in range(1):\n            self.F"),
+        ("loss of one rank's own", 0, r"^ *dist\.broadcast\(loss.*?\n", ""),
+    ]
+}  # fmt: skip
+
+
+@cache
+def program() -> Program:
+    plan = Plan(preset="ddp", stages=POINTS)
+    return compiled(case(), "pp=2,dp=2", plan, "1f1b", MICROBATCHES)
+
+
+def found_in_programs(rank: int, edit: Edit) -> str:
+    """What finds a mistake: the ranks in ``threads``, or ``numbers``, or nothing."""
+    role = f"pipeline{rank}.py"
+    text = edit(program().sources[role])
+    assert text != program().sources[role], "the mistake was made nowhere"
+    spoiled = replace(program(), sources={**program().sources, role: text})
+    given = case()
+    try:
+        report = verify(spoiled, given.model, given.inputs, given.loss, timeout=10)
+    except (RunError, KeyError, IndexError):
+        return "threads"
+    return "numbers" if not report.ok(TOLERANCE) else "nothing"
+
+
+def test_sound_programs_pass() -> None:
+    given = case()
+    verify(program(), given.model, given.inputs, given.loss).check(TOLERANCE)
+
+
+def test_every_mistake_is_found(golden: Callable[..., None]) -> None:
+    lines = [f"{'in a stage graph':<40}  found by"]
+    lines += [f"{name:<40}  {found_in_graphs(mistake)}" for name, mistake in GRAPHS.items()]
+    lines += ["", f"{'in a rank program':<40}  found by"]
+    lines += [f"{name:<40}  {found_in_programs(*how)}" for name, how in PROGRAMS.items()]
+    golden("\n".join(lines))
+    assert not [line for line in lines if line.endswith("nothing")]
