@@ -108,7 +108,6 @@ def compile_pipeline(
     would wait for whom.
     """
     mesh = graph.mesh
-    _check_batch(graph, plan)
     if graph.loss is None and plan.schedule == Plan().schedule:
         plan = plan.changed(schedule="forward-only")
     full, local = localize(graph, plan, strict=strict)
@@ -138,19 +137,6 @@ def compile_pipeline(
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         schedule=write_csv(order),
     )
-
-
-def _check_batch(graph: Graph, plan: Plan) -> None:
-    """PlanError where the first input's batch cannot be cut into microbatches at all."""
-    for name, node in graph.inputs.items():
-        shape = value(node).shape
-        if shape and plan.microbatches > 1 and shape[0] % plan.microbatches:
-            raise PlanError(
-                where=f"input {name}",
-                what=f"a batch of {shape[0]} cannot be cut into {plan.microbatches} microbatches",
-                why=f"{shape[0]} is not a multiple of {plan.microbatches}",
-                do="Take another number of microbatches, or another batch.",
-            )
 
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:

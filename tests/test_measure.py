@@ -65,3 +65,20 @@ def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_pa
     for peaks in world.run(peaks_here, tmp_path / "program", case.inputs):
         assert peaks, "a gloo thread freed a tensor in every step"
         assert predicted == pytest.approx(min(peaks), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_peak_of_pipeline_ranks(world: Processes, schedule: str, tmp_path: Path) -> None:
+    from partc.api import compile as compile_program
+    from tests.zoo import MODELS
+
+    case = MODELS["llama"]()
+    program = compile_program(
+        case.model, "pp=2", case.inputs, loss=case.loss, plan="ddp", microbatches=4,
+        schedule=schedule,
+    )  # fmt: skip
+    program.save(tmp_path / "program")
+    predicted = [rank["live"] for rank in program.cost.as_json()["ranks"]]
+    measured = world.run(peaks_here, tmp_path / "program", case.inputs)
+    assert all(measured), "a gloo thread freed a tensor in every step"
+    assert predicted == [pytest.approx(min(peaks), rel=TOLERANCE) for peaks in measured]
