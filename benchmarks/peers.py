@@ -85,14 +85,14 @@ def _pipelined(schedule: str, stages: int, microbatches: int, num_dp: int) -> La
 
 
 _STAGES = {"gpipe": 2, "1f1b": 2, "interleaved-1f1b": 4, "zb-v": 4}
-PIPELINES = {
+LAYOUTS |= {
     f"{schedule} {num}": _pipelined(schedule, stages, num, 1)
     for schedule, stages in _STAGES.items()
     for num in (4, 8)
-} | {
-    f"{schedule} 4 ddp": _pipelined(schedule, stages, 4, 2) for schedule, stages in _STAGES.items()
 }
-LAYOUTS |= PIPELINES
+# with two stages per rank torch's DDP either fails in a later step (interleaved) or gives gradients
+# that are not summed over the ranks (ZB-V), so there is no peer
+LAYOUTS |= {f"{name} 4 ddp": _pipelined(name, _STAGES[name], 4, 2) for name in ("gpipe", "1f1b")}
 
 
 def measure(layout: Layout, size: Size, num_rounds: int, with_partc: bool) -> list[Measured]:

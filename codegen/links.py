@@ -16,9 +16,10 @@ from torch import Tensor, nn
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
-    def __init__(self, source: int, tag: int, group: dist.ProcessGroup,
+    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int,
                  likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
-        self.source, self.tag, self.group, self.likes = source, tag, group, likes
+        self.group, self.source, _ = link
+        self.tag, self.likes = tag, likes
 
     def begin(self, num: int, device: torch.device) -> None:
         """Begin a step of `num` microbatches."""
@@ -32,7 +33,7 @@ class Inbox:
             self.left -= 1
             new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
             self.posted.append([
-                (x, dist.irecv(x, group=self.group, group_src=self.source, tag=self.tag + i))
+                (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
                 for i, x in enumerate(new)
             ])  # fmt: skip
 
@@ -48,15 +49,16 @@ class Inbox:
 class Outbox:
     """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
 
-    def __init__(self, target: int, tag: int, group: dist.ProcessGroup, bound: int) -> None:
-        self.target, self.tag, self.group, self.bound = target, tag, group, bound
+    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int, bound: int) -> None:
+        self.group, _, self.target = link
+        self.tag, self.bound = tag, bound
         self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
         """Start to send one microbatch's tensors."""
         whole = [x.contiguous() for x in tensors]
         self.sent.append([
-            (x, dist.isend(x, group=self.group, group_dst=self.target, tag=self.tag + i))
+            (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
             for i, x in enumerate(whole)
         ])  # fmt: skip
         self.wait(self.bound)
@@ -91,11 +93,20 @@ class Nothing:
         return ()
 
 
-def link_group(pp: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The communicator of one link."""
-    if dist.get_backend(pp) != "nccl":
-        return pp
-    return dist.new_group(dist.get_process_group_ranks(pp), use_local_synchronization=True)
+def link_groups(
+    pp: dist.ProcessGroup, links: dict[int, tuple[int, int]]
+) -> dict[int, tuple[dist.ProcessGroup, int, int]]:
+    """By tag the communicator of each link from rank to rank, and both ends as global ranks.
+
+    On NCCL each link has its own; both ends make theirs in the order of tags.
+    """
+    alone = dist.get_backend(pp) == "nccl"
+    found = {}
+    for tag, ends in sorted(links.items()):
+        source, target = (dist.get_global_rank(pp, rank) for rank in ends)
+        group = dist.new_group([source, target], use_local_synchronization=True) if alone else pp
+        found[tag] = (group, source, target)
+    return found
 
 
 def add_partial(param: nn.Parameter, grad: Tensor) -> None:

@@ -23,7 +23,7 @@ from partc.schedules.actions import Action, Kind, Schedule
 from partc.schedules.programs import BACKWARD, FORWARD, Wiring
 
 LINKS = {
-    "x_in": "by stage: where a forward's `x` comes from and goes to (rank, tag, communicator)",
+    "x_in": "by stage: where a forward's `x` comes from and goes to",
     "d_in": "and a backward's `d`, the gradient of `x`",
 }
 PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
@@ -188,6 +188,7 @@ class _Rank:
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
         stages = ", ".join(f"{s.number}: self.stage{s.number}" for s in self.stages)
         yield Line(f"self.stages = {{{stages}}}")
+        yield from self._groups()
         for name, table_of in self._links():
             if name in LINKS:
                 yield Line(f"# {LINKS[name]}")
@@ -226,15 +227,32 @@ class _Rank:
         rank_of = self.schedule.rank_of
         if rank_of[source] == rank_of[target]:
             return f"{self.helpers.use('Shelf')}()"
-        tag = TAGS * (2 * source + (phase == "B"))
-        group = f"{self.helpers.use('link_group')}(self.{PP})"
+        tag = _tag(source, phase)
         if inward:
             likes = [_like(n) for n in self._received(target, phase)]
             box = self.helpers.use("Inbox")
-            return f"{box}({rank_of[source]}, {tag}, {group}, [{', '.join(likes)}])"
+            return f"{box}(links[{tag}], {tag}, [{', '.join(likes)}])"
         channel = self.wiring.channels[2 * source + (BACKWARD if phase == "B" else FORWARD)]
         bound = self.wiring.bounds[channel]
-        return f"{self.helpers.use('Outbox')}({rank_of[target]}, {tag}, {group}, bound={bound})"
+        return f"{self.helpers.use('Outbox')}(links[{tag}], {tag}, bound={bound})"
+
+    def _groups(self) -> Iterator[Line]:
+        """The communicators of all links that begin or end on this rank."""
+        rank_of, found = self.schedule.rank_of, {}
+        for source in range(self.schedule.stages - 1):
+            ways: list[tuple[Phase, tuple[int, int]]] = [
+                ("F", (source, source + 1)),
+                ("B", (source + 1, source)),
+            ]
+            for phase, ends in ways:
+                ranks = tuple(rank_of[stage] for stage in ends)
+                used = self._received(ends[1], phase) and (phase == "F" or self._trains())
+                if used and self.rank in ranks and len({*ranks}) > 1:
+                    found[_tag(ends[0], phase)] = ranks
+        if found:
+            entries = ", ".join(f"{tag}: {ranks}" for tag, ranks in sorted(found.items()))
+            call = f"{self.helpers.use('link_groups')}(self.{PP}, {{{entries}}})"
+            yield Line(f"links = {call}", "by tag: from rank, to rank")
 
     def _received(self, stage: int, phase: Phase) -> list[fx.Node]:
         nodes = self.graphs[stage].placeholders("received").values()
@@ -354,6 +372,11 @@ class _Rank:
             call = self.helpers.use("sum_tied")
             path = f"self.stage{mine[0]}.{self._path(one.name, mine[0])}"
             yield Line(f"{call}({path}, before_{number}, {ranks}, {tag}, self.{PP})", "tied")
+
+
+def _tag(source: int, phase: str) -> int:
+    """What tells the transfers that stage ``source`` makes from others."""
+    return TAGS * (2 * source + (phase == "B"))
 
 
 def _block(cls: Any) -> dict[str, Any]:
