@@ -148,7 +148,7 @@ class _Rank:
     def _tables(self, declared: str) -> list[str]:
         tables: dict[str, None] = {}
         entries: dict[str, list[Line]] = {name: [] for name in MEANINGS}
-        again_here = {(t.name, s) for t in self._shared_here() for s in t.stages[1:]}
+        again_here = {(t.name, s) for t in self._shared_here() for s in self._mine(t)[1:]}
         for stage in self.stages:
             blocks, stored = stage.stored_tables(
                 {name for name, number in again_here if number == stage.number}
@@ -180,11 +180,7 @@ class _Rank:
         for stage in self.stages:
             yield Line(f"self.stage{stage.number} = {stage.name}(mesh)")
         for one in self._shared_here():
-            first, *others = (
-                f"self.stage{s}.{self._path(one.name, s)}"
-                for s in one.stages
-                if s in self._numbers()
-            )
+            first, *others = (f"self.stage{s}.{self._path(one.name, s)}" for s in self._mine(one))
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
         stages = ", ".join(f"{s.number}: self.stage{s.number}" for s in self.stages)
         yield Line(f"self.stages = {{{stages}}}")
@@ -260,8 +256,11 @@ class _Rank:
 
     def _shared_here(self) -> list[Tied]:
         """Tied parameters with several copies on this rank."""
-        mine = set(self._numbers())
-        return [t for t in tied(self.graphs) if len(mine & {*t.stages}) > 1]
+        return [t for t in tied(self.graphs) if len(self._mine(t)) > 1]
+
+    def _mine(self, one: Tied) -> list[int]:
+        """The stages of this rank that hold a tied parameter."""
+        return [stage for stage in one.stages if stage in self._numbers()]
 
     def _path(self, name: str, number: int) -> str:
         stage = next(s for s in self.stages if s.number == number)
@@ -366,7 +365,7 @@ class _Rank:
 
     def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
         ranks = list(dict.fromkeys(self.schedule.rank_of[s] for s in one.stages))
-        mine = [s for s in one.stages if s in self._numbers()]
+        mine = self._mine(one)
         if self._is_apart(one):
             tag = TAGS * 2 * self.schedule.stages + number
             call = self.helpers.use("sum_tied")

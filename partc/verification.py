@@ -131,7 +131,8 @@ def verify(
     precision = "its own precision" if dtype is None else str(dtype).removeprefix("torch.")
     how = "processes" if processes else "threads"
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
-    return Report(title, _merge(found))
+    rows = _merge(found)
+    return Report(title, (*rows, *_held_nowhere(reference, rows)))
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,14 @@ def _difference(ours: Tensor, expected: Tensor) -> float:
     same = ours.detach() == expected.detach()  # equal infinities have no difference
     worst = float(torch.where(same, torch.zeros_like(difference), difference).amax())
     return worst if worst == worst else float("inf")
+
+
+def _held_nowhere(reference: Reference, rows: Sequence[Row]) -> Iterator[Row]:
+    """Parameters that the model trains and no rank has: those of a stage that was lost, say."""
+    compared = {row.name for row in rows if row.kind == "gradient"}
+    for name in reference.grads:
+        if name not in compared:
+            yield Row(float("inf"), "gradient", name, 0)
 
 
 def _merge(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:

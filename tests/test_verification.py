@@ -72,6 +72,13 @@ def test_a_wrong_program_is_caught_by_name(mistake: str) -> None:
         report.check()
 
 
+def test_a_parameter_that_no_rank_holds_is_missed() -> None:
+    row = '"down_bias": ("down.bias", (8,), "float32", ()),'
+    report = check(edited(row, ""))
+    wrong = {r.name for r in report.rows if r.kind == "gradient" and r.error == float("inf")}
+    assert wrong == {"down.bias"}
+
+
 def test_the_report_is_a_table_that_names_the_worst() -> None:
     report = check(edited("(2 / 96)", "(1 / 96)"))
     assert report.worst.error == pytest.approx(0.5)
