@@ -90,8 +90,8 @@ LAYOUTS |= {
     for schedule, stages in _STAGES.items()
     for num in (4, 8)
 }
-# with two stages per rank torch's DDP either fails in a later step (interleaved) or gives gradients
-# that are not summed over the ranks (ZB-V), so there is no peer
+# with two stages per rank DDP is no peer (torch 2.13): interleaved stops in the second step at an
+# assertion of its reducer, ZB-V does not sum gradients over dp
 LAYOUTS |= {f"{name} 4 ddp": _pipelined(name, _STAGES[name], 4, 2) for name in ("gpipe", "1f1b")}
 
 
