@@ -2,7 +2,7 @@
 
 Those are sums, products, casts and views of what is kept anyway: they cost little time and most of
 the activation memory. Results of ``exp``, ``tanh`` and the like are kept. A value is recomputed
-only inside the block that made it.
+only inside the block, and on the pipeline stage, that made it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,18 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from partc.graph import Graph, block_of, held, is_tensor, set_held, set_value, tensor_args, value
+from partc.graph import (
+    Graph,
+    block_of,
+    held,
+    is_tensor,
+    set_held,
+    set_value,
+    stage_of,
+    tensor_args,
+    value,
+)
+from partc.passes.assign_stages import ANYWHERE
 
 aten = torch.ops.aten
 _VIEWS = (
@@ -53,7 +64,7 @@ def recompute(graph: Graph) -> Graph:
     for node in list(graph.calls()):
         if value(node).phase == "B":
             for operand in tensor_args(node):
-                if operand in again and block_of(operand) == block_of(node):
+                if operand in again and _together(operand, node):
                     node.replace_input_with(operand, _copy(graph, operand, node, again, copies))
     return graph
 
@@ -74,7 +85,13 @@ def _at_hand(operand: fx.Node, node: fx.Node, saved: set[fx.Node], again: set[fx
     """Whether the backward has an operand anyway, or computes it again in the same block."""
     if operand.op == "placeholder" or operand in saved:
         return True
-    return operand in again and block_of(operand) == block_of(node)
+    return operand in again and _together(operand, node)
+
+
+def _together(operand: fx.Node, reader: fx.Node) -> bool:
+    """Whether both stand in one block and, in a pipeline, on one stage: others are sent values."""
+    stages = (ANYWHERE, stage_of(reader))
+    return block_of(operand) == block_of(reader) and stage_of(operand) in stages
 
 
 def _pays(node: fx.Node) -> bool:
@@ -100,7 +117,7 @@ def _copy(
         swap = {
             o: _copy(graph, o, reader, again, copies)
             for o in tensor_args(node)
-            if o in again and block_of(o) == block_of(node)
+            if o in again and _together(o, node)
         }
         with graph.fx.inserting_before(reader):
             copies[node] = graph.fx.node_copy(node, lambda n: swap.get(n, n))
