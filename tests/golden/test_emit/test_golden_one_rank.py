@@ -104,40 +104,40 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         # embed
-        x = F.embedding(ids, self.embed_weight)                    # f64[4,8,6]
+        x = F.embedding(ids, self.embed_weight)                   # f64[4,8,6]
         # blocks
         blocks_saved = []
         for layer in self.blocks:
-            x, saved = layer(x)                                    # f64[4,8,6]
+            x, saved = layer(x)                                   # f64[4,8,6]
             blocks_saved.append(saved)
         del saved
         # head
-        head = F.linear(x, self.head_weight)                       # f64[4,8,14]
-        reshape = labels.reshape(32)                               # i64[32]
-        log_softmax = torch.log_softmax(head.reshape(32, 14), 1)   # f64[32,14]
+        head = F.linear(x, self.head_weight)                      # f64[4,8,14]
+        reshape = labels.reshape(32)                              # i64[32]
+        log_softmax = torch.log_softmax(head.reshape(32, 14), 1)  # f64[32,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100)                   # f64[], f64[]
-        loss = nll_loss_forward / count                            # f64[]
-        ones_like = torch.ones_like(loss)                          # f64[]
-        d_div = ones_like / count                                  # f64[]
+            log_softmax, reshape, None, 2, -100)                  # f64[], f64[]
+        loss = nll_loss_forward / count                           # f64[]
+        ones_like = torch.ones_like(loss)                         # f64[]
+        d_div = ones_like / count                                 # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count)     # f64[32,14]
+            d_div, log_softmax, reshape, None, 2, -100, count)    # f64[32,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64)          # f64[32,14]
+            d_log_softmax, log_softmax, 1, torch.float64)         # f64[32,14]
         del reshape, d_log_softmax, log_softmax
-        d_head = d_reshape.reshape(4, 8, 14)                       # f64[4,8,14]
+        d_head = d_reshape.reshape(4, 8, 14)                      # f64[4,8,14]
         del d_reshape
-        add_weight_grad(self.head_weight, d_head, x)               # f64[14,6]
-        d_x = d_head @ self.head_weight                            # f64[4,8,6]
+        add_weight_grad(self.head_weight, d_head, x)              # f64[14,6]
+        d_x = d_head @ self.head_weight                           # f64[4,8,6]
         del x, d_head
         # blocks
         for layer in reversed(self.blocks):
-            d_x = layer.backward(d_x, blocks_saved.pop())          # f64[4,8,6]
+            d_x = layer.backward(d_x, blocks_saved.pop())         # f64[4,8,6]
         # embed
-        add_grad(self.embed_weight,
-                 torch.ops.aten.embedding_dense_backward(
-                     d_x, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,6]
+        add_grad(
+            self.embed_weight,
+            torch.ops.aten.embedding_dense_backward(d_x, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,6]
         return loss
 
 
