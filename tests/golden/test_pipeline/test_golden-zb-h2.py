@@ -52,9 +52,10 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
-    def __init__(self, source: int, tag: int, group: dist.ProcessGroup,
+    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int,
                  likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
-        self.source, self.tag, self.group, self.likes = source, tag, group, likes
+        self.group, self.source, _ = link
+        self.tag, self.likes = tag, likes
 
     def begin(self, num: int, device: torch.device) -> None:
         """Begin a step of `num` microbatches."""
@@ -68,7 +69,7 @@ class Inbox:
             self.left -= 1
             new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
             self.posted.append([
-                (x, dist.irecv(x, group=self.group, group_src=self.source, tag=self.tag + i))
+                (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
                 for i, x in enumerate(new)
             ])  # fmt: skip
 
@@ -84,15 +85,16 @@ class Inbox:
 class Outbox:
     """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
 
-    def __init__(self, target: int, tag: int, group: dist.ProcessGroup, bound: int) -> None:
-        self.target, self.tag, self.group, self.bound = target, tag, group, bound
+    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int, bound: int) -> None:
+        self.group, _, self.target = link
+        self.tag, self.bound = tag, bound
         self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
         """Start to send one microbatch's tensors."""
         whole = [x.contiguous() for x in tensors]
         self.sent.append([
-            (x, dist.isend(x, group=self.group, group_dst=self.target, tag=self.tag + i))
+            (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
             for i, x in enumerate(whole)
         ])  # fmt: skip
         self.wait(self.bound)
@@ -114,11 +116,19 @@ class Nothing:
         return ()
 
 
-def link_group(pp: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The communicator of one link."""
-    if dist.get_backend(pp) != "nccl":
-        return pp
-    return dist.new_group(dist.get_process_group_ranks(pp), use_local_synchronization=True)
+def link_groups(pp: dist.ProcessGroup,
+                links: dict[int, tuple[int, int]]) -> dict[int, tuple[dist.ProcessGroup, int, int]]:
+    """By tag the communicator of each link from rank to rank, and both ends as global ranks.
+
+    On NCCL each link has its own; both ends make theirs in the order of tags.
+    """
+    alone = dist.get_backend(pp) == "nccl"
+    found = {}
+    for tag, ends in sorted(links.items()):
+        source, target = (dist.get_global_rank(pp, rank) for rank in ends)
+        group = dist.new_group([source, target], use_local_synchronization=True) if alone else pp
+        found[tag] = (group, source, target)
+    return found
 
 
 class Stage0(nn.Module):
@@ -198,11 +208,12 @@ class ToyStep(nn.Module):
         self.pp = mesh.get_group("pp")
         self.stage0 = Stage0(mesh)
         self.stages = {0: self.stage0}
-        # by stage: where a forward's `x` comes from and goes to (rank, tag, communicator)
+        links = link_groups(self.pp, {0: (0, 1), 192: (1, 0)})  # by tag: from rank, to rank
+        # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing()}
-        self.x_out = {0: Outbox(1, 0, link_group(self.pp), bound=1)}
+        self.x_out = {0: Outbox(links[0], 0, bound=1)}
         # and a backward's `d`, the gradient of `x`
-        self.d_in = {0: Inbox(1, 192, link_group(self.pp), [((3, 10, 12), torch.float64)])}
+        self.d_in = {0: Inbox(links[192], 192, [((3, 10, 12), torch.float64)])}
         self.d_out = {0: Nothing()}
 
     def F(self, stage: int, i: int) -> None:
