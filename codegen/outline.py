@@ -39,14 +39,16 @@ def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item
     alike: dict[object, list[Unit]] = defaultdict(list)
     for unit in units:
         alike[signature(unit)].append(unit)
-    scope = Scope([function.name for function in helpers.outlined])  # other stages' functions
+    others = list(helpers.outlined)  # other stages' functions
+    scope = Scope([function.name for function in others])
     known: dict[tuple[str, fx.Node], str] = {}  # names in a module's forward
     used: set[fx.Node] = set()
     chosen: list[tuple[Outlined, list[Unit]]] = []
     for group in sorted(alike.values(), key=_gain, reverse=True):
         free = _apart(group, used)
-        function = _printed(graph, free, helpers, scope, known) if len(free) > 1 else None
+        function = _printed(graph, free, helpers, scope, known, others) if len(free) > 1 else None
         if function is not None:
+            helpers.outlined += [function] if function not in others else []
             chosen.append((function, free))
             used.update(n for unit in free for n in unit.nodes)
     return rewritten(graph, places, chosen)
@@ -74,8 +76,12 @@ def _printed(
     helpers: Helpers,
     scope: Scope,
     known: dict[tuple[str, fx.Node], str],
+    others: Sequence[Outlined],
 ) -> Outlined | None:
-    """The function of all units whose text is that of the first; the others are dropped."""
+    """The function of all units whose text is that of the first; the others are dropped.
+
+    One of ``others`` serves where it says the same.
+    """
     first = units[0]
     wish = wishes(graph, first.home.path, _given(first, known))
     wished = [wish.get(n, "value") for n in [*first.inputs, *first.nodes]]
@@ -84,14 +90,16 @@ def _printed(
     written = [w for w in written if w.code == written[0].code]
     if len(units) < 2 or len(written[0].lines) < LINES:
         return None
-    name = scope.fresh(_snake(first.home.name) + ("_backward" if first.is_backward else ""))
     for unit, text in zip(units, written, strict=True):
         names = {n: str(text.names[n]) for n in [*unit.inputs, *unit.nodes] if n in text.names}
         path = unit.home.path
         known |= {(path, n): name for n, name in names.items() if name.isidentifier()}
-    function = written[0].function(name, first, [w.lines for w in written])
-    helpers.outlined.append(function)
-    return function
+    lines = [w.lines for w in written]
+    for other in others:
+        if written[0].function(other.name, first, lines).text == other.text:
+            return other
+    name = scope.fresh(_snake(first.home.name) + ("_backward" if first.is_backward else ""))
+    return written[0].function(name, first, lines)
 
 
 def _given(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.Node, str]:
