@@ -96,7 +96,8 @@ class _Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.file = file
         self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
-        self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}  # some may have died since
+        self.total = 0  # bytes of all that are known
         self.peak_bytes = self.peak_line = 0
         self.at_peak: list[tuple[int, int]] = []
 
@@ -111,20 +112,28 @@ class _Live(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    entry = StorageWeakRef(storage), storage.nbytes(), self._line()
-                    self.known[storage._cdata] = entry
-        live = sum(size for _, size, _ in self.known.values())
-        self._note(live + workspace_of(func, result, args, kwargs or {}))
+                self._add(tensor.untyped_storage())
+        self._note(workspace_of(func, result, args, kwargs or {}))
         return result
 
-    def _note(self, live: int) -> None:
-        if live > self.peak_bytes:
-            self.peak_bytes, self.peak_line = live, self._line()
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        """Know a storage, perhaps at the address of one that has died."""
+        before = self.known.get(storage._cdata)
+        if before is None or before[0].expired():
+            self.total += storage.nbytes() - (before[1] if before is not None else 0)
+            entry = StorageWeakRef(storage), storage.nbytes(), self._line()
+            self.known[storage._cdata] = entry
+
+    def _note(self, extra: int) -> None:
+        """Look who is alive only where it could be the most so far."""
+        if self.total + extra <= self.peak_bytes:
+            return
+        self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
+        self.total = sum(size for _, size, _ in self.known.values())
+        if self.total + extra > self.peak_bytes:
+            self.peak_bytes, self.peak_line = self.total + extra, self._line()
             self.at_peak = [(size, line) for _, size, line in self.known.values() if size]
 
     def _line(self) -> int:
