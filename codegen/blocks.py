@@ -26,7 +26,8 @@ DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 class Run:
     """Neighbouring blocks that do the same; the groups of each phase by layer.
 
-    ``weights`` has the weight gradients where they are apart from the backward.
+    ``weights`` has the weight gradients where they are apart from the backward. ``layers`` names
+    the blocks that the graph leaves out as well; they have no groups.
     """
 
     layers: tuple[str, ...]
@@ -209,7 +210,18 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
             forward, backward, weights = (
                 tuple(g for g in column if g is not None) for column in zip(*run, strict=True)
             )
-            yield Run(tuple(g.layer for g in forward), forward, backward, weights)
+            names = _with_folded(graph, [g.layer for g in forward])
+            yield Run(names, forward, backward, weights)
+
+
+def _with_folded(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
+    """The blocks of a run and those between them that the graph leaves out, in order."""
+    found: list[str] = []
+    for layer in layers:
+        folds = [f for f in graph.folds if found[-1:] == [f.like] and layer == f.after]
+        found += [f"{fold.path}.{i}" for fold in folds for i in range(fold.first, fold.last + 1)]
+        found.append(layer)
+    return tuple(found)
 
 
 def _same_list(a: str, b: str) -> bool:

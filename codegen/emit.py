@@ -25,6 +25,7 @@ from partc.codegen.tables import TABLES, declarations, is_listed, row, table
 from partc.codegen.text import Line, Text, block
 from partc.codegen.tidy import copied
 from partc.graph import Graph, Kind, is_tensor, typed, value
+from partc.passes.fold_layers import Unfolded
 from partc.quoting import comment, docstring, identifier, literal
 
 TEMPLATES = jinja2.Environment(
@@ -50,6 +51,10 @@ def emit(graph: Graph, *, header: str) -> str:
     helpers = Helpers()
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+    printed = {layer for side in sides for layer in side.run.layers}
+    for fold in graph.folds:
+        if f"{fold.path}.{fold.first}" not in printed:
+            raise Unfolded(f"{fold.path} stands in line")
     text = RoleText(graph, header, items, sides, helpers).text()
     check_source(text)
     return text

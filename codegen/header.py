@@ -128,8 +128,8 @@ def _moves(graph: Graph) -> list[str]:
         if node.target in collectives.COLLECTIVES:
             key = (str(node.kwargs["axis"]), kind_of(node))
             operands = map(held, tensor_args(node))
-            counts[key] += 1
-            sizes[key] += sum(x.numel() * x.element_size() for x in operands)
+            counts[key] += graph.times(node)
+            sizes[key] += graph.times(node) * sum(x.numel() * x.element_size() for x in operands)
     return [
         f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}"
         for axis, kind in sorted(counts)

@@ -22,6 +22,7 @@ from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_stages
 from partc.passes.fill_waits import fill_waits
+from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.join_collectives import join_collectives
 from partc.passes.local_batch_norm import has_batch_norm
@@ -70,8 +71,6 @@ def compile(
     """
     mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
-    graph = trace(model, inputs, loss)
-    graph.mesh = mesh
     given = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
@@ -81,19 +80,34 @@ def compile(
         "memory_bytes": memory_bytes,
     }
     wanted = wanted.changed(**{name: each for name, each in given.items() if each is not None})
-    if wanted.stages or wanted.microbatches > 1 or PP in mesh.names:
-        return compile_pipeline(graph, wanted, Fingerprint.of(model), strict=strict)
-    full, local = partition(graph, wanted, strict=strict)
+    pipelined = bool(wanted.stages) or wanted.microbatches > 1 or PP in mesh.names
+    compile_rest = compile_pipeline if pipelined else compile_stage
+    try:
+        graph = trace(model, inputs, loss, fold=not pipelined and not wanted.names_blocks)
+        graph.mesh = mesh
+        return compile_rest(graph, wanted, Fingerprint.of(model), strict=strict)
+    except Unfolded:
+        graph = trace(model, inputs, loss)
+        graph.mesh = mesh
+        return compile_rest(graph, wanted, Fingerprint.of(model), strict=strict)
+
+
+def compile_stage(
+    graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
+) -> Program:
+    """The rest of ``compile`` for one stage: every rank runs the same role."""
+    full, local = partition(graph, plan, strict=strict)
+    check_plan(local, full)
     check(local)
     source = emit(local, header=header(local, full))
     return Program(
         plan=str(full),
-        mesh=mesh,
+        mesh=graph.mesh,
         sources={ROLE: source},
-        roles=((mesh.num_ranks, ROLE),),
+        roles=((graph.mesh.num_ranks, ROLE),),
         cost=cost_report(local, role=Role.load(source, ROLE)),
         model=graph.model,
-        fingerprint=Fingerprint.of(model),
+        fingerprint=fingerprint,
         constants=graph.constants,
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
     )

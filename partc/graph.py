@@ -53,6 +53,29 @@ class Value:
     note: str = ""  # for a collective: why it is there, what hides it
 
 
+@dataclass(frozen=True)
+class Fold:
+    """Equal blocks of a list that a graph leaves out: each does what the one before them does."""
+
+    path: str  # of the list, "model.layers"
+    first: int
+    last: int
+
+    @property
+    def num(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def like(self) -> str:
+        """The path of the block that stands for those left out."""
+        return f"{self.path}.{self.first - 1}"
+
+    @property
+    def after(self) -> str:
+        """The path of the block behind those left out."""
+        return f"{self.path}.{self.last + 1}"
+
+
 @dataclass
 class Graph:
     """One training step (or one rank's share of it) as a graph.
@@ -69,6 +92,7 @@ class Graph:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    folds: tuple[Fold, ...] = ()
 
     def __str__(self) -> str:
         from partc.graph_text import graph_text  # it needs this module
@@ -96,6 +120,12 @@ class Graph:
     def calls(self) -> Iterator[Node]:
         """Every call node in order of execution, getitem nodes among them."""
         return (n for n in self.fx.nodes if n.op == "call_function")
+
+    def times(self, node: Node) -> int:
+        """How many blocks a value stands for: itself, and those like its own that are left out."""
+        known = value(node)
+        path = f"{known.name if node.op == 'placeholder' else known.module}."
+        return 1 + sum(fold.num for fold in self.folds if path.startswith(f"{fold.like}."))
 
     # results ---------------------------------------------------------------------------------
     @property

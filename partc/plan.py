@@ -112,6 +112,14 @@ class Plan:
         """The cuts of one parameter while it is computed with."""
         return {axis: lay for axis, lay in self.stored(name).items() if axis not in self.gather}
 
+    @property
+    def names_blocks(self) -> bool:
+        """Whether it tells blocks of a stack apart, by their numbers."""
+        names = (*self.params, *self.stages)
+        return any(
+            re.fullmatch(r"\d+|.*\d.*\*.*|.*\*.*\d.*", p) for n in names for p in n.split(".")
+        )
+
     def sharding(self, cuts: Cuts) -> Sharding:
         assert self.mesh is not None
         return Sharding.of(cuts, layout_mesh(self.mesh, self.microbatches))

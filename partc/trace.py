@@ -28,17 +28,21 @@ from partc.graph import (
 )
 from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
+from partc.passes.fold_layers import fold_layers
 from partc.passes.functionalize import functionalize
 from partc.source_lines import module_of, source_of
 
 SMALL_BYTES = 1 << 20  # buffers up to this size keep their values in the graph
 
 
-def trace(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None) -> Graph:
+def trace(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *, fold: bool = False
+) -> Graph:
     """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
 
     Without a loss the model's own result is the loss (or has one as ``.loss``); under
     ``torch.no_grad()`` it is then the forward alone, with every tensor of the result by name.
+    With ``fold`` the middle of a stack of equal blocks is left out; ``graph.folds`` says which.
     """
     inputs = _checked(inputs)
     train = loss is not None or torch.is_grad_enabled()
@@ -53,6 +57,8 @@ def trace(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = N
     decompose_custom_ops(graph)
     functionalize(graph)
     _keep_known_buffers(graph, recording)
+    if fold:
+        fold_layers(graph)
     canonicalize(graph)
     return graph
 

@@ -37,7 +37,7 @@ def moved_bytes(node: fx.Node, ran: Replay) -> int:
 def total_moved_bytes(graph: Graph, ran: Replay | None = None) -> int:
     """Memory traffic of a whole graph."""
     ran = ran or replay(graph)
-    return sum(moved_bytes(node, ran) for node in graph.calls())
+    return sum(graph.times(node) * moved_bytes(node, ran) for node in graph.calls())
 
 
 def sent_bytes(node: fx.Node) -> int:
@@ -63,8 +63,8 @@ def traffic(graph: Graph) -> list[Traffic]:
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
             key = (str(node.kwargs["axis"]), kind_of(node))
-            counts[key] += 1
-            sent[key] += sent_bytes(node)
+            counts[key] += graph.times(node)
+            sent[key] += graph.times(node) * sent_bytes(node)
     order = sorted(counts, key=lambda key: (graph.mesh.names.index(key[0]), key[1]))
     return [Traffic(axis, kind, counts[axis, kind], sent[axis, kind]) for axis, kind in order]
 

@@ -45,7 +45,7 @@ def node_flops(node: fx.Node, shape_of: Callable[[fx.Node], Any] | None = None) 
 
 def total_flops(graph: Graph) -> int:
     """FLOPs of the whole graph: a training step, or one rank's share of it."""
-    return sum(node_flops(node) for node in graph.calls())
+    return sum(graph.times(node) * node_flops(node) for node in graph.calls())
 
 
 def held_shapes(node: fx.Node) -> Any:

@@ -4,7 +4,7 @@ The curve counts memory, not values: views share it, a reduction writes into its
 is freed after its last reader, an operand in flight lives until its wait, gradients to the end.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -31,6 +31,7 @@ class Buffer:
     dies: int
     is_grad: bool = False
     result: int = 0  # which of the tensors that the call returns
+    times: int = 1  # blocks like its own that are left out of the graph count here
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}" if self.module else self.name
@@ -68,7 +69,7 @@ class MemoryCurve:
     @property
     def saved_bytes(self) -> int:
         """What the forward leaves for the backward."""
-        return sum(b.num_bytes for b in self.saved())
+        return sum(b.times * b.num_bytes for b in self.saved())
 
     def saved(self) -> list[Buffer]:
         """The pieces that the forward leaves for the backward."""
@@ -99,13 +100,15 @@ def state_bytes(graph: Graph, optimizer: str = "adamw") -> StateBytes:
         known = ", ".join(STATE_COPIES)
         what = f"no optimizer is named {optimizer!r}"
         raise UsageError(where="optimizer", what=what, why="", do=f"Known: {known}.")
-    trained = [node for name, node in graph.params.items() if name in graph.grads]
+    params = graph.params
+    sizes = {name: graph.times(node) * _num_bytes(node) for name, node in params.items()}
+    grads = graph.grads
     return StateBytes(
-        params=_sum_bytes(graph.params.values()),
-        grads=_sum_bytes(graph.grads.values()),
-        optimizer=STATE_COPIES[optimizer] * _sum_bytes(trained),
-        buffers=_sum_bytes(graph.buffers.values()),
-        inputs=_sum_bytes(graph.inputs.values()),
+        params=sum(sizes.values()),
+        grads=sum(graph.times(params[name]) * _num_bytes(node) for name, node in grads.items()),
+        optimizer=STATE_COPIES[optimizer] * sum(sizes[name] for name in params if name in grads),
+        buffers=sum(graph.times(node) * _num_bytes(node) for node in graph.buffers.values()),
+        inputs=sum(map(_num_bytes, graph.inputs.values())),
     )
 
 
@@ -123,8 +126,9 @@ def memory_curve(graph: Graph, ran: Replay | None = None) -> MemoryCurve:
             memory = tensor.untyped_storage()
             first = shared.get(memory._cdata, memory._cdata)
             made = Buffer(
-                node.name, value(node).module, memory.nbytes(), i, i, first in grads, result
-            )
+                node.name, value(node).module, memory.nbytes(), i, i, first in grads, result,
+                graph.times(node),
+            )  # fmt: skip
             known = buffers.get(first, made)
             buffers[first] = replace(known, dies=max(known.dies, ends[node]))
     backward = [i for i, node in enumerate(calls) if value(node).phase == "B"]
@@ -170,7 +174,7 @@ def _written_in_place(
     return shared
 
 
-def _sum_bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes that this graph holds of some values."""
-    tensors: list[Tensor] = [held(node) for node in nodes]
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _num_bytes(node: fx.Node) -> int:
+    """Bytes that this graph holds of a value."""
+    tensor: Tensor = held(node)
+    return tensor.numel() * tensor.element_size()
