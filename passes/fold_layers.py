@@ -1,12 +1,12 @@
 """Leave out the middle of long stacks of equal blocks: what one of them computes, all do.
 
-A block is read by its neighbours alone. If the blocks from ``s`` to ``e`` compute the same of their
-neighbours' values, parameters of their own and values from outside, then whatever holds of ``s``
-and ``e`` as each other's neighbours holds of all between them, by induction. So two blocks at either
-end stay, the ends themselves (which something else feeds) and one that is like those left out,
-and every later step of a compile takes as long for 126 layers as for 4. The printed loop runs over all of them again.
+A block is read by its neighbours alone. If the blocks of a span compute the same of their
+neighbours' values, of parameters of their own and of values from outside, then what holds of the
+first and the last as each other's neighbours holds of all between them, by induction. So the span's
+ends stay, beside what stands before and behind them, and every later step of a compile takes as
+long for 126 layers as for 4. The printed loop runs over all of them again.
 
-In: a functional joint graph. Out: the same graph with fewer blocks, and what was left out in ``folds``.
+In: a functional joint graph. Out: the same with fewer blocks, and in ``folds`` what was left out.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Signatures:
         return known.kind, known.name.removeprefix(prefix), self._constant(node)
 
     def _outside(self, node: fx.Node) -> Any:
-        """A value of no neighbour is itself, but constants are what they hold: blocks have theirs."""
+        """A value of no neighbour is itself; a constant is what it holds: each may have its own."""
         is_constant = node.op == "placeholder" and value(node).name in self.constants
         return self._constant(node) if is_constant else node.name
 
@@ -177,7 +177,7 @@ def _kind(fake: Any) -> Any:
 
 # leaving them out ---------------------------------------------------------------------------------
 def _is_closed(graph: Graph, blocks: Mapping[int, _Block], first: int, last: int) -> bool:
-    """Whether blocks inside of a span are read by their neighbours alone, and draw no numbers."""
+    """Whether blocks inside of a span are read by their neighbours alone."""
     outputs = graph.outputs
     named: dict[fx.Node, list[str]] = defaultdict(list)
     for name, node in (*outputs.grads.items(), *outputs.buffers.items()):

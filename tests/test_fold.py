@@ -1,0 +1,133 @@
+"""A folded compile is the compile of all blocks: the same plan, text and costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.api import partition, read_plan
+from partc.check import check
+from partc.codegen.emit import emit
+from partc.codegen.header import header
+from partc.cost import cost_report
+from partc.graph import Fold, Graph
+from partc.mesh import Mesh
+from partc.trace import trace
+from tests.zoo import FAMILIES, Case
+
+DEPTH: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 6},
+    "llama": {"num_hidden_layers": 6},
+    "t5": {"num_layers": 8, "num_decoder_layers": 2},
+}
+LEFT_OUT = {
+    "gpt2": [Fold("transformer.h", 2, 3)],
+    "llama": [Fold("model.layers", 2, 3)],
+    "t5": [Fold("encoder.block", 3, 4)],  # the first block's position bias is read by all
+}
+
+
+def deep(name: str) -> Case:
+    return FAMILIES[name].case(name, **DEPTH[name])
+
+
+def compiled(case: Case, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
+    """Plan and text of a program, what it costs, and the graph that it was printed from."""
+    graph = trace(case.model, case.inputs, case.loss, fold=fold)
+    graph.mesh = Mesh.of(mesh)
+    full, local = partition(graph, read_plan(plan))
+    check(local)
+    cost = cost_report(local)
+    counted = cost.state, cost.saved_bytes, cost.flops, cost.moved_bytes, cost.traffic
+    return (str(full), emit(local, header=header(local, full)), counted), local
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "plan"),
+    [
+        ("gpt2", "dp=2", "fsdp"),
+        ("gpt2", "tp=2", "megatron-sp"),
+        ("llama", "dp=2,tp=2", "fsdp+megatron"),
+        ("t5", "dp=2", "zero1"),
+    ],
+)
+def test_folded_program_is_the_program(name: str, mesh: str, plan: str) -> None:
+    case = deep(name)
+    whole, _ = compiled(case, mesh, plan, fold=False)
+    folded, graph = compiled(case, mesh, plan, fold=True)
+    assert list(graph.folds) == LEFT_OUT[name]
+    assert folded == whole
+
+
+class Tower(nn.Module):
+    """Blocks that are equal but for what a test changes in one of them."""
+
+    def __init__(self, depth: int = 9) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.listens = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        heard = x
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if i == self.listens:
+                heard = x
+        return x + heard
+
+
+def total(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).sum()
+    return loss
+
+
+def folds(model: nn.Module) -> tuple[Fold, ...]:
+    return trace(model, (torch.randn(4, 8),), total, fold=True).folds
+
+
+def test_equal_blocks_are_left_out() -> None:
+    (fold,) = folds(Tower())
+    assert (fold.path, fold.first, fold.last, fold.like) == ("blocks", 2, 6, "blocks.1")
+
+
+def test_a_block_that_something_else_reads_stays() -> None:
+    model = Tower()
+    model.listens = 4  # its gradient arrives from behind the blocks too
+    assert all(not fold.first <= 4 <= fold.last for fold in folds(model))
+
+
+def test_a_block_of_other_shape_or_state_stays() -> None:
+    model = Tower()
+    model.blocks[4].requires_grad_(False)
+    assert all(not fold.first <= 4 <= fold.last for fold in folds(model))
+
+
+def test_a_shared_block_stays() -> None:
+    model = Tower()
+    model.blocks[4] = model.blocks[3]
+    assert all(not fold.first <= i <= fold.last for fold in folds(model) for i in (3, 4))
+
+
+def test_short_stacks_stay_whole() -> None:
+    assert folds(Tower(depth=4)) == ()
+
+
+def test_pins_tell_blocks_apart() -> None:
+    model, x = Tower(), torch.randn(4, 8)
+    plan = 'preset = "ddp"\n[params]\n"blocks.4.weight" = { dp = 0 }\n[gather]\ndp = "use"\n'
+    program = partc.compile(model, "dp=2", (x,), loss=total, plan=plan)
+    assert '"blocks.4.weight" = { dp = 0 }' in program.plan
+    again = partc.compile(model, "dp=2", (x,), loss=total, plan=program.plan)
+    assert again.sources == program.sources
+
+
+def test_a_folded_plan_replays() -> None:
+    case = deep("llama")
+    first = partc.compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp")
+    again = partc.compile(case.model, "dp=2", case.inputs, loss=case.loss, plan=first.plan)
+    assert (again.plan, again.sources) == (first.plan, first.sources)
+    assert str(again.cost) == str(first.cost)
