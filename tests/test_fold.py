@@ -68,13 +68,13 @@ class Tower(nn.Module):
 
     def __init__(self, depth: int = 9) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth))
         self.listens = -1
 
     def forward(self, x: Tensor) -> Tensor:
         heard = x
         for i, block in enumerate(self.blocks):
-            x = torch.tanh(block(x))
+            x = block(x)
             if i == self.listens:
                 heard = x
         return x + heard
@@ -118,9 +118,9 @@ def test_short_stacks_stay_whole() -> None:
 
 def test_pins_tell_blocks_apart() -> None:
     model, x = Tower(), torch.randn(4, 8)
-    plan = 'preset = "ddp"\n[params]\n"blocks.4.weight" = { dp = 0 }\n[gather]\ndp = "use"\n'
+    plan = 'preset = "ddp"\n[params]\n"blocks.4.0.weight" = { dp = 0 }\n[gather]\ndp = "use"\n'
     program = partc.compile(model, "dp=2", (x,), loss=total, plan=plan)
-    assert '"blocks.4.weight" = { dp = 0 }' in program.plan
+    assert '"blocks.4.0.weight" = { dp = 0 }' in program.plan
     again = partc.compile(model, "dp=2", (x,), loss=total, plan=program.plan)
     assert again.sources == program.sources
 
