@@ -6,17 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from partc import threads
+from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line
 from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.plan import Plan
 from partc.reference import eager
+from partc.rendezvous import Done, Group
 from partc.schedules import NAMES, make
 from partc.schedules.actions import Action, Kind
+from partc.threads import ThreadDist
 from partc.verification import verify
 from tests.pipelines import (
     BATCH,
@@ -96,6 +101,41 @@ def test_ignored_tokens_do_not_weigh() -> None:
     means = torch.stack([case.loss(case.model, *piece) for piece in pieces])
     assert cut.reference.loss is not None
     assert abs(means.mean() - cut.reference.loss) > 1e-3  # the inputs can tell
+
+
+class OneAfterTheOther(ThreadDist):
+    """Transfers between two ranks as NCCL runs them: none begins before the last one is done."""
+
+    def isend(self, tensor: Tensor, *args: Any, **named: Any) -> Done:
+        return _waited(super().isend(tensor, *args, **named))
+
+    def irecv(self, tensor: Tensor, *args: Any, **named: Any) -> Done:
+        return _waited(super().irecv(tensor, *args, **named))
+
+
+def _waited(done: Done) -> Done:
+    done.wait()
+    return done
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_tied_gradients_do_not_wait_for_each_other(
+    order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks hold the parameter, and in whatever order of stages."""
+    monkeypatch.setattr(threads, "ThreadDist", OneAfterTheOther)
+    helpers = Helpers()
+    helpers.use("sum_tied")
+
+    def run(rank: int, dist: ThreadDist) -> list[float]:
+        printed: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "Tensor": Tensor}
+        exec(helpers.text(), printed)
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.full((2,), 10.0**rank)
+        printed["sum_tied"](param, None, order, 7, Group((0, 1, 2), "pp", rank))
+        return param.grad.tolist()
+
+    assert threads.run_ranks(3, run, timeout=10) == [[111.0, 111.0]] * 3
 
 
 # stages that lack something -----------------------------------------------------------------------
