@@ -13,7 +13,6 @@ from torch import fx
 
 from partc import collectives, ops
 from partc.codegen.backends import c10d
-from partc.codegen.blocks import gathers_param
 from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
@@ -33,7 +32,7 @@ from partc.graph import (
     typed,
     value,
 )
-from partc.moves import moves, results
+from partc.moves import gathers_param, moves, results
 from partc.quoting import comment, literal
 
 ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")

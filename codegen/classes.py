@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from partc.codegen.backends import c10d
-from partc.codegen.blocks import Run, gathers_param
+from partc.codegen.blocks import Run
 from partc.codegen.body import ADDS, Body, weights_of, with_sections
 from partc.codegen.equal import Group, ends_step, made_in_step
 from partc.codegen.helpers import Helpers
@@ -18,7 +18,7 @@ from partc.codegen.slots import Interface, Slot
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
-from partc.moves import moves
+from partc.moves import gathers_param, moves
 
 SAVED = "tuple[Tensor, ...]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
