@@ -135,9 +135,7 @@ def with_partials(module: nn.Module) -> None:
         param.partial = None
 
 
-def in_buckets(
-    grads: dict[nn.Parameter, Tensor], limit: int = 25_000_000
-) -> list[dict[nn.Parameter, Tensor]]:
+def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Parameter, Tensor]]:
     """Gradients in groups of up to `limit` bytes, each for one transfer."""
     buckets: list[dict[nn.Parameter, Tensor]] = [{}]
     filled = 0

@@ -46,14 +46,16 @@ def emit_rank(
     wiring: Wiring,
     *,
     header: str,
+    join_mb: float,
 ) -> str:
     """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages.
 
-    ``wiring`` is that of the lowered schedule: it says how many sends may be under way.
+    ``wiring`` is that of the lowered schedule: it says how many sends may be under way; up to
+    ``join_mb`` megabytes of gradients share a transfer.
     """
     helpers = Helpers()
     mine = schedule.stages_of(rank)
-    stages = [stage_text(graphs[s], s, helpers, _lent(graphs, mine, s)) for s in mine]
+    stages = [stage_text(graphs[s], s, helpers, join_mb, lent=_lent(graphs, mine, s)) for s in mine]
     text = _Rank(graphs, stages, schedule, rank, mesh, wiring, header, helpers).text()
     check_source(text)
     return text

@@ -30,6 +30,7 @@ from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
 from partc.errors import CheckError
 from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
+from partc.passes.join_collectives import MB
 from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
@@ -42,15 +43,26 @@ DOCS: dict[Phase, str] = {
 
 
 def stage_text(
-    graph: Graph, number: int, helpers: Helpers, lent: frozenset[str] = frozenset()
+    graph: Graph,
+    number: int,
+    helpers: Helpers,
+    join_mb: float,
+    *,
+    lent: frozenset[str] = frozenset(),
 ) -> StageText:
-    """Arrange a stage for printing; another stage of the rank holds the buffers ``lent``."""
+    """Arrange a stage for printing; another stage of the rank holds the buffers ``lent``.
+
+    Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends.
+    """
     graph = copied(graph)
     ends = take_ends(graph)
     items, sides = arranged(graph)
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    return StageText(graph, "", items, sides, helpers, lent=lent, number=number, ends=ends)
+    return StageText(
+        graph, "", items, sides, helpers, lent=lent, number=number, ends=ends,
+        bucket_bytes=round(join_mb * MB),
+    )  # fmt: skip
 
 
 @dataclass
@@ -59,6 +71,7 @@ class StageText(RoleText):
     the same in all of them."""
 
     number: int = 0
+    bucket_bytes: int = 0
     ends: Ends = field(default_factory=lambda: Ends({}, None))
     seen: dict[fx.Node, Text] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope)
@@ -337,7 +350,7 @@ class StageText(RoleText):
                 yield Line(f"for w, grad in {partials}.items():")
                 yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
                 continue
-            yield Line(f"for grads in {bucket}({partials}):")
+            yield Line(f"for grads in {bucket}({partials}, {self.bucket_bytes:_}):")
             for node in chain[:-1]:
                 yield Line(f"grads, done = {self._summed(node)}", indent=1)
                 yield Line("done.wait()", indent=1)

@@ -4,6 +4,7 @@ schedule.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,13 @@ def test_with_data_and_tensor_parallelism(schedule: str) -> None:
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
 def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
+
+
+def test_gradients_share_a_transfer_up_to_the_plans_limit() -> None:
+    case, plan = toy(), Plan(preset="ddp", join_mb=0.002)
+    program = compiled(case, "dp=2", plan, "1f1b", 3)
+    assert re.findall(r"in_buckets\(.*, (\S+)\):", program.source()) == ["2_000"]
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
