@@ -10,13 +10,16 @@ from torch import fx, nn
 
 from partc.codegen.backends import c10d
 from partc.codegen.blocks import Run
-from partc.codegen.body import ADDS, Body, weights_of, with_sections
+from partc.codegen.body import Body
 from partc.codegen.equal import Group, ends_step, made_in_step
+from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
+from partc.codegen.statements import with_sections
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
+from partc.codegen.transfers import weights_of
 from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
 from partc.moves import gathers_param, moves
 

@@ -16,15 +16,16 @@ from torch import fx, nn
 
 from partc import collectives
 from partc.codegen.blocks import Item, Loop
-from partc.codegen.body import ADDS, PARTIALS, free_early, with_sections
 from partc.codegen.classes import LEFT, passed
 from partc.codegen.emit import RoleText, arranged, read, span
+from partc.codegen.expressions import ADDS, PARTIALS
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
 from partc.codegen.slots import interfaces
 from partc.codegen.stage_ends import Ends, paths_text, take_ends
+from partc.codegen.statements import free_early, with_sections
 from partc.codegen.step import StepBody
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from partc.codegen.blocks import LATER, Item, Loop, Run
-from partc.codegen.body import Body, Statement
+from partc.codegen.body import Body
 from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
 from partc.codegen.slots import Interface, Slot
+from partc.codegen.statements import Statement
 from partc.codegen.text import Line, Text
 from partc.graph import Phase, typed
 from partc.moves import gathers_param
