@@ -126,6 +126,11 @@ class BlockClass:
             lines.append(Line(f"self.whole {'+=' if lines else '='} {call}"))
         return lines
 
+    def taken(self, gathered: str, side: Interface) -> str:
+        """The weights that a phase begins with, once they are gathered."""
+        each = [move for start in self.gathered(side) for move in moves(start)]
+        return c10d.taken(gathered, each, self.helpers)
+
     def _params(self) -> list[str]:
         """Every parameter of the class, in the order of their declarations."""
         layer, params = self.run.layers[0], self.graph.params
@@ -196,7 +201,7 @@ class BlockClass:
                 seen.setdefault(node, Text("self.whole"))
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
             names = f"[{names}]" if len(whole) == 1 else names
-            taken = "self.whole" if self.is_steady else f"{self.helpers.use('take')}(self.whole)"
+            taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
             lines.append(Line(f"{names} = {taken}"))
         if self.reduces(side):
             self.helpers.use("finish")

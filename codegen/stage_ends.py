@@ -171,8 +171,10 @@ class Finish:
                 do="Use reduce = 'microbatch' in the plan.",
             )
         at = (k["dim"], k.get("outer", 1))
-        cuts = "" if at == (0, 1) else f", *[{at}] * len(grads)"
-        return f"{self.helpers.use('scatter_grads')}(grads, {k['num']}, self.{k['axis']}{cuts})"
+        name, cuts = "scatter_grads", ""
+        if at != (0, 1):
+            name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
+        return f"{self.helpers.use(name)}(grads, {k['num']}, self.{k['axis']}{cuts})"
 
 
 def paths_text(paths: Sequence[str], everything: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop
-from partc.codegen.classes import LEFT, passed
+from partc.codegen.classes import LEFT, BlockClass, passed
 from partc.codegen.emit import RoleText, arranged, read, span
 from partc.codegen.expressions import ADDS, PARTIALS
 from partc.codegen.helpers import Helpers
@@ -122,13 +122,14 @@ class StageText(RoleText):
         return self.ends.reduces or bool(self._steady()) or made
 
     def _finish(self) -> Finish:
+        steady = [cls.attribute for cls in self._steady()]
         return Finish(
-            self.graph, self.ends, self.attributes, self._steady(), self.helpers, self.bucket_bytes
+            self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes
         )
 
-    def _steady(self) -> list[str]:
-        """The lists of blocks whose weights are gathered once for all microbatches."""
-        return [cls.attribute for cls in self.classes.values() if cls.is_steady]
+    def _steady(self) -> list[BlockClass]:
+        """The blocks whose weights are gathered once for all microbatches."""
+        return [cls for cls in self.classes.values() if cls.is_steady]
 
     def _doc(self) -> str:
         """What of the model stands in this stage."""
@@ -253,12 +254,12 @@ class StageText(RoleText):
         """Put away what others read, and give back what is sent."""
         lines: list[Line] = []
         if phase == "S":
-            for blocks in self._steady():
-                lines.append(Line(f"for layer in self.{blocks}:"))
+            for cls in self._steady():
+                lines.append(Line(f"for layer in self.{cls.attribute}:"))
                 lines.append(Line("layer.gather()", "weights for the whole step", indent=1))
-                lines.append(Line(f"for layer in self.{blocks}:"))
-                whole = f"{self.helpers.use('take')}(layer.whole)"
-                lines.append(Line(f"layer.whole = {whole}", indent=1))
+                lines.append(Line(f"for layer in self.{cls.attribute}:"))
+                taken = cls.taken("layer.whole", cls.forward)
+                lines.append(Line(f"layer.whole = {taken}", indent=1))
             for node in self.graph.fx.nodes:
                 if node in kept:
                     text = body.text(node).code

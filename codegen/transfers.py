@@ -97,7 +97,8 @@ class Transfers(Expressions):
             bound = weights_of(start)
             names = ", ".join("_" if n is None else self.bind(n) for n in bound)
             names = f"[{names}]" if len(bound) == 1 else names
-            lines = [Line(f"{names} = {self.helpers.use('take')}({name})", hidden)]
+            taken = c10d.taken(name, moves(start), self.helpers)
+            lines = [Line(f"{names} = {taken}", hidden)]
             return Statement(lines, reads=[start], binds=[n for n in bound if n is not None])
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
