@@ -39,7 +39,7 @@ def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     for grads, done in reduced:
         done.wait()
         for param, grad in grads.items():
-            add_grad(param, grad)
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
     reduced.clear()
 
 
