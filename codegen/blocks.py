@@ -16,6 +16,7 @@ from torch import fx
 from partc import collectives
 from partc.codegen.equal import Equal, Group, Owner, ends_step
 from partc.graph import Graph, Phase, is_backward, is_forward, value
+from partc.moves import gathers_param
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 LATER: tuple[Phase, ...] = ("B", "W")
@@ -138,12 +139,6 @@ def _is_whole(node: fx.Node) -> bool:
     while len(node.all_input_nodes) == 1 and not gathers_param(node):
         node = node.all_input_nodes[0]
     return node.op == "call_function" and gathers_param(node)
-
-
-def gathers_param(node: fx.Node) -> bool:
-    """Whether a collective gathers parameters as they are stored: it may start at any time."""
-    gathers = node.target in (collectives.all_gather, collectives.all_gather_joined)
-    return gathers and all(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from partc.codegen.backends import c10d
-from partc.codegen.blocks import Run, gathers_param
-from partc.codegen.body import ADDS, Body, weights_of, with_sections
+from partc.codegen.blocks import Run
+from partc.codegen.body import Body
 from partc.codegen.equal import Group, ends_step, made_in_step
+from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
+from partc.codegen.statements import with_sections
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
+from partc.codegen.transfers import weights_of
 from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
-from partc.moves import moves
+from partc.moves import gathers_param, moves
 
 SAVED = "tuple[Tensor, ...]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
@@ -123,6 +126,11 @@ class BlockClass:
             lines.append(Line(f"self.whole {'+=' if lines else '='} {call}"))
         return lines
 
+    def taken(self, gathered: str, side: Interface) -> str:
+        """The weights that a phase begins with, once they are gathered."""
+        each = [move for start in self.gathered(side) for move in moves(start)]
+        return c10d.taken(gathered, each, self.helpers)
+
     def _params(self) -> list[str]:
         """Every parameter of the class, in the order of their declarations."""
         layer, params = self.run.layers[0], self.graph.params
@@ -193,7 +201,7 @@ class BlockClass:
                 seen.setdefault(node, Text("self.whole"))
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
             names = f"[{names}]" if len(whole) == 1 else names
-            taken = "self.whole" if self.is_steady else f"{self.helpers.use('take')}(self.whole)"
+            taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
             lines.append(Line(f"{names} = {taken}"))
         if self.reduces(side):
             self.helpers.use("finish")

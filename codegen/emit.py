@@ -11,15 +11,16 @@ import torch
 from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop, Run, arrange
-from partc.codegen.body import ADDS, free_early, with_sections
 from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.equal import made_in_step
+from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
 from partc.codegen.safety import check_source
 from partc.codegen.slots import Interface, Unfit, interfaces
+from partc.codegen.statements import free_early, with_sections
 from partc.codegen.step import StepBody
 from partc.codegen.tables import TABLES, declarations, is_listed, row, table
 from partc.codegen.text import Line, Text, block

@@ -135,9 +135,7 @@ def with_partials(module: nn.Module) -> None:
         param.partial = None
 
 
-def in_buckets(
-    grads: dict[nn.Parameter, Tensor], limit: int = 25_000_000
-) -> list[dict[nn.Parameter, Tensor]]:
+def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Parameter, Tensor]]:
     """Gradients in groups of up to `limit` bytes, each for one transfer."""
     buckets: list[dict[nn.Parameter, Tensor]] = [{}]
     filled = 0
@@ -153,13 +151,19 @@ def in_buckets(
 def sum_tied(
     param: nn.Parameter, before: Tensor, ranks: list[int], tag: int, group: dist.ProcessGroup
 ) -> None:
-    """Add the gradients that several pipeline ranks have for one parameter to what was there."""
-    mine = torch.zeros_like(param) if param.grad is None else param.grad
-    here = dist.get_rank(group)
-    others = {rank: torch.empty_like(mine) for rank in ranks if rank != here}
-    works = [dist.isend(mine, group=group, group_dst=rank, tag=tag) for rank in others]
-    works += [dist.irecv(x, group=group, group_src=rank, tag=tag) for rank, x in others.items()]
+    """Add the gradients that several pipeline ranks have for one parameter to what was there.
+
+    Of two ranks the lower one sends first: on NCCL two sends that meet wait for each other.
+    """
+    mine = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+    here, works = dist.get_rank(group), []
+    parts = {rank: mine if rank == here else torch.empty_like(mine) for rank in ranks}
+    for rank in [rank for rank in ranks if rank != here]:
+        peer = dist.get_global_rank(group, rank)
+        ways = [(dist.isend, mine), (dist.irecv, parts[rank])]
+        for start, x in ways if here < rank else reversed(ways):
+            works.append(start(x, peer, group=group, tag=tag))
     for work in works:
         work.wait()
-    total = sum(mine if rank == here else others[rank] for rank in ranks)
+    total = sum(parts.values())
     param.grad = total if before is None else before.add_(total)

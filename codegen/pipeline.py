@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
-
 from partc.codegen.emit import MEANINGS, TEMPLATES, dtype_name, header_line, span
 from partc.codegen.helpers import Helpers
+from partc.codegen.rank_links import RankLinks
 from partc.codegen.safety import check_source
 from partc.codegen.stages import StageText, stage_text
 from partc.codegen.tables import table
 from partc.codegen.text import Line, block
 from partc.codegen.turns import parted, turn_lines, whole_backwards
-from partc.graph import Graph, Phase, held, value
+from partc.graph import Graph, Phase, value
 from partc.mesh import Mesh
 from partc.passes.microbatches import MB, PP
 from partc.quoting import identifier, literal
 from partc.schedules.actions import Action, Kind, Schedule
-from partc.schedules.programs import BACKWARD, FORWARD, Wiring
+from partc.schedules.programs import Wiring
 
-LINKS = {
-    "x_in": "by stage: where a forward's `x` comes from and goes to",
-    "d_in": "and a backward's `d`, the gradient of `x`",
-}
 PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
-TAGS = 64  # tensors that may pass from one stage to the next
 
 
 @dataclass(frozen=True)
@@ -46,15 +40,18 @@ def emit_rank(
     wiring: Wiring,
     *,
     header: str,
+    join_mb: float,
 ) -> str:
     """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages.
 
-    ``wiring`` is that of the lowered schedule: it says how many sends may be under way.
+    ``wiring`` is that of the lowered schedule: it says how many sends may be under way; up to
+    ``join_mb`` megabytes of gradients share a transfer.
     """
     helpers = Helpers()
     mine = schedule.stages_of(rank)
-    stages = [stage_text(graphs[s], s, helpers, _lent(graphs, mine, s)) for s in mine]
-    text = _Rank(graphs, stages, schedule, rank, mesh, wiring, header, helpers).text()
+    stages = [stage_text(graphs[s], s, helpers, join_mb, lent=_lent(graphs, mine, s)) for s in mine]
+    links = RankLinks(graphs, schedule, rank, wiring, helpers)
+    text = _Rank(graphs, stages, schedule, rank, mesh, links, header, helpers).text()
     check_source(text)
     return text
 
@@ -81,7 +78,7 @@ class _Rank:
     schedule: Schedule
     rank: int
     mesh: Mesh
-    wiring: Wiring
+    links: RankLinks
     header: str
     helpers: Helpers
 
@@ -110,8 +107,8 @@ class _Rank:
             kinds={action.kind for action in self.actions},
             split="W" in self.schedule.kinds,
             schedule=f"Schedule {self.schedule.name}, {self.schedule.microbatches} microbatches.",
-            method="step" if self._trains() else "forward",
-            result="Tensor" if self._trains() else "dict[str, Tensor]",
+            method="step" if self.links.trains else "forward",
+            result="Tensor" if self.links.trains else "dict[str, Tensor]",
             arguments=self._arguments(),
             body=body,
         )
@@ -184,75 +181,10 @@ class _Rank:
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
         stages = ", ".join(f"{s.number}: self.stage{s.number}" for s in self.stages)
         yield Line(f"self.stages = {{{stages}}}")
-        yield from self._groups()
-        for name, table_of in self._links():
-            if name in LINKS:
-                yield Line(f"# {LINKS[name]}")
-            entries = ", ".join(f"{number}: {made}" for number, made in table_of.items())
-            yield Line(f"self.{name} = {{{entries}}}")
+        yield from self.links.made()
 
     def _numbers(self) -> list[int]:
         return [stage.number for stage in self.stages]
-
-    def _links(self) -> Iterator[tuple[str, Mapping[int, str]]]:
-        """Per kind of link and stage the text that makes its end on this rank."""
-        last = self.schedule.stages - 1
-        kinds: list[tuple[str, Phase, int]] = [("x", "F", 1), ("d", "B", -1)]
-        for name, phase, ahead in kinds:
-            if phase == "B" and not self._trains():
-                continue
-            inward = {s: self._end(s - ahead, s, phase, True, last) for s in self._numbers()}
-            outward = {s: self._end(s, s + ahead, phase, False, last) for s in self._numbers()}
-            yield f"{name}_in", inward
-            yield (
-                f"{name}_out",
-                {
-                    s: f"self.{name}_in[{s + ahead}]" if text.startswith("Shelf") else text
-                    for s, text in outward.items()
-                },
-            )
-
-    def _trains(self) -> bool:
-        return bool(self.schedule.kinds & {"B", "I"})
-
-    def _end(self, source: int, target: int, phase: Phase, inward: bool, last: int) -> str:
-        """One end of the link from stage ``source`` to stage ``target``."""
-        between = 0 <= source <= last and 0 <= target <= last
-        if not between or not self._received(target, phase):
-            return f"{self.helpers.use('Nothing')}()"
-        rank_of = self.schedule.rank_of
-        if rank_of[source] == rank_of[target]:
-            return f"{self.helpers.use('Shelf')}()"
-        tag = _tag(source, phase)
-        if inward:
-            likes = [_like(n) for n in self._received(target, phase)]
-            box = self.helpers.use("Inbox")
-            return f"{box}(links[{tag}], {tag}, [{', '.join(likes)}])"
-        channel = self.wiring.channels[2 * source + (BACKWARD if phase == "B" else FORWARD)]
-        bound = self.wiring.bounds[channel]
-        return f"{self.helpers.use('Outbox')}(links[{tag}], {tag}, bound={bound})"
-
-    def _groups(self) -> Iterator[Line]:
-        """The communicators of all links that begin or end on this rank."""
-        rank_of, found = self.schedule.rank_of, {}
-        for source in range(self.schedule.stages - 1):
-            ways: list[tuple[Phase, tuple[int, int]]] = [
-                ("F", (source, source + 1)),
-                ("B", (source + 1, source)),
-            ]
-            for phase, ends in ways:
-                ranks = tuple(rank_of[stage] for stage in ends)
-                used = self._received(ends[1], phase) and (phase == "F" or self._trains())
-                if used and self.rank in ranks and len({*ranks}) > 1:
-                    found[_tag(ends[0], phase)] = ranks
-        if found:
-            entries = ", ".join(f"{tag}: {ranks}" for tag, ranks in sorted(found.items()))
-            call = f"{self.helpers.use('link_groups')}(self.{PP}, {{{entries}}})"
-            yield Line(f"links = {call}", "by tag: from rank, to rank")
-
-    def _received(self, stage: int, phase: Phase) -> list[fx.Node]:
-        nodes = self.graphs[stage].placeholders("received").values()
-        return [n for n in nodes if value(n).phase == phase]
 
     def _shared_here(self) -> list[Tied]:
         """Tied parameters with several copies on this rank."""
@@ -279,11 +211,11 @@ class _Rank:
         yield Line("for stage in self.stages.values():")
         yield Line(f"stage.begin({arguments})", indent=1)
         device = f"{self._arguments()[0]}.device"
-        yield from self._each("Inbox", f"begin({self.schedule.microbatches}, {device})")
+        yield from self.links.each("Inbox", f"begin({self.schedule.microbatches}, {device})")
         for number, one in enumerate(tied(self.graphs)):
             yield from self._set_aside(one, number)
         yield from turn_lines(self.actions)
-        yield from self._each("Outbox", "wait()")
+        yield from self.links.each("Outbox", "wait()")
         yield from self._finish()
 
     def _lend(self) -> Iterator[Line]:
@@ -294,23 +226,9 @@ class _Rank:
                 mine, theirs = (s.attributes[s.graph.buffers[name]] for s in (stage, owner))
                 yield Line(f"self.stage{stage.number}.{mine} = self.stage{owner.number}.{theirs}")
 
-    def _each(self, kind: str, call: str) -> Iterator[Line]:
-        """A call of every link of a kind, each of which leads to another rank."""
-        links = [
-            f"self.{name}[{stage}]"
-            for name, ends in self._links()
-            for stage, text in ends.items()
-            if text.startswith(kind)
-        ]
-        if len(links) == 1:
-            yield Line(f"{links[0]}.{call}")
-        elif links:
-            yield Line(f"for link in ({', '.join(links)}):")
-            yield Line(f"link.{call}", indent=1)
-
     def _finish(self) -> Iterator[Line]:
         """Sum what is summed once per step; every rank learns the loss."""
-        if not self._trains():
+        if not self.links.trains:
             yield from self._results()
             return
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
@@ -367,15 +285,10 @@ class _Rank:
         ranks = list(dict.fromkeys(self.schedule.rank_of[s] for s in one.stages))
         mine = self._mine(one)
         if self._is_apart(one):
-            tag = TAGS * 2 * self.schedule.stages + number
+            tag = self.links.free_tag + number
             call = self.helpers.use("sum_tied")
             path = f"self.stage{mine[0]}.{self._path(one.name, mine[0])}"
             yield Line(f"{call}({path}, before_{number}, {ranks}, {tag}, self.{PP})", "tied")
-
-
-def _tag(source: int, phase: str) -> int:
-    """What tells the transfers that stage ``source`` makes from others."""
-    return TAGS * (2 * source + (phase == "B"))
 
 
 def _block(cls: Any) -> dict[str, Any]:
@@ -385,9 +298,3 @@ def _block(cls: Any) -> dict[str, Any]:
         "functions": cls.functions(),
         "gathers": cls.gather_methods(),
     }
-
-
-def _like(node: fx.Node) -> str:
-    """The shape and dtype of a tensor that is received."""
-    fake = held(node)
-    return f"({literal(tuple(fake.shape))}, {literal(fake.dtype)})"

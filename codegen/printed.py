@@ -39,18 +39,27 @@ def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     for grads, done in reduced:
         done.wait()
         for param, grad in grads.items():
-            add_grad(param, grad)
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
     reduced.clear()
 
 
-def take(gathered: list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]) -> list[Tensor]:
+def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
     """Wait for gathered weights and hand them over whole; the list is left empty."""
     whole = []
-    for pieces, cuts, done in gathered:
+    for pieces, done in gathered:
         done.wait()
-        whole += [join(x.flatten(0, 1), len(x), *cut) for x, cut in zip(pieces, cuts, strict=True)]
+        whole += [x.flatten(0, 1) for x in pieces]
     gathered.clear()
     return whole
+
+
+def take_cut(
+    gathered: list[tuple[list[Tensor], dist.Work]], *cuts: tuple[int, int]
+) -> list[Tensor]:
+    """As ``take``, of weights that are cut at (dim, outer)."""
+    nums = [len(x) for pieces, _ in gathered for x in pieces]
+    whole = zip(take(gathered), nums, cuts, strict=True)
+    return [join(x, num, *cut) for x, num, cut in whole]
 
 
 def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
@@ -74,15 +83,14 @@ def scatter_sum(
 
 
 def gather_weights(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
-) -> list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]:
-    """Start one transfer of all ranks' pieces of weights, cut at (dim, outer), else on dim 0."""
+    shards: list[Tensor], num: int, group: dist.ProcessGroup
+) -> list[tuple[list[Tensor], dist.Work]]:
+    """Start one transfer of all ranks' pieces of weights."""
     mine = side_by_side([x.flatten() for x in shards], 0)
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
     parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
-    return [(pieces, list(cuts) or [(0, 1)] * len(shards), done)]
+    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
 
 
 def sum_grads(
@@ -98,18 +106,25 @@ def sum_grads(
 
 
 def scatter_grads(
-    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """As ``sum_grads``; this rank keeps its piece of each, cut at (dim, outer), else on dim 0."""
-    where = cuts or [(0, 1)] * len(grads)
-    rows = [in_pieces(x, num, *cut) for x, cut in zip(grads.values(), where, strict=True)]
-    flat = side_by_side([x.view(num, -1) for x in rows], 1)
+    """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
+    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
     mine = flat.new_empty(flat.shape[1])
     done = dist.reduce_scatter_single(mine, flat.flatten(), group=group, async_op=True)
-    parts = mine.split([x.numel() // num for x in rows])
-    sums = {p: part.view(-1, *x.shape[1:]) for p, part, x in zip(grads, parts, rows, strict=True)}
+    parts = mine.split([x.numel() // num for x in grads.values()])
+    sums = {p: x.view(-1, *grads[p].shape[1:]) for p, x in zip(grads, parts, strict=True)}
     grads.clear()
     return sums, done
+
+
+def scatter_cut_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int]
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """As ``scatter_grads``, of gradients that are cut at (dim, outer)."""
+    where = dict(zip(grads, cuts, strict=True))
+    rows = {p: in_pieces(grads.pop(p), num, *cut) for p, cut in where.items()}
+    return scatter_grads(rows, num, group)
 
 
 def side_by_side(parts: list[Tensor], dim: int) -> Tensor:

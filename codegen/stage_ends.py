@@ -1,19 +1,23 @@
 """What a pipeline stage does once per step, after all microbatches: sums over ranks.
 
-In: a stage's graph. Out: the same graph without its phase ``E``, and for each result the
-collectives that its sum over microbatches still has to pass.
+In: a stage's graph. Out: the same graph without its phase ``E``, for each result the collectives
+that its sum over microbatches still has to pass, and the function that does this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
 from partc import collectives
+from partc.codegen.helpers import Helpers
+from partc.codegen.text import Line, block
 from partc.errors import CheckError
 from partc.graph import Graph, value
+from partc.quoting import literal
 
 Chain = tuple[fx.Node, ...]  # collectives in order; the nodes stand in no graph any more
 
@@ -78,6 +82,99 @@ def _before(node: fx.Node) -> tuple[fx.Node, Chain]:
             )
         node = operand
     return node, ()
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Prints ``finish``: sums over ranks that are taken once per step, the loss, the results.
+
+    ``attributes`` has the paths of parameters in the stage, ``steady`` the lists of blocks whose
+    weights are held for the whole step; up to ``bucket_bytes`` of gradients share a transfer.
+    """
+
+    graph: Graph
+    ends: Ends
+    attributes: Mapping[fx.Node, str]
+    steady: Sequence[str]
+    helpers: Helpers
+    bucket_bytes: int
+
+    def function(self) -> dict[str, str]:
+        """Signature, docstring and body."""
+        lines = list(self._reductions()) if self.ends.reduces else []
+        for blocks in self.steady:
+            lines.append(Line(f"for layer in self.{blocks}:"))
+            lines.append(Line("layer.whole = []", indent=1))
+        total, sums = "torch.stack(self.losses).sum()", list(self.ends.loss or ())
+        if sums:
+            lines.append(Line(f"loss = {total}"))
+            lines += [Line(f"dist.all_reduce(loss, group=self.{n.kwargs['axis']})") for n in sums]
+            lines.append(Line("return loss"))
+        elif self.graph.loss is not None:
+            lines.append(Line(f"return {total}"))
+        if self.graph.outputs.results:
+            return self._results()
+        result = "None" if self.graph.loss is None else "Tensor"
+        return {
+            "signature": f"    def finish(self) -> {result}:",
+            "doc": "Sum over ranks what all microbatches have added up."
+            if self.ends.reduces or sums
+            else "The loss, of all microbatches.",
+            "body": block(lines, 2),
+        }
+
+    def _results(self) -> dict[str, str]:
+        """The model's results for the whole batch."""
+        texts = []
+        for name in self.graph.outputs.results:
+            turns = f"self.results[{literal(name)}]"
+            dim = self.ends.results.get(name)
+            texts.append(
+                f"{literal(name)}: {turns}[-1]" if dim is None
+                else f"{literal(name)}: torch.cat({turns}, {dim})"
+            )  # fmt: skip
+        return {
+            "signature": "    def finish(self) -> dict[str, Tensor]:",
+            "doc": "The results, all microbatches side by side.",
+            "body": block([Line(f"return {{{', '.join(texts)}}}")], 2),
+        }
+
+    def _reductions(self) -> Iterator[Line]:
+        """Start all sums over ranks, then wait for them."""
+        take, bucket = self.helpers.use("take_partial"), self.helpers.use("in_buckets")
+        yield Line("reduced = []")
+        for chain, names in self.ends.groups():
+            paths = [self.attributes[self.graph.params[n]] for n in names]
+            everything = len(names) == len(self.graph.params)
+            partials = f"{{w: {take}(w) for w in {paths_text(paths, everything)}}}"
+            if not chain:
+                yield Line(f"for w, grad in {partials}.items():")
+                yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
+                continue
+            yield Line(f"for grads in {bucket}({partials}, {self.bucket_bytes:_}):")
+            for node in chain[:-1]:
+                yield Line(f"grads, done = {self._summed(node, names[0])}", indent=1)
+                yield Line("done.wait()", indent=1)
+            yield Line(f"reduced.append({self._summed(chain[-1], names[0])})", indent=1)
+        yield Line(f"{self.helpers.use('finish')}(reduced)")
+
+    def _summed(self, node: fx.Node, param: str) -> str:
+        """The start of one sum over ranks of all ``grads``, ``param``'s among them."""
+        k: dict[str, Any] = dict(node.kwargs)
+        if node.target is collectives.all_reduce:
+            return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
+        if node.target is not collectives.reduce_scatter:
+            raise CheckError(
+                where=param,
+                what=f"a gradient's sum over microbatches goes through {node.target}",
+                why="only sums over ranks are expected there",
+                do="Use reduce = 'microbatch' in the plan.",
+            )
+        at = (k["dim"], k.get("outer", 1))
+        name, cuts = "scatter_grads", ""
+        if at != (0, 1):
+            name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
+        return f"{self.helpers.use(name)}(grads, {k['num']}, self.{k['axis']}{cuts})"
 
 
 def paths_text(paths: Sequence[str], everything: bool) -> str:

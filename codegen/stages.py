@@ -8,28 +8,27 @@ what is summed over ranks once per step.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
-from partc import collectives
 from partc.codegen.blocks import Item, Loop
-from partc.codegen.body import ADDS, PARTIALS, free_early, with_sections
-from partc.codegen.classes import LEFT, passed
+from partc.codegen.classes import LEFT, BlockClass, passed
 from partc.codegen.emit import RoleText, arranged, read, span
+from partc.codegen.expressions import ADDS, PARTIALS
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
 from partc.codegen.slots import interfaces
-from partc.codegen.stage_ends import Ends, paths_text, take_ends
+from partc.codegen.stage_ends import Ends, Finish, take_ends
+from partc.codegen.statements import free_early, with_sections
 from partc.codegen.step import StepBody
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
-from partc.errors import CheckError
 from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
+from partc.passes.join_collectives import MB
 from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
@@ -42,15 +41,26 @@ DOCS: dict[Phase, str] = {
 
 
 def stage_text(
-    graph: Graph, number: int, helpers: Helpers, lent: frozenset[str] = frozenset()
+    graph: Graph,
+    number: int,
+    helpers: Helpers,
+    join_mb: float,
+    *,
+    lent: frozenset[str] = frozenset(),
 ) -> StageText:
-    """Arrange a stage for printing; another stage of the rank holds the buffers ``lent``."""
+    """Arrange a stage for printing; another stage of the rank holds the buffers ``lent``.
+
+    Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends.
+    """
     graph = copied(graph)
     ends = take_ends(graph)
     items, sides = arranged(graph)
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    return StageText(graph, "", items, sides, helpers, lent=lent, number=number, ends=ends)
+    return StageText(
+        graph, "", items, sides, helpers, lent=lent, number=number, ends=ends,
+        bucket_bytes=round(join_mb * MB),
+    )  # fmt: skip
 
 
 @dataclass
@@ -59,6 +69,7 @@ class StageText(RoleText):
     the same in all of them."""
 
     number: int = 0
+    bucket_bytes: int = 0
     ends: Ends = field(default_factory=lambda: Ends({}, None))
     seen: dict[fx.Node, Text] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope)
@@ -94,7 +105,7 @@ class StageText(RoleText):
         return {
             "name": self.name,
             "doc": self._doc(),
-            "functions": [*functions, *([self._finish()] if self.finishes else [])],
+            "functions": [*functions, *([self._finish().function()] if self.finishes else [])],
             "declarations": block(self.declarations(f"STAGE{self.number}_"), 2),
             "seeds": block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
         }
@@ -106,9 +117,19 @@ class StageText(RoleText):
     @property
     def finishes(self) -> bool:
         """Whether anything is left to do once all microbatches have run."""
-        steady = any(cls.is_steady for cls in self.classes.values())
         outputs = self.graph.outputs
-        return self.ends.reduces or steady or outputs.loss is not None or bool(outputs.results)
+        made = outputs.loss is not None or bool(outputs.results)
+        return self.ends.reduces or bool(self._steady()) or made
+
+    def _finish(self) -> Finish:
+        steady = [cls.attribute for cls in self._steady()]
+        return Finish(
+            self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes
+        )
+
+    def _steady(self) -> list[BlockClass]:
+        """The blocks whose weights are gathered once for all microbatches."""
+        return [cls for cls in self.classes.values() if cls.is_steady]
 
     def _doc(self) -> str:
         """What of the model stands in this stage."""
@@ -233,12 +254,12 @@ class StageText(RoleText):
         """Put away what others read, and give back what is sent."""
         lines: list[Line] = []
         if phase == "S":
-            for cls in (c for c in self.classes.values() if c.is_steady):
+            for cls in self._steady():
                 lines.append(Line(f"for layer in self.{cls.attribute}:"))
                 lines.append(Line("layer.gather()", "weights for the whole step", indent=1))
                 lines.append(Line(f"for layer in self.{cls.attribute}:"))
-                whole = f"{self.helpers.use('take')}(layer.whole)"
-                lines.append(Line(f"layer.whole = {whole}", indent=1))
+                taken = cls.taken("layer.whole", cls.forward)
+                lines.append(Line(f"layer.whole = {taken}", indent=1))
             for node in self.graph.fx.nodes:
                 if node in kept:
                     text = body.text(node).code
@@ -283,82 +304,6 @@ class StageText(RoleText):
         if isinstance(item, fx.Node):
             return list(item.all_input_nodes)
         return [n for slot in passed(self.sides[item]) for n in slot.nodes]
-
-    # the end of a step -----------------------------------------------------------------------
-    def _finish(self) -> dict[str, str]:
-        """Sums over ranks that are taken once per step, and the loss."""
-        lines = list(self._reductions()) if self.ends.reduces else []
-        for cls in (c for c in self.classes.values() if c.is_steady):
-            lines.append(Line(f"for layer in self.{cls.attribute}:"))
-            lines.append(Line("layer.whole = []", indent=1))
-        total, sums = "torch.stack(self.losses).sum()", list(self.ends.loss or ())
-        if sums:
-            lines.append(Line(f"loss = {total}"))
-            lines += [Line(f"dist.all_reduce(loss, group=self.{n.kwargs['axis']})") for n in sums]
-            lines.append(Line("return loss"))
-        elif self.graph.loss is not None:
-            lines.append(Line(f"return {total}"))
-        if self.graph.outputs.results:
-            return self._results()
-        result = "None" if self.graph.loss is None else "Tensor"
-        return {
-            "signature": f"    def finish(self) -> {result}:",
-            "doc": "Sum over ranks what all microbatches have added up."
-            if self.ends.reduces or sums
-            else "The loss, of all microbatches.",
-            "body": block(lines, 2),
-        }
-
-    def _results(self) -> dict[str, str]:
-        """The model's results for the whole batch."""
-        texts = []
-        for name in self.graph.outputs.results:
-            turns = f"self.results[{literal(name)}]"
-            dim = self.ends.results.get(name)
-            texts.append(
-                f"{literal(name)}: {turns}[-1]" if dim is None
-                else f"{literal(name)}: torch.cat({turns}, {dim})"
-            )  # fmt: skip
-        return {
-            "signature": "    def finish(self) -> dict[str, Tensor]:",
-            "doc": "The results, all microbatches side by side.",
-            "body": block([Line(f"return {{{', '.join(texts)}}}")], 2),
-        }
-
-    def _reductions(self) -> Iterable[Line]:
-        """Start all sums over ranks, then wait for them."""
-        take, bucket = self.helpers.use("take_partial"), self.helpers.use("in_buckets")
-        yield Line("reduced = []")
-        for chain, names in self.ends.groups():
-            paths = [self.attributes[self.graph.params[n]] for n in names]
-            everything = len(names) == len(self.graph.params)
-            partials = f"{{w: {take}(w) for w in {paths_text(paths, everything)}}}"
-            if not chain:
-                yield Line(f"for w, grad in {partials}.items():")
-                yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
-                continue
-            yield Line(f"for grads in {bucket}({partials}):")
-            for node in chain[:-1]:
-                yield Line(f"grads, done = {self._summed(node)}", indent=1)
-                yield Line("done.wait()", indent=1)
-            yield Line(f"reduced.append({self._summed(chain[-1])})", indent=1)
-        yield Line(f"{self.helpers.use('finish')}(reduced)")
-
-    def _summed(self, node: fx.Node) -> str:
-        """The start of one sum over ranks of all ``grads``."""
-        k: dict[str, Any] = dict(node.kwargs)
-        if node.target is collectives.all_reduce:
-            return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
-        if node.target is not collectives.reduce_scatter:
-            raise CheckError(
-                where=f"stage {self.number}",
-                what=f"a gradient's sum over microbatches goes through {node.target}",
-                why="only sums over ranks are expected there",
-                do="Use reduce = 'microbatch' in the plan.",
-            )
-        at = (k["dim"], k.get("outer", 1))
-        cuts = "" if at == (0, 1) else f", *[{at}] * len(grads)"
-        return f"{self.helpers.use('scatter_grads')}(grads, {k['num']}, self.{k['axis']}{cuts})"
 
 
 _HANDED: dict[Phase, tuple[tuple[Phase, str], ...]] = {

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.codegen.blocks import LATER, Item, Loop, Run, gathers_param
-from partc.codegen.body import Body, Statement
+from partc.codegen.blocks import LATER, Item, Loop, Run
+from partc.codegen.body import Body
 from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
 from partc.codegen.names import inside
 from partc.codegen.slots import Interface, Slot
+from partc.codegen.statements import Statement
 from partc.codegen.text import Line, Text
 from partc.graph import Phase, typed
+from partc.moves import gathers_param
 from partc.quoting import comment
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from partc import collectives, ops
-from partc.codegen.blocks import Item, Loop, gathers_param
+from partc.codegen.blocks import Item, Loop
 from partc.codegen.storage import is_view, owner
 from partc.graph import (
     Graph,
@@ -23,6 +23,7 @@ from partc.graph import (
     is_tensor,
     value,
 )
+from partc.moves import gathers_param
 
 LINES = 3  # a shorter function hides more than it says
 ARGUMENTS, RESULTS = 6, 6  # a call with more of them is hard to read

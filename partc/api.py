@@ -133,7 +133,7 @@ def compile_pipeline(
     sources = {
         name: emit_rank(
             graphs, order, rank, mesh, step.wiring,
-            header=stage_header(graphs, order, rank, full),
+            header=stage_header(graphs, order, rank, full), join_mb=full.join_mb,
         )
         for rank, name in enumerate(names)
     }  # fmt: skip

@@ -10,8 +10,9 @@ from typing import Any
 from torch import fx
 
 from partc import collectives
-from partc.graph import is_tensor, picked, tensor_args
+from partc.graph import is_tensor, picked, tensor_args, value
 
+GATHERS = (collectives.all_gather, collectives.all_gather_joined)
 SINGLE = {*collectives.COLLECTIVES, *collectives.LOCAL} - collectives.JOINED.keys()
 
 
@@ -63,6 +64,13 @@ def carried(node: fx.Node) -> fx.Node | None:
     if node.target in SINGLE or (node.target is collectives.wait and is_tensor(node)):
         return node.all_input_nodes[0]
     return None
+
+
+def gathers_param(node: fx.Node) -> bool:
+    """Whether a collective gathers parameters as they are stored: it may start at any time."""
+    return node.target in GATHERS and all(
+        n.op == "placeholder" and value(n).kind == "param" for n in tensor_args(node)
+    )
 
 
 def kind_of(node: fx.Node) -> str:

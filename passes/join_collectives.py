@@ -27,8 +27,8 @@ from partc.graph import (
     set_value,
     value,
 )
-from partc.moves import kind_of
-from partc.passes.share_gathers import gathers_param, stretch_of
+from partc.moves import gathers_param, kind_of
+from partc.passes.share_gathers import stretch_of
 
 JOINED = {single: joined for joined, single in collectives.JOINED.items()}
 MB = 1_000_000

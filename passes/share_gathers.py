@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from partc import collectives
-from partc.graph import Graph, block_of, first_operand, value
+from partc.graph import Graph, block_of, first_operand
+from partc.moves import gathers_param
 
 
 def share_gathers(graph: Graph) -> Graph:
@@ -22,15 +22,6 @@ def share_gathers(graph: Graph) -> Graph:
                 node.replace_all_uses_with(shared)
                 graph.fx.erase_node(node)
     return graph
-
-
-def gathers_param(node: fx.Node) -> bool:
-    """Whether a collective gathers a parameter as it is stored: it may start at any time."""
-    return (
-        node.target is collectives.all_gather
-        and first_operand(node).op == "placeholder"
-        and value(first_operand(node)).kind == "param"
-    )
 
 
 def stretch_of(graph: Graph) -> dict[fx.Node, int]:

@@ -31,11 +31,11 @@ EXACT = [
 class Mlp(nn.Module):
     """One residual block."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
-        self.w1 = nn.Linear(6, 10)
-        self.w2 = nn.Linear(10, 6)
+        self.w1 = nn.Linear(6, inner)
+        self.w2 = nn.Linear(inner, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.w2(F.gelu(self.w1(self.norm(x))))
@@ -45,10 +45,10 @@ class Mlp(nn.Module):
 class Toy(nn.Module):
     """Two blocks between an embedding and a head."""
 
-    def __init__(self, num_blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2, inner: int = 10) -> None:
         super().__init__()
         self.embed = nn.Embedding(14, 6)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Mlp(inner) for _ in range(num_blocks))
         self.head = nn.Linear(6, 14, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ class Toy(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def toy(num_blocks: int = 2) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def toy(num_blocks: int = 2, inner: int = 10) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    model = Toy(num_blocks).double()
+    model = Toy(num_blocks, inner).double()
     return model, (torch.randint(14, (4, 8)), torch.randint(14, (4, 8)))
 
 
@@ -94,6 +94,14 @@ def test_ranks_equal_eager(name: str, mesh: str, preset: str) -> None:
     else:
         case = MODELS[name]()
         check_ranks(case.model, case.inputs, case.loss, mesh, preset, 2e-6)  # its loss is float32
+
+
+def test_weights_may_be_cut_on_any_dim() -> None:
+    """An odd number of rows stays whole, the columns are cut."""
+    model, inputs = toy(inner=9)
+    source = check_ranks(model, inputs, None, "dp=2", "fsdp", 1e-12)
+    assert "= take_cut(" in source
+    assert "reduced.append(scatter_cut_grads(" in source
 
 
 def test_gradients_add_up_as_autograd_does() -> None:

@@ -4,19 +4,25 @@ schedule.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from partc import threads
+from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line
 from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.plan import Plan
 from partc.reference import eager
+from partc.rendezvous import Done, Group
 from partc.schedules import NAMES, make
 from partc.schedules.actions import Action, Kind
+from partc.threads import ThreadDist
 from partc.verification import verify
 from tests.pipelines import (
     BATCH,
@@ -75,6 +81,13 @@ def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
 
 
+def test_gradients_share_a_transfer_up_to_the_plans_limit() -> None:
+    case, plan = toy(), Plan(preset="ddp", join_mb=0.002)
+    program = compiled(case, "dp=2", plan, "1f1b", 3)
+    assert re.findall(r"in_buckets\(.*, (\S+)\):", program.source()) == ["2_000"]
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_gpt2(schedule: str) -> None:
     """A tied model of transformers' own."""
@@ -96,6 +109,41 @@ def test_ignored_tokens_do_not_weigh() -> None:
     means = torch.stack([case.loss(case.model, *piece) for piece in pieces])
     assert cut.reference.loss is not None
     assert abs(means.mean() - cut.reference.loss) > 1e-3  # the inputs can tell
+
+
+class OneAfterTheOther(ThreadDist):
+    """Transfers between two ranks as NCCL runs them: none begins before the last one is done."""
+
+    def isend(self, tensor: Tensor, *args: Any, **named: Any) -> Done:
+        return _waited(super().isend(tensor, *args, **named))
+
+    def irecv(self, tensor: Tensor, *args: Any, **named: Any) -> Done:
+        return _waited(super().irecv(tensor, *args, **named))
+
+
+def _waited(done: Done) -> Done:
+    done.wait()
+    return done
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_tied_gradients_do_not_wait_for_each_other(
+    order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks hold the parameter, and in whatever order of stages."""
+    monkeypatch.setattr(threads, "ThreadDist", OneAfterTheOther)
+    helpers = Helpers()
+    helpers.use("sum_tied")
+
+    def run(rank: int, dist: ThreadDist) -> list[float]:
+        printed: dict[str, Any] = {"torch": torch, "dist": dist, "nn": nn, "Tensor": Tensor}
+        exec(helpers.text(), printed)
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.full((2,), 10.0**rank)
+        printed["sum_tied"](param, None, order, 7, Group((0, 1, 2), "pp", rank))
+        return param.grad.tolist()
+
+    assert threads.run_ranks(3, run, timeout=10) == [[111.0, 111.0]] * 3
 
 
 # stages that lack something -----------------------------------------------------------------------

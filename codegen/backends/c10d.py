@@ -55,11 +55,25 @@ def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers
 
     ``tensors`` is the text of a list or a dict, ``each`` has its tensors in order.
     """
-    num = [] if kind_of(node) == "all_reduce" else [str(node.kwargs["num"])]
-    operands = [tensors, *num, f"self.{node.kwargs['axis']}"]
-    cuts = [(m.kwargs["dim"], m.kwargs.get("outer", 1)) for m in each if "dim" in m.kwargs]
-    operands += map(str, cuts) if set(cuts) - {(0, 1)} else []
-    return f"{helpers.use(WEIGHTS_AND_GRADS[kind_of(node)])}({', '.join(operands)})"
+    name, operands = WEIGHTS_AND_GRADS[kind_of(node)], [tensors]
+    operands += [] if name == "sum_grads" else [str(node.kwargs["num"])]
+    operands.append(f"self.{node.kwargs['axis']}")
+    if name == "scatter_grads" and (cuts := cuts_of(each)):
+        name, operands = "scatter_cut_grads", [*operands, *cuts]
+    return f"{helpers.use(name)}({', '.join(operands)})"
+
+
+def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
+    """The weights that transfers have gathered, as a list; ``each`` has them in order."""
+    if cuts := cuts_of(each):
+        return f"{helpers.use('take_cut')}({', '.join([gathered, *cuts])})"
+    return f"{helpers.use('take')}({gathered})"
+
+
+def cuts_of(each: Sequence[Move]) -> list[str]:
+    """Where tensors are cut, as (dim, outer); empty if all of them are on dim 0."""
+    cuts = [(m.kwargs["dim"], m.kwargs.get("outer", 1)) for m in each]
+    return [str(cut) for cut in cuts] if {*cuts} - {(0, 1)} else []
 
 
 def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:

@@ -54,12 +54,12 @@ def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     reduced.clear()
 
 
-def take(gathered: list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]) -> list[Tensor]:
+def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
     """Wait for gathered weights and hand them over whole; the list is left empty."""
     whole = []
-    for pieces, cuts, done in gathered:
+    for pieces, done in gathered:
         done.wait()
-        whole += [join(x.flatten(0, 1), len(x), *cut) for x, cut in zip(pieces, cuts, strict=True)]
+        whole += [x.flatten(0, 1) for x in pieces]
     gathered.clear()
     return whole
 
@@ -69,28 +69,24 @@ def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None
     return list(zip(blocks, [*blocks[1:], None], strict=True))
 
 
-def gather_weights(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup, *cuts: tuple[int, int],
-) -> list[tuple[list[Tensor], list[tuple[int, int]], dist.Work]]:
-    """Start one transfer of all ranks' pieces of weights, cut at (dim, outer), else on dim 0."""
+def gather_weights(shards: list[Tensor], num: int,
+                   group: dist.ProcessGroup) -> list[tuple[list[Tensor], dist.Work]]:
+    """Start one transfer of all ranks' pieces of weights."""
     mine = side_by_side([x.flatten() for x in shards], 0)
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
     parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
-    pieces = [part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)]
-    return [(pieces, list(cuts) or [(0, 1)] * len(shards), done)]
+    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
 
 
-def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup,
-                  *cuts: tuple[int, int]) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """As `sum_grads`; this rank keeps its piece of each, cut at (dim, outer), else on dim 0."""
-    where = cuts or [(0, 1)] * len(grads)
-    rows = [in_pieces(x, num, *cut) for x, cut in zip(grads.values(), where, strict=True)]
-    flat = side_by_side([x.view(num, -1) for x in rows], 1)
+def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
+                  group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
+    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
     mine = flat.new_empty(flat.shape[1])
     done = dist.reduce_scatter_single(mine, flat.flatten(), group=group, async_op=True)
-    parts = mine.split([x.numel() // num for x in rows])
-    sums = {p: part.view(-1, *x.shape[1:]) for p, part, x in zip(grads, parts, rows, strict=True)}
+    parts = mine.split([x.numel() // num for x in grads.values()])
+    sums = {p: x.view(-1, *grads[p].shape[1:]) for p, x in zip(grads, parts, strict=True)}
     grads.clear()
     return sums, done
 
@@ -98,18 +94,6 @@ def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int, group: dist.Proce
 def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
     """Tensors in one memory; one alone stays where it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
-    """The `num` pieces of `dim`, cut in the rest of (outer, rest), in a row on dim 0."""
-    pieces: Tensor = x.unflatten(dim, (outer, num, -1)).movedim(dim + 1, 0)
-    return pieces.flatten(dim + 1, dim + 2).flatten(0, 1).contiguous()
-
-
-def join(pieces: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
-    """The whole from pieces that lie one after the other on dim 0: the inverse of `in_pieces`."""
-    parts: Tensor = pieces.unflatten(0, (num, -1)).unflatten(dim + 1, (outer, -1))
-    return parts.movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:

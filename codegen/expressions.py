@@ -1,0 +1,105 @@
+"""The values of one generated function: their names, and the text of the calls that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from partc import collectives, ops
+from partc.codegen.backends import c10d
+from partc.codegen.equal import ends_step
+from partc.codegen.helpers import Helpers, Outlined
+from partc.codegen.inline import inlined
+from partc.codegen.joint_grads import JointGrads
+from partc.codegen.names import Scope, op_name
+from partc.codegen.random import generator
+from partc.codegen.spell import spell
+from partc.codegen.storage import accumulations
+from partc.codegen.text import Text
+from partc.graph import Graph, is_forward, is_tensor, results_of
+from partc.quoting import literal
+
+ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")
+
+
+@dataclass
+class Expressions:
+    """What one function knows of its values: names, and texts of the calls that make them.
+
+    ``seen`` has the texts of what comes from outside: parameters, arguments; ``wishes`` what values
+    would like to be called; ``kept`` what is read outside; ``stored`` the parameters, as texts,
+    whose final gradient a node is.
+    """
+
+    graph: Graph
+    order: Sequence[fx.Node]
+    wishes: dict[fx.Node, str]
+    scope: Scope
+    helpers: Helpers
+    seen: dict[fx.Node, Text]
+    kept: set[fx.Node] = field(default_factory=set)
+    stored: dict[fx.Node, list[str]] = field(default_factory=dict)
+    device: str = "self.device"
+    prefix: str = ""
+    adds: tuple[str, str] = ADDS  # the functions that add to a gradient
+
+    def __post_init__(self) -> None:
+        named = {n for n in self.order if is_forward(n) and self.wishes.get(n) != op_name(n)}
+        self.accumulated = accumulations(self.order, self.kept | set(self.stored))
+        self.joint = JointGrads(self.graph, self.order, self.stored)
+        fixed = self.kept | set(self.stored) | set(self.accumulated.values())
+        fixed |= self.joint.place.keys()
+        self.inlined = inlined(self.order, fixed, named, self.accumulated)
+        self.place = {node: i for i, node in enumerate(self.order)}
+
+    def text(self, node: fx.Node) -> Text:
+        """How a value is read here: its name, or its expression where it has no line of its own."""
+        if node not in self.seen:
+            assert node in self.inlined or not is_tensor(node), (
+                f"{node} is read before it is written"
+            )
+            return self.expression(node)
+        return self.seen[node]
+
+    def expression(self, node: fx.Node) -> Text:
+        """The right side of a call."""
+        if node.target in (*collectives.LOCAL, collectives.axis_index):
+            return c10d.local(node, self.text(node.all_input_nodes[0]), self.helpers)
+        if isinstance(node.target, Outlined):
+            texts = [str(self.text(a)) for a in node.all_input_nodes]
+            return Text(f"{node.target.name}({', '.join(texts)})")
+        if getattr(node.target, "__module__", "") == ops.__name__:
+            return self._composite(node)
+        return spell(node, self.text, self.device)
+
+    def _composite(self, node: fx.Node) -> Text:
+        """A call of a printed function."""
+        name = self.helpers.use(node.target.__name__)  # type: ignore[union-attr]
+        texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
+        if node.target is ops.dropout_mask:
+            texts.append(f"self.{generator(self.graph, node)}")
+        texts += [
+            f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}"
+            for k, a in node.kwargs.items()
+        ]
+        return Text(f"{name}({', '.join(texts)})")
+
+    def bind(self, node: fx.Node) -> str:
+        """Give a value its name; a gradient that is reduced with others its place among them."""
+        name = self.joint.entry(node, self.scope)
+        name = name or self.scope.fresh(self.wishes.get(node, "value"))
+        self.seen[node] = Text(name)
+        return name
+
+    def _has_line(self, node: fx.Node) -> bool:
+        """Whether a node is a statement; the step's last waits stand in `finish`."""
+        return not ends_step(self.graph, node) and (is_tensor(node) or len(results_of(node)) > 1)
+
+    def read_by(self, node: fx.Node) -> list[fx.Node]:
+        """The named values that a node's statement reads, those of inlined operands among them."""
+        reads: list[fx.Node] = []
+        for operand in node.all_input_nodes:
+            reads += self.read_by(operand) if operand in self.inlined else [operand]
+        return reads

@@ -1,0 +1,84 @@
+"""The statements of a function as lines: sections, and ``del`` where a value is read no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import fx
+
+from partc.codegen.text import Line, Text
+from partc.graph import held, is_tensor
+from partc.quoting import comment
+
+SMALL, BIG = 64, 2  # fractions of the biggest value: not worth a `del`, worth one at once
+
+
+@dataclass
+class Statement:
+    """One or a few lines, the values they read and bind, and the module they stand for."""
+
+    lines: list[Line]
+    reads: list[fx.Node] = field(default_factory=list)
+    binds: list[fx.Node] = field(default_factory=list)
+    section: str = ""
+
+
+def with_sections(statements: Iterable[Statement]) -> list[Line]:
+    """The lines of all statements, a comment with the module's path wherever it changes."""
+    lines: list[Line] = []
+    section = None
+    for statement in statements:
+        if statement.lines and statement.section != section and statement.section:
+            lines.append(Line(f"# {comment(statement.section)}"))
+        section = statement.section or section
+        lines += statement.lines
+    return lines
+
+
+def free_early(
+    statements: list[Statement], seen: Callable[[fx.Node], Text], kept: set[fx.Node]
+) -> list[Statement]:
+    """The statements, with a ``del`` for the values that nobody reads later.
+
+    It stands at the end of a section, for the biggest values at once; what is small is left.
+    """
+    last = _last_uses(statements, seen)
+    for node in kept:
+        last.pop(str(seen(node)), None)
+    sizes: dict[str, int] = {}
+    for node in (n for s in statements for n in s.binds):
+        sizes[str(seen(node))] = max(sizes.get(str(seen(node)), 0), _num_bytes(node))
+    biggest = max(sizes.values(), default=0)
+    dying: dict[int, list[str]] = {}
+    for name, i in sorted(last.items()):
+        if sizes.get(name, 0) > biggest // SMALL and name.isidentifier():
+            dying.setdefault(i, []).append(name)
+    codes = (line.code for statement in statements for line in statement.lines)
+    waited = {code.removesuffix(".wait()") for code in codes if code.endswith("_done.wait()")}
+    dead: list[str] = []
+    for i, (statement, following) in enumerate(pairwise(statements)):
+        dead += dying.get(i, [])
+        now = any(sizes[name] > biggest // BIG for name in dead)
+        if dead and (now or following.section != statement.section):
+            handles = [f"{name}_done" for name in dead if f"{name}_done" in waited]
+            names = ", ".join([*dead, *handles])  # a handle keeps what it moved
+            statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
+            dead = []
+    return statements
+
+
+def _last_uses(statements: list[Statement], seen: Callable[[fx.Node], Text]) -> dict[str, int]:
+    """The last statement that reads or binds each name."""
+    return {
+        str(seen(node)): i
+        for i, statement in enumerate(statements)
+        for node in [*statement.reads, *statement.binds]
+    }
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """The size of what a rank holds of a value."""
+    fake = held(node)
+    return fake.numel() * fake.element_size() if is_tensor(node) else 0
