@@ -15,25 +15,19 @@ from partc.codegen.tables import table
 from partc.codegen.text import Line, block
 from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.graph import Graph, Phase, value
-from partc.mesh import Mesh
-from partc.passes.microbatches import MB, PP
+from partc.mesh import PP, Mesh
+from partc.passes.microbatches import MB
 from partc.quoting import identifier, literal
 from partc.schedules.actions import Action, Kind, Schedule
 from partc.schedules.programs import Wiring
+from partc.tied import Tied
 
 PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
 
 
-@dataclass(frozen=True)
-class Tied:
-    """A parameter that several stages hold: its name, and the stages in order."""
-
-    name: str
-    stages: tuple[int, ...]
-
-
 def emit_rank(
     graphs: Sequence[Graph],
+    tied: Sequence[Tied],
     schedule: Schedule,
     rank: int,
     mesh: Mesh,
@@ -44,25 +38,17 @@ def emit_rank(
 ) -> str:
     """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages.
 
-    ``wiring`` is that of the lowered schedule: it says how many sends may be under way; up to
-    ``join_mb`` megabytes of gradients share a transfer.
+    ``tied`` are the parameters that several of them hold. ``wiring`` is that of the lowered
+    schedule: it says how many sends may be under way; up to ``join_mb`` megabytes of gradients
+    share a transfer.
     """
     helpers = Helpers()
     mine = schedule.stages_of(rank)
     stages = [stage_text(graphs[s], s, helpers, join_mb, lent=_lent(graphs, mine, s)) for s in mine]
     links = RankLinks(graphs, schedule, rank, wiring, helpers)
-    text = _Rank(graphs, stages, schedule, rank, mesh, links, header, helpers).text()
+    text = _Rank(graphs, tied, stages, schedule, rank, mesh, links, header, helpers).text()
     check_source(text)
     return text
-
-
-def tied(graphs: Sequence[Graph]) -> list[Tied]:
-    """Parameters that stand on several stages."""
-    found: dict[str, list[int]] = {}
-    for number, graph in enumerate(graphs):
-        for name in graph.params:
-            found.setdefault(name, []).append(number)
-    return [Tied(name, tuple(stages)) for name, stages in found.items() if len(stages) > 1]
 
 
 def _lent(graphs: Sequence[Graph], mine: Sequence[int], stage: int) -> frozenset[str]:
@@ -74,6 +60,7 @@ def _lent(graphs: Sequence[Graph], mine: Sequence[int], stage: int) -> frozenset
 @dataclass
 class _Rank:
     graphs: Sequence[Graph]
+    tied: Sequence[Tied]
     stages: list[StageText]
     schedule: Schedule
     rank: int
@@ -188,7 +175,7 @@ class _Rank:
 
     def _shared_here(self) -> list[Tied]:
         """Tied parameters with several copies on this rank."""
-        return [t for t in tied(self.graphs) if len(self._mine(t)) > 1]
+        return [t for t in self.tied if len(self._mine(t)) > 1]
 
     def _mine(self, one: Tied) -> list[int]:
         """The stages of this rank that hold a tied parameter."""
@@ -212,7 +199,7 @@ class _Rank:
         yield Line(f"stage.begin({arguments})", indent=1)
         device = f"{self._arguments()[0]}.device"
         yield from self.links.each("Inbox", f"begin({self.schedule.microbatches}, {device})")
-        for number, one in enumerate(tied(self.graphs)):
+        for number, one in enumerate(self.tied):
             yield from self._set_aside(one, number)
         yield from turn_lines(self.actions)
         yield from self.links.each("Outbox", "wait()")
@@ -236,7 +223,7 @@ class _Rank:
             loss = "loss = " if stage.number == holder else ""
             if stage.finishes:
                 yield Line(f"{loss}self.stage{stage.number}.finish()")
-        for number, one in enumerate(tied(self.graphs)):
+        for number, one in enumerate(self.tied):
             yield from self._sum_tied(one, number)
         source = self.schedule.rank_of[holder]
         if self.rank != source:
@@ -271,7 +258,7 @@ class _Rank:
 
     def _is_apart(self, one: Tied) -> bool:
         """Whether this rank and another one hold a tied parameter."""
-        ranks = {self.schedule.rank_of[s] for s in one.stages}
+        ranks = one.ranks(self.schedule)
         return self.rank in ranks and len(ranks) > 1
 
     def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
@@ -282,7 +269,7 @@ class _Rank:
             yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
 
     def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
-        ranks = list(dict.fromkeys(self.schedule.rank_of[s] for s in one.stages))
+        ranks = list(one.ranks(self.schedule))
         mine = self._mine(one)
         if self._is_apart(one):
             tag = self.links.free_tag + number

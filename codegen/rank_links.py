@@ -10,7 +10,7 @@ from torch import fx
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line
 from partc.graph import Graph, Phase, held, value
-from partc.passes.microbatches import PP
+from partc.mesh import PP
 from partc.quoting import literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import BACKWARD, FORWARD, Wiring

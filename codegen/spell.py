@@ -18,7 +18,6 @@ from partc.codegen.text import (
     AND,
     ATOM,
     COMPARE,
-    NONE,
     OR,
     POWER,
     PRODUCT,
@@ -326,8 +325,3 @@ def _extreme(call: Call) -> Text:
 @spells("where")
 def _where(call: Call) -> Text:
     return Text(f"torch.where({', '.join(str(call.spell(a)) for a in call.node.args)})")
-
-
-def line_of(text: Text) -> str:
-    """A text as the right side of an assignment."""
-    return text.at(NONE)

@@ -17,7 +17,7 @@ from partc.cost import cost_report
 from partc.errors import PlanError
 from partc.fingerprint import Fingerprint
 from partc.graph import Graph, value
-from partc.mesh import Mesh
+from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_stages
@@ -26,7 +26,7 @@ from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.join_collectives import join_collectives
 from partc.passes.local_batch_norm import has_batch_norm
-from partc.passes.microbatches import PP, count_targets, layout_mesh
+from partc.passes.microbatches import count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
@@ -125,14 +125,15 @@ def compile_pipeline(
     if graph.loss is None and plan.schedule == Plan().schedule:
         plan = plan.changed(schedule="forward-only")
     full, local = localize(graph, plan, strict=strict)
-    graphs, stages, step = schedule_stages(local, full)
+    stages = schedule_stages(local, full)
+    graphs, step = stages.graphs, stages.step
     for stage in graphs:
         check(stage)
     order = step.schedule
     names = [f"pipeline{rank}.py" for rank in range(order.ranks)]
     sources = {
         name: emit_rank(
-            graphs, order, rank, mesh, step.wiring,
+            graphs, stages.tied, order, rank, mesh, step.wiring,
             header=stage_header(graphs, order, rank, full), join_mb=full.join_mb,
         )
         for rank, name in enumerate(names)
@@ -144,7 +145,7 @@ def compile_pipeline(
         mesh=mesh,
         sources=sources,
         roles=tuple((len(list(run)), name) for name, run in groupby(at)),
-        cost=pipeline_cost(graphs, stages, step, roles, mesh),
+        cost=pipeline_cost(graphs, stages.costs, step, roles, mesh),
         model=graph.model,
         fingerprint=fingerprint,
         constants=graph.constants,

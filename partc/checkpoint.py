@@ -23,8 +23,7 @@ from torch import Tensor
 
 from partc.errors import LoadError, RunError
 from partc.holders import exchange_texts
-from partc.mesh import Mesh
-from partc.passes.microbatches import PP
+from partc.mesh import PP, Mesh
 from partc.role import Shard, dtype_name, dtype_of
 from partc.runtime import Stage
 from partc.sharding import cut, join_pieces

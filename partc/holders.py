@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.mesh import Mesh
-from partc.passes.microbatches import PP
+from partc.mesh import PP
 from partc.program import Program
 from partc.role import Role, Shard, dtype_of
 from partc.weights import kept_aside
@@ -61,15 +60,7 @@ class Holders:
 def _roles(program: Program) -> list[Role]:
     """The role of each pipeline rank."""
     mesh = program.mesh
-    start = dict.fromkeys(mesh.names, 0)
-    num = mesh.size(PP) if PP in mesh.names else 1
-    at = [{**start, PP: rank} if PP in start else start for rank in range(num)]
-    return [program.role(mesh.rank(coords)) for coords in at]
-
-
-def without_pipeline(mesh: Mesh) -> Mesh:
-    """The axes that cut tensors."""
-    return Mesh(tuple((name, size) for name, size in mesh.axes if name != PP))
+    return [program.role(mesh.first_rank(number)) for number in range(mesh.pipeline_ranks)]
 
 
 def from_first(

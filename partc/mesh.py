@@ -12,6 +12,7 @@ from typing import Any
 
 from partc.errors import PlanError
 
+PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
 
 
@@ -133,6 +134,19 @@ class Mesh:
         """The coordinates of every rank, in rank order."""
         ranges = (range(size) for _, size in self.axes)
         return [dict(zip(self.names, at, strict=True)) for at in itertools.product(*ranges)]
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks along the axis ``pp``; 1 without one."""
+        return dict(self.axes).get(PP, 1)
+
+    def without_pipeline(self) -> Mesh:
+        """The axes that cut tensors."""
+        return Mesh(tuple(axis for axis in self.axes if axis[0] != PP))
+
+    def first_rank(self, pipeline_rank: int) -> int:
+        """The first of all ranks that stand at this place of the pipeline."""
+        return self.rank({**dict.fromkeys(self.names, 0), PP: pipeline_rank})
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.axes)

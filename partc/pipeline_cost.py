@@ -305,17 +305,10 @@ def _rank_cost(
         optimizer=STATE_COPIES[optimizer] * trained,
         buffers_and_inputs=sum(map(_num_bytes, [*buffers.values(), *graphs[0].inputs.values()])),
         in_flight=int(simulated.peaks[rank]),
-        live=0 if long else dry_run(role, _first_rank(role, rank)).peak_bytes,
+        live=0 if long else dry_run(role, role.mesh.first_rank(rank)).peak_bytes,
         bubble=simulated.bubbles[rank],
         exposed_s=simulated.exposed[rank],
     )
-
-
-def _first_rank(role: Role, pipeline_rank: int) -> int:
-    """The first rank of the mesh that stands at this place of the pipeline."""
-    if "pp" not in role.mesh.names:
-        return 0
-    return role.mesh.rank(dict.fromkeys(role.mesh.names, 0) | {"pp": pipeline_rank})
 
 
 def time_text(seconds: float) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc import collectives
-from partc.codegen.pipeline import Tied, tied
 from partc.errors import PlanError
 from partc.graph import Graph, held, value
 from partc.schedules import Schedule
@@ -17,6 +16,7 @@ from partc.schedules.lower import lower
 from partc.schedules.programs import Collective, RankProgram, Wiring
 from partc.schedules.simulate import Simulated, simulate
 from partc.schedules.step_costs import Link, StepCosts
+from partc.tied import Tied
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def in_flight(schedule: Schedule) -> list[int]:
     return most
 
 
-def closing_collectives(graphs: Sequence[Graph], schedule: Schedule) -> list[Collective]:
+def closing_collectives(
+    graphs: Sequence[Graph], tied: Sequence[Tied], schedule: Schedule
+) -> list[Collective]:
     """What ranks sum and tell each other after all microbatches, in the order of their programs.
 
     A stage's sums over its own ranks meet nobody else in the pipeline: one member.
@@ -97,8 +99,8 @@ def closing_collectives(graphs: Sequence[Graph], schedule: Schedule) -> list[Col
         for stage in schedule.stages_of(rank)
         if any(end_collectives(graphs[stage]))
     ]
-    for one in tied(graphs):
-        ranks = tied_ranks(one, schedule)
+    for one in tied:
+        ranks = one.ranks(schedule)
         if len(ranks) > 1:
             found.append(Collective(tied_name(one), (), ranks))
     if schedule.ranks > 1:
@@ -114,20 +116,19 @@ def end_collectives(graph: Graph) -> Iterator[fx.Node]:
 
 
 def closing_seconds(
-    graphs: Sequence[Graph], schedule: Schedule, ends: Sequence[float], link: Link
+    graphs: Sequence[Graph],
+    tied: Sequence[Tied],
+    schedule: Schedule,
+    ends: Sequence[float],
+    link: Link,
 ) -> dict[str, float]:
     """The time of each closing collective; ``ends`` has that of each stage's own sums."""
     times = {gradients_of(stage): seconds for stage, seconds in enumerate(ends)}
-    for one in tied(graphs):
+    for one in tied:
         fake = held(graphs[one.stages[0]].params[one.name])
-        others = len(tied_ranks(one, schedule)) - 1
+        others = len(one.ranks(schedule)) - 1
         times[tied_name(one)] = others * link.seconds(fake.numel() * fake.element_size())
     return times | {"loss": link.seconds(0)}
-
-
-def tied_ranks(one: Tied, schedule: Schedule) -> tuple[int, ...]:
-    """The ranks that hold a tied parameter, in the order in which its gradients are added."""
-    return tuple(dict.fromkeys(schedule.rank_of[stage] for stage in one.stages))
 
 
 def gradients_of(stage: int) -> str:

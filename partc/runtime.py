@@ -18,9 +18,8 @@ from partc.clip import clip_gradients
 from partc.dtensors import DTensors
 from partc.errors import RunError
 from partc.handshake import check_agreement, check_world, device_mesh, world_size
-from partc.holders import Holders, from_first, without_pipeline
-from partc.mesh import Mesh
-from partc.passes.microbatches import PP
+from partc.holders import Holders, from_first
+from partc.mesh import PP, Mesh
 from partc.program import Program
 from partc.role import Role, Shard, dtype_name
 from partc.weights import Source, check_names, check_shapes, match, whole_tensors
@@ -360,7 +359,7 @@ def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
 
 def _dtensors(mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int]) -> DTensors:
     """Tensors are cut over the axes without ``pp``."""
-    cutting = without_pipeline(mesh)
+    cutting = mesh.without_pipeline()
     if devices is not None and cutting != mesh:
         devices = devices[cutting.names] if cutting.names else None
     return DTensors(cutting, devices, coords)

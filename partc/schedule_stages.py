@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -18,8 +19,17 @@ from partc.plan import Plan
 from partc.roofline import H100
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
+from partc.tied import Tied, tied_parameters
 
-Stages = tuple[list[Graph], tuple[StageCost, ...], Step]
+
+@dataclass(frozen=True)
+class Stages:
+    """What is known of all stages before any program is printed."""
+
+    graphs: list[Graph]
+    tied: list[Tied]
+    costs: tuple[StageCost, ...]
+    step: Step
 
 
 def schedule_stages(local: Graph, plan: Plan) -> Stages:
@@ -44,9 +54,11 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
 def planned(graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule) -> Stages:
     """Lower and simulate a schedule of stages with these costs."""
     ends = [cost.closing_s for cost in costs]
-    closing_s = closing_seconds(graphs, order, ends, H100.link)
-    closing = closing_collectives(graphs, order)
-    return graphs, costs, plan_step(order, step_costs(costs, closing_s), closing)
+    tied = tied_parameters(graphs)
+    closing_s = closing_seconds(graphs, tied, order, ends, H100.link)
+    closing = closing_collectives(graphs, tied, order)
+    step = plan_step(order, step_costs(costs, closing_s), closing)
+    return Stages(graphs, tied, costs, step)
 
 
 def _auto(local: Graph, plan: Plan) -> Stages:

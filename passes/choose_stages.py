@@ -5,7 +5,6 @@ from __future__ import annotations
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.passes.cut_virtual_stages import balance_ranks
-from partc.passes.microbatches import PP
 from partc.passes.stage_units import stage_units
 from partc.pipeline_step import in_flight
 from partc.plan import Plan
@@ -68,7 +67,7 @@ def chunks_of(plan: Plan) -> int:
 
 def pipeline_ranks(plan: Plan) -> int:
     assert plan.mesh is not None
-    return plan.mesh.size(PP) if PP in plan.mesh.names else 1
+    return plan.mesh.pipeline_ranks
 
 
 def _usual_chunks(name: str) -> int:

@@ -35,15 +35,6 @@ class Unit:
     boundary_bytes: int
 
 
-@dataclass(frozen=True)
-class StageLoad:
-    """One stage of a cut: its units, its time for one microbatch, the memory it needs at peak."""
-
-    units: tuple[Unit, ...]
-    time_us: float
-    held_bytes: int
-
-
 Exposed = Callable[[int], float]
 
 
@@ -79,23 +70,6 @@ def balance(
         raise _too_little(chain, in_flight, limits)
     slowest = least(lambda ns: chain.can_cut(ns, windows), 0, chain.total_ns)
     return _cheapest_cut(chain, slowest, windows)
-
-
-def stage_loads(
-    units: Sequence[Unit],
-    points: Sequence[int],
-    *,
-    in_flight: Sequence[int],
-    exposed_us: Exposed = all_hidden,
-) -> list[StageLoad]:
-    """Time and memory of every stage, counted as ``balance`` counts them."""
-    chain = Chain(units, exposed_us)
-    times, held = chain.loads([0, *points, len(units)], in_flight)
-    edges = zip([0, *points], [*points, len(units)], strict=True)
-    return [
-        StageLoad(tuple(units[first:end]), int(ns) / 1000, int(num_bytes))
-        for (first, end), ns, num_bytes in zip(edges, times, held, strict=True)
-    ]
 
 
 class Chain:

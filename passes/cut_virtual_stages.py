@@ -16,7 +16,6 @@ from partc.passes.cut_stages import (
     Chain,
     Exposed,
     Ints,
-    StageLoad,
     Unit,
     all_hidden,
     balance,
@@ -60,15 +59,6 @@ def balance_ranks(
         lean = search.descend(leanest.edges, memory_bytes)
         found = min(found, lean, key=lambda cut: cut.score)
     return found.edges[1:-1]
-
-
-def rank_loads(loads: Sequence[StageLoad], rank_of: Sequence[int]) -> list[tuple[float, int]]:
-    """Microseconds per microbatch and bytes of every rank: the sums over its stages."""
-    totals = [(0.0, 0)] * (max(rank_of) + 1)
-    for rank, load in zip(rank_of, loads, strict=True):
-        time_us, held_bytes = totals[rank]
-        totals[rank] = (time_us + load.time_us, held_bytes + load.held_bytes)
-    return totals
 
 
 class _Cut(NamedTuple):

@@ -29,7 +29,6 @@ class Buffer:
     num_bytes: int
     born: int
     dies: int
-    is_grad: bool = False
     result: int = 0  # which of the tensors that the call returns
     times: int = 1  # blocks like its own that are left out of the graph count here
 
@@ -119,16 +118,14 @@ def memory_curve(graph: Graph, ran: Replay | None = None) -> MemoryCurve:
     ends = _ends(graph, calls)
     shared = _written_in_place(graph, ran, calls)
     outside = {s for n in graph.fx.nodes if n.op == "placeholder" for s in ran.storages(n)}
-    grads = {shared.get(s, s) for n in graph.grads.values() for s in ran.storages(n)}
     buffers: dict[Storage, Buffer] = {}
     for i, node in enumerate(calls):
         for result, tensor in enumerate(ran.tensors(node)):
             memory = tensor.untyped_storage()
             first = shared.get(memory._cdata, memory._cdata)
             made = Buffer(
-                node.name, value(node).module, memory.nbytes(), i, i, first in grads, result,
-                graph.times(node),
-            )  # fmt: skip
+                node.name, value(node).module, memory.nbytes(), i, i, result, graph.times(node)
+            )
             known = buffers.get(first, made)
             buffers[first] = replace(known, dies=max(known.dies, ends[node]))
     backward = [i for i, node in enumerate(calls) if value(node).phase == "B"]

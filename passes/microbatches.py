@@ -22,7 +22,7 @@ from partc.passes.open_means import NLL
 
 aten = torch.ops.aten
 
-MB, PP = "mb", "pp"
+MB = "mb"
 
 
 def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
@@ -39,7 +39,7 @@ def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
             do="Rename the axis, for example to dp.",
         )
     turns = ((MB, microbatches),) if microbatches > 1 else ()
-    return Mesh((*(axis for axis in mesh.axes if axis[0] != PP), *turns))
+    return Mesh((*mesh.without_pipeline().axes, *turns))
 
 
 def given(graph: Graph) -> set[fx.Node]:

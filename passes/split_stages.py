@@ -9,7 +9,7 @@ Calls are sorted into phases: ``S`` once before all microbatches, ``F`` and ``B`
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,24 +34,22 @@ from partc.plan import Plan
 from partc.sharding import R
 
 ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
+Crossing = dict[int, list[fx.Node]]  # by number: what passes between this stage and the next
 
 
 def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
     """The graphs of stages 0, 1, ...; ``split_backward`` keeps weight gradients apart (``W``)."""
-    local = replace(local)
-    phases = _phases(local, plan)
-    stages = [_Stage(local, number, phases) for number in range(len(plan.stages) + 1)]
-    crossing = {
-        phase: [_crossing(local, number, phase, phases) for number in range(len(plan.stages))]
-        for phase in ("F", "B")
-    }
-    graphs = []
-    for stage in stages:
-        before = crossing["F"][stage.number - 1] if stage.number else []
-        behind = crossing["B"][stage.number] if stage.number < len(plan.stages) else []
-        forward = crossing["F"][stage.number] if stage.number < len(plan.stages) else []
-        backward = crossing["B"][stage.number - 1] if stage.number else []
-        graphs.append(stage.graph([*before, *behind], [*forward, *backward]))
+    free = given(local)
+    phases = _phases(local, plan, free)
+    everywhere = free | {n for n in local.calls() if is_weight(n)}
+    ahead, back = _crossings(local, phases, everywhere)
+    graphs = [
+        _Stage(local, number, phases, everywhere).graph(
+            received=[*ahead.get(number - 1, ()), *back.get(number, ())],
+            sent=[*ahead.get(number, ()), *back.get(number - 1, ())],
+        )
+        for number in range(len(plan.stages) + 1)
+    ]
     if split_backward:
         for graph in graphs:
             _set_weights_apart(graph)
@@ -59,10 +57,9 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
 
 
 # phases -------------------------------------------------------------------------------------------
-def _phases(local: Graph, plan: Plan) -> dict[fx.Node, Phase]:
+def _phases(local: Graph, plan: Plan, free: set[fx.Node]) -> dict[fx.Node, Phase]:
     """The phase of every call, ``W`` not told from ``B`` yet."""
     phases: dict[fx.Node, Phase] = {}
-    free = given(local)
     for node in local.calls():
         operands = [phases[o] for o in node.all_input_nodes if o in phases]
         if node.target in (collectives.accumulate, collectives.collect) or "E" in operands:
@@ -88,42 +85,41 @@ def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
 
 
 # stages -------------------------------------------------------------------------------------------
-def _anywhere(node: fx.Node, free: set[fx.Node]) -> bool:
-    """Whether each stage computes a value for itself."""
-    return node.op == "placeholder" or node in free or is_weight(node)
-
-
-def _crossing(
-    local: Graph, number: int, phase: Phase, phases: dict[fx.Node, Phase]
-) -> list[fx.Node]:
-    """Values of a phase that pass between stages ``number`` and ``number + 1``, in order."""
-    free = given(local)
-    found = []
+def _crossings(
+    local: Graph, phases: dict[fx.Node, Phase], everywhere: set[fx.Node]
+) -> tuple[Crossing, Crossing]:
+    """What passes on in the forward, and back in the backward, by the stage before the boundary."""
+    ahead: Crossing = {}
+    back: Crossing = {}
     for node in local.calls():
-        if phases[node] != phase or _anywhere(node, free):
-            continue
         readers = [stage_of(u) for u in node.users if u.op == "call_function"]
-        low, high = min(readers, default=-1), max(readers, default=-1)
-        if phase == "F" and stage_of(node) <= number < high:
-            found.append(node)
-        if phase == "B" and -1 < low <= number < stage_of(node):
-            found.append(node)
-    return found
+        if not readers or node in everywhere:
+            continue
+        if phases[node] == "F":
+            for number in range(stage_of(node), max(readers)):
+                ahead.setdefault(number, []).append(node)
+        elif phases[node] == "B" and min(readers) >= 0:
+            for number in range(min(readers), stage_of(node)):
+                back.setdefault(number, []).append(node)
+    return ahead, back
 
 
 @dataclass
 class _Stage:
-    """Copies one stage's calls into a graph of their own; ``copies`` from node to its copy."""
+    """Copies one stage's calls into a graph of their own; ``copies`` from node to its copy.
+
+    What is ``everywhere`` each stage computes for itself.
+    """
 
     local: Graph
     number: int
     phases: dict[fx.Node, Phase]
+    everywhere: set[fx.Node]
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def graph(self, received: Iterable[fx.Node], sent: Iterable[fx.Node]) -> Graph:
-        free = given(self.local)
-        calls = list(self._calls(free, sent))
+    def graph(self, received: Sequence[fx.Node], sent: Sequence[fx.Node]) -> Graph:
+        calls = self._calls()
         wanted = {o for node in calls for o in node.all_input_nodes}
         for node in self.local.fx.nodes:
             if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
@@ -141,23 +137,20 @@ class _Stage:
         constants = {n: t for n, t in self.local.constants.items() if n in names}
         return replace(self.local, fx=self.out, aliases=aliases, constants=constants)
 
-    def _calls(self, free: set[fx.Node], sent: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    def _calls(self) -> list[fx.Node]:
         """The stage's own calls, and those that every stage makes for itself, in order."""
-        own = [
-            n for n in self.local.calls()
-            if not _anywhere(n, free) and stage_of(n) == self.number
-        ]  # fmt: skip
-        outputs = self.local.outputs
-        needed = {*own, *(n for n in outputs.buffers.values() if self._updates_here(n, own))}
-        for node in reversed(list(self.local.calls())):
-            if _anywhere(node, free) and any(u in needed for u in node.users):
+        calls = list(self.local.calls())
+        own = {n for n in calls if n not in self.everywhere and stage_of(n) == self.number}
+        needed = own | self._counters()
+        for node in reversed(calls):
+            if node in self.everywhere and any(u in needed for u in node.users):
                 needed.add(node)
-        return (n for n in self.local.calls() if n in needed)
+        return [n for n in calls if n in needed]
 
-    def _updates_here(self, node: fx.Node, own: list[fx.Node]) -> bool:
-        """Whether a new buffer value that follows from the buffer alone (a counter) is made
-        here: with the first stage."""
-        return self.number == 0 and node not in own and stage_of(node) < 0
+    def _counters(self) -> set[fx.Node]:
+        """New values of buffers that follow from the buffer alone: the first stage makes them."""
+        news = self.local.outputs.buffers.values()
+        return {n for n in news if stage_of(n) < 0} if self.number == 0 else set()
 
     def _place(self, node: fx.Node) -> None:
         copy = self.out.placeholder(str(node.target))
@@ -174,7 +167,7 @@ class _Stage:
         set_held(copy, held(node))
         self.copies[node] = copy
 
-    def _outputs(self, sent: Iterable[fx.Node]) -> Outputs:
+    def _outputs(self, sent: Sequence[fx.Node]) -> Outputs:
         """The results that this stage makes, and what it sends."""
         whole, copies = self.local.outputs, self.copies
         here = {n for n in copies if n.op == "call_function" and stage_of(n) == self.number}
@@ -193,15 +186,20 @@ def _set_weights_apart(graph: Graph) -> None:
     """Move to ``W`` what only gradients of parameters need: their last contraction or sum, with
     the cheap calls that feed it alone."""
     apart: set[fx.Node] = set()
+    works: set[fx.Node] = set()  # of those apart, the contractions and what leads to one
     sent = {*graph.outputs.sent.values()}
     for node in reversed(list(graph.calls())):
         if value(node).phase != "B" or node in sent:
             continue
         readers = [u for u in node.users if u.op == "call_function"]
-        if all(u in apart or value(u).phase == "E" for u in readers) and (
-            _is_last(readers, apart) or (_is_light(node) and _stands_with(node, readers))
-        ):
+        if not all(u in apart or value(u).phase == "E" for u in readers):
+            continue
+        # what follows is at most the finished gradient's way to its parameter
+        is_last = not any(u in works or _is_heavy(u) for u in readers)
+        if is_last or (not _is_heavy(node) and _stands_with(node, readers)):
             apart.add(node)
+            if not is_last or _is_heavy(node):
+                works.add(node)
     for node in graph.calls():
         picks = node.target is operator.getitem  # what one call gives stays together
         if node in apart and not (picks and node.all_input_nodes[0] not in apart):
@@ -212,29 +210,10 @@ def _set_weights_apart(graph: Graph) -> None:
             set_value(node, replace(value(node), phase=made))
 
 
-def _stands_with(node: fx.Node, readers: Iterable[fx.Node]) -> bool:
+def _stands_with(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
     """Whether the readers are of the same block: what runs between blocks stays in the backward,
     so that the first block is as the others."""
     return all(block_of(reader) == block_of(node) for reader in readers)
-
-
-def _is_last(readers: list[fx.Node], apart: set[fx.Node]) -> bool:
-    """Whether nothing but the movement of the finished gradient follows."""
-    moves = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
-    return all(u.target in moves or _is_light(u) for u in readers) and not any(
-        _is_heavy(u) for u in _reached(readers, apart)
-    )
-
-
-def _reached(readers: list[fx.Node], apart: set[fx.Node]) -> Iterator[fx.Node]:
-    for reader in readers:
-        if reader in apart:
-            yield reader
-            yield from _reached([u for u in reader.users if u.op == "call_function"], apart)
-
-
-def _is_light(node: fx.Node) -> bool:
-    return not _is_heavy(node)
 
 
 def _is_heavy(node: fx.Node) -> bool:
@@ -266,12 +245,9 @@ def _once(graph: Graph) -> Graph:
 
 def _in_phase_order(graph: Graph) -> Graph:
     """Phase after phase, each in its own order."""
-    calls = list(graph.calls())
     anchor = next(n for n in reversed(list(graph.fx.nodes)) if n.op == "placeholder")
-    for phase in ORDER:
-        for node in calls:
-            if value(node).phase == phase:
-                anchor.append(node)
-                anchor = node
+    for node in sorted(graph.calls(), key=lambda n: ORDER.index(value(n).phase)):
+        anchor.append(node)
+        anchor = node
     graph.fx.lint()
     return graph

@@ -16,7 +16,7 @@ from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
 from partc.passes.bytes import moved_bytes
 from partc.passes.cut_stages import Unit
 from partc.passes.memory import STATE_COPIES
-from partc.passes.microbatches import PP, given
+from partc.passes.microbatches import given
 from partc.passes.storage import Replay, Storage, replay
 from partc.plan import Plan
 from partc.roofline import H100, Device, call_seconds
@@ -34,7 +34,7 @@ def stage_units(
     chain = _Chain(graph, replay(graph))
     assert plan.mesh is not None
     mesh = plan.mesh
-    ranks = prod(size for name, size in mesh.axes if name != PP)
+    ranks = mesh.without_pipeline().num_ranks
     cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
     pieces = plan.microbatches * prod(size for name, size in mesh.axes if name in cutting)
     turns = plan.microbatches * ranks

@@ -91,11 +91,6 @@ def symbolic_costs(
     return shapes.costs()
 
 
-def symbolic_flops(graph: Graph, resized: Resized, sizes: Sizes) -> sympy.Expr | None:
-    """FLOPs of one rank as an expression, None if it could not be confirmed."""
-    return symbolic_costs(graph, resized, sizes).flops
-
-
 def _symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, positive=True, integer=True)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from partc.api import partition
 from partc.codegen.emit import emit
-from partc.codegen.load import load_source
 from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.plan import Plan
+from partc.role import Role
 from partc.sharding import take_piece
 from partc.threads import ThreadMesh, run_ranks
 from partc.trace import trace
@@ -35,7 +35,7 @@ def planned(graph: Graph, mesh: str, preset: str) -> Graph:
 
 def loaded(source: str, model: nn.Module, constants: dict[str, Tensor], mesh: Any = None) -> Any:
     """The step module of a program, this rank's pieces of the model's weights in it."""
-    module = load_source(source, "program")
+    module = Role.load(source, "program.py").module
     step = module.Step(mesh)
     fill(
         module,

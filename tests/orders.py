@@ -1,11 +1,28 @@
-"""Random orders of pipeline actions."""
+"""Orders of pipeline actions: what has to run before what, and random ones."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from partc.schedules.actions import Action, Kind, Schedule, dependencies
+from partc.schedules.actions import Action, Kind, Schedule
+
+
+def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
+    """What has to run first; each tuple holds alternatives, of which a schedule has one.
+
+    The last stage's backward follows its own forward; every other waits for the stage behind it.
+    """
+    stage, kind, microbatch = action
+    if kind == "F":
+        if stage > 0:
+            yield (Action(stage - 1, "F", microbatch),)
+    elif kind == "W":
+        yield (Action(stage, "I", microbatch),)
+    else:
+        yield (Action(stage, "F", microbatch),)
+        if stage + 1 < stages:
+            yield (Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch))
 
 
 def random_order(

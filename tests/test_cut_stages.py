@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from partc.errors import PlanError
-from partc.passes.cut_stages import Unit, balance, stage_loads
-from partc.passes.cut_virtual_stages import balance_ranks, rank_loads
+from partc.passes.cut_stages import Unit, balance
+from partc.passes.cut_virtual_stages import balance_ranks
 from partc.schedules.actions import looped, v_shaped
 
 Rank = tuple[float, int, float]  # slowest stage, bytes over boundaries, minus the fastest stage
@@ -46,12 +46,10 @@ def every_cut(
         times, fits = [], True
         for stage, (first, end) in enumerate(zip((0, *points), (*points, len(units)), strict=True)):
             part = units[first:end]
-            computing = sum(u.forward_us + u.backward_us for u in part)
             front = exposed(units[first - 1].boundary_bytes) if first else 0
             back = exposed(part[-1].boundary_bytes) if end < len(units) else 0
-            times.append(computing + front + back)
-            held = sum(u.parameter_bytes + in_flight[stage] * u.activation_bytes for u in part)
-            fits &= memory is None or held <= memory
+            times.append(time_of(part) + front + back)
+            fits &= memory is None or held_by(part, in_flight[stage]) <= memory
         if fits:
             crossing = sum(units[p - 1].boundary_bytes for p in points)
             yield (max(times), crossing, -min(times)), points
@@ -123,21 +121,32 @@ def llama(layers: int, head: float) -> list[Unit]:
     return [unit("embedding", 1, 1, 500, 1, 8), *block, unit("head", head, 2 * head, 500, 20)]
 
 
+def parts(units: Sequence[Unit], points: Sequence[int]) -> list[Sequence[Unit]]:
+    """The units of every stage."""
+    return [units[a:b] for a, b in zip((0, *points), (*points, len(units)), strict=True)]
+
+
+def time_of(part: Sequence[Unit]) -> float:
+    return sum(unit.forward_us + unit.backward_us for unit in part)
+
+
+def held_by(part: Sequence[Unit], in_flight: int) -> int:
+    return sum(unit.parameter_bytes + in_flight * unit.activation_bytes for unit in part)
+
+
 def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
     units = llama(32, head=25)
     points = balance(units, 4, in_flight=[4, 3, 2, 1])
-    loads = stage_loads(units, points, in_flight=[4, 3, 2, 1])
-    layers = [sum(u.name.startswith("layers") for u in load.units) for load in loads]
-    assert layers == [8, 9, 9, 6]
-    assert max(load.time_us for load in loads) == 270
+    stages = parts(units, points)
+    assert [sum(u.name.startswith("layers") for u in part) for part in stages] == [8, 9, 9, 6]
+    assert max(map(time_of, stages)) == 270
 
 
 def test_activations_in_flight_take_layers_from_the_first_stage() -> None:
     units = llama(32, head=0)
     free = balance(units, 4, in_flight=[4, 3, 2, 1])
     tight = balance(units, 4, in_flight=[4, 3, 2, 1], memory_bytes=2600)
-    loads = stage_loads(units, tight, in_flight=[4, 3, 2, 1])
-    assert max(load.held_bytes for load in loads) <= 2600
+    assert max(map(held_by, parts(units, tight), [4, 3, 2, 1])) <= 2600
     assert tight[0] < free[0]
 
 
@@ -148,8 +157,15 @@ def test_long_chains_of_equal_units_are_cut_evenly() -> None:
 
 
 def slowest_rank(units: Sequence[Unit], points: Sequence[int], rank_of: Sequence[int]) -> float:
-    loads = stage_loads(units, points, in_flight=[1] * len(rank_of))
-    return max(time for time, _ in rank_loads(loads, rank_of))
+    return max(sums_by_rank(map(time_of, parts(units, points)), rank_of))
+
+
+def sums_by_rank(numbers: Iterable[float], rank_of: Sequence[int]) -> list[float]:
+    """What the stages of each rank have together."""
+    totals = [0.0] * (max(rank_of) + 1)
+    for rank, number in zip(rank_of, numbers, strict=True):
+        totals[rank] += number
+    return totals
 
 
 def test_one_stage_per_rank_needs_no_search() -> None:
@@ -185,10 +201,9 @@ def test_ranks_never_slower_than_with_even_stages_and_mostly_best(
 def test_memory_of_a_rank_is_shared_by_its_stages() -> None:
     units, rank_of, in_flight = llama(16, head=0), v_shaped(2), [4, 3, 2, 1]
 
-    def most_held(memory: int | None) -> int:
+    def most_held(memory: int | None) -> float:
         points = balance_ranks(units, rank_of, in_flight=in_flight, memory_bytes=memory)
-        loads = stage_loads(units, points, in_flight=in_flight)
-        return max(held for _, held in rank_loads(loads, rank_of))
+        return max(sums_by_rank(map(held_by, parts(units, points), in_flight), rank_of))
 
     free = most_held(None)
     with pytest.raises(PlanError, match=r"on 2 ranks: no cut fits 9 bytes .* .rank \d then") as got:

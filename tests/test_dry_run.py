@@ -10,9 +10,9 @@ import pytest
 from partc.api import compile
 from partc.cost import cost_report
 from partc.dry_run import alone, dry_run
-from partc.measure import measured_peak_bytes
 from partc.role import Role
 from tests.build import mlp
+from tests.measure import measured_peak_bytes
 from tests.zoo import MODELS
 
 TOLERANCE = 0.05

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.codegen.emit import emit
-from partc.codegen.load import load_source
 from partc.codegen.safety import check_source
 from partc.errors import CheckError
+from partc.role import Role
 from tests.emitted import check_ranks, check_single, loaded, planned, traced
 from tests.zoo import MODELS
 
@@ -268,8 +268,8 @@ def test_hostile_names_stay_names() -> None:
     Named.__name__ = Named.__qualname__ = 'N"""\nimport os'
     torch.manual_seed(0)
     source = check_single(Named().double(), (torch.randn(3, 4, dtype=torch.float64),), None, 1e-12)
-    module = load_source(source, "hostile")
-    assert {name for name, *_ in module.SHARDS.values()} >= {f"m {name}.weight" for name in HOSTILE}
+    role = Role.load(source, "hostile.py")
+    assert {shard.name for shard in role.params} >= {f"m {name}.weight" for name in HOSTILE}
 
 
 @pytest.mark.parametrize(

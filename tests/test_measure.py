@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.dry_run import dry_run
-from partc.measure import allocations, peak_bytes
 from partc.processes import Processes
 from partc.program import load
+from tests.measure import allocations, peak_bytes
 
 pytestmark = pytest.mark.gloo
 TOLERANCE = 0.05

@@ -23,6 +23,15 @@ def test_ranks_and_coordinates_are_inverse() -> None:
     assert str(mesh) == "a=2 b=3 c=2"
 
 
+def test_pipeline_ranks_stand_apart_from_the_axes_that_cut_tensors() -> None:
+    mesh, flat = Mesh.of("dp=2,pp=3,tp=2"), Mesh.of("dp=2,tp=2")
+    assert (mesh.pipeline_ranks, flat.pipeline_ranks) == (3, 1)
+    assert mesh.without_pipeline() == flat == flat.without_pipeline()
+    firsts = [mesh.first_rank(number) for number in range(3)]
+    assert firsts == [mesh.rank({"dp": 0, "pp": number, "tp": 0}) for number in range(3)]
+    assert flat.first_rank(0) == 0
+
+
 @pytest.mark.parametrize(
     "bad", ["dp", "dp=0", "dp=two", "2=dp", "d-p=2", "dp=2,dp=2", "", 'a"];x=2']
 )

@@ -17,6 +17,9 @@ from partc import threads
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line
 from partc.codegen.turns import parted, turn_lines, whole_backwards
+from partc.graph import value
+from partc.graph_parse import parse_graph
+from partc.passes.split_stages import split_stages
 from partc.plan import Plan
 from partc.reference import eager
 from partc.rendezvous import Done, Group
@@ -50,6 +53,28 @@ def test_stage_graphs_equal_eager(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_stage_graphs_with_whole_backwards_equal_eager(name: str) -> None:
     assert zoo_error(name, "dp=2", "ddp", split_backward=False) < TOLERANCE
+
+
+def test_a_gradient_of_more_terms_than_the_stack_is_deep() -> None:
+    """A split backward leaves all of them for later."""
+    terms = 1200
+    rows = "\n".join(f"  g{i} = add.Tensor(g{i - 1}, g0) : f32[4,6]" for i in range(1, terms))
+    graph = parse_graph(f"""\
+local graph Deep  mesh
+param w : f32[4,6]
+input x : f32[8,6]
+forward
+  y = linear(x, w) : f32[8,4]
+  loss = sum(y)    : f32[]
+backward
+  g0 = weight_grad(y, x) : f32[4,6]
+{rows}
+outputs
+  loss = loss
+  grad w = g{terms - 1}
+""")
+    (stage,) = split_stages(graph, Plan(), split_backward=True)
+    assert [value(n).phase for n in stage.calls()] == ["F"] * 2 + ["W"] * terms
 
 
 # programs -----------------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ from partc.schedules import (
     zb_h1,
     zb_h2,
 )
-from partc.schedules.actions import Action, Schedule, check_schedule, dependencies
+from partc.schedules.actions import Action, Schedule, check_schedule
 from partc.schedules.csv_form import read_csv, write_csv
 from partc.schedules.picture import grid, svg
 from partc.schedules.timing import Costs, Timeline, timeline
+from tests.orders import dependencies
 
 Golden = Callable[..., None]
 Times = tuple[int, int, int]  # of forward, input gradient and weight gradient
@@ -58,7 +59,13 @@ def idle(line: Timeline) -> float:
 
 
 def idle_in_span(line: Timeline) -> float:
-    return line.longest_span - line.busy[0]
+    """What the rank with the longest time from its own first start to its own last end idles.
+
+    That is the bubble of the zero-bubble papers: if the next step begins on each rank as soon as
+    the rank is done, the late start of the later ranks is paid only once.
+    """
+    spans = [ends[-1] - starts[0] for starts, ends in zip(line.starts, line.ends, strict=True)]
+    return max(spans) - line.busy[0]
 
 
 def chunks_of(name: str) -> list[int]:

@@ -13,7 +13,7 @@ from partc.graph import Graph
 from partc.passes.bytes import total_moved_bytes, traffic
 from partc.passes.flops import total_flops
 from partc.passes.memory import memory_curve, state_bytes
-from partc.passes.symbolic import Samples, symbolic_costs, symbolic_flops
+from partc.passes.symbolic import Samples, symbolic_costs
 from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.zoo import MODELS
@@ -75,7 +75,7 @@ def square(sizes: Mapping[str, int]) -> Graph:
 
 
 def test_quadratic_dims() -> None:
-    assert symbolic_flops(square({"S": 8}), square, {"S": 8}) == 6 * S**2
+    assert symbolic_costs(square({"S": 8}), square, {"S": 8}).flops == 6 * S**2
 
 
 def test_sizes_that_round_are_not_confirmed() -> None:

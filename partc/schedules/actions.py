@@ -8,7 +8,6 @@ gradient), ``W`` the rest (the weight gradients).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -88,23 +87,6 @@ def v_shaped(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
-    """What has to run first; each tuple holds alternatives, of which a schedule has one.
-
-    The last stage's backward follows its own forward; every other waits for the stage behind it.
-    """
-    stage, kind, microbatch = action
-    if kind == "F":
-        if stage > 0:
-            yield (Action(stage - 1, "F", microbatch),)
-    elif kind == "W":
-        yield (Action(stage, "I", microbatch),)
-    else:
-        yield (Action(stage, "F", microbatch),)
-        if stage + 1 < stages:
-            yield (Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch))
-
-
 def check_schedule(schedule: Schedule) -> None:
     """PlanError unless every rank runs its own stages' actions, each exactly once.
 
@@ -155,8 +137,3 @@ def _refused(schedule: Schedule, rank: int, action: Action, what: str, why: str)
         why=why,
         do="Correct the schedule, or name one that partc makes, for example schedule='1f1b'.",
     )
-
-
-def stage_count(orders: Sequence[Sequence[Action]]) -> int:
-    """One more than the highest stage that occurs."""
-    return 1 + max((a.stage for order in orders for a in order), default=-1)

@@ -72,16 +72,6 @@ class Timeline:
         pairs = zip(self.starts, self.ends, strict=True)
         return tuple(sum(ends) - sum(starts) for starts, ends in pairs)
 
-    @cached_property
-    def longest_span(self) -> float:
-        """The longest time from a rank's own first start to its own last end.
-
-        This is the step time of the zero-bubble papers: if the next step begins on each rank as
-        soon as the rank is done, the late start of the later ranks is paid only once.
-        """
-        pairs = zip(self.starts, self.ends, strict=True)
-        return max((ends[-1] - starts[0] for starts, ends in pairs if ends), default=0)
-
     @property
     def bubbles(self) -> Row:
         """The idle fraction of the makespan, per rank."""
@@ -91,11 +81,6 @@ class Timeline:
     def bubble(self) -> float:
         """The idle fraction of all ranks' time; with even stages every rank has the same."""
         return _idle(sum(self.busy), self.makespan * self.schedule.ranks)
-
-    @property
-    def bubble_in_span(self) -> float:
-        """The idle fraction of the longest span, which is the bubble rate of the papers."""
-        return _idle(max(self.busy, default=0), self.longest_span)
 
 
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
