@@ -39,11 +39,11 @@ class Device:
     name: str
     memory_bytes: int
     memory_bytes_per_s: float
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float] = field(hash=False)
     launch_s: float
     watts: float
     dollars_per_hour: float | None = None
-    efficiency: Mapping[str, Points] = field(default_factory=dict)
+    efficiency: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         where = f"device {self.name}"
@@ -106,6 +106,7 @@ class Level:
     long, at half the bandwidth (NCCL's LL). ``oversubscription`` is how many times more bytes/s
     enter the level than it carries when all units send. Where its switches sum (NVLS, SHARP),
     ``in_network`` is the fraction of ``bytes_per_s`` at which they do; 0 where they cannot.
+    ``direct`` links join pairs without a switch: m of n units have (m - 1) / (n - 1) of the bytes/s.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Level:
     efficiency: float = 1.0
     oversubscription: float = 1.0
     in_network: float = 0.0
+    direct: bool = False
 
     def __post_init__(self) -> None:
         where = f"level {self.name}"
@@ -135,11 +137,25 @@ class Level:
             )
         if self.in_network != 0:
             check_number(f"{where}, in_network", self.in_network, 1.0)
+        if not isinstance(self.direct, bool):
+            raise refusal(f"{where}, direct", f"{self.direct!r} cannot be", "it is true or false")
 
     @property
     def reduces_in_network(self) -> bool:
         """Whether its switches can sum."""
         return self.in_network > 0
+
+    def small(self, share: float) -> Level | None:
+        """This level as its protocol for small messages has it, with a share of the bytes/s."""
+        if self.low_latency_s is None:
+            return None
+        return replace(
+            self,
+            latency_s=self.low_latency_s,
+            low_latency_s=None,
+            efficiency=self.efficiency * share,
+            in_network=0.0,
+        )
 
     @property
     def attained_bytes_per_s(self) -> float:

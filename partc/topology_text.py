@@ -180,6 +180,8 @@ def _points_text(points: Points) -> str:
 
 def _number(number: float) -> str:
     """The shortest text that reads back to this number."""
+    if isinstance(number, bool):
+        return str(number).lower()
     if isinstance(number, int):
         return f"{number:_}"
     short = f"{number:.6g}"
