@@ -68,8 +68,8 @@ def compile(
     each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
     PlanError, ShardingError or CheckError.
     """
-    mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
+    mesh = Mesh.of(mesh).settled(wanted.mesh)
     graph = trace(model, inputs, loss)
     graph.mesh = mesh
     given = {

@@ -105,8 +105,9 @@ class Level:
     collective. With ``low_latency_s`` there is a protocol for small messages that takes that
     long, at half the bandwidth (NCCL's LL). ``oversubscription`` is how many times more bytes/s
     enter the level than it carries when all units send. Where its switches sum (NVLS, SHARP),
-    ``in_network`` is the fraction of ``bytes_per_s`` at which they do; 0 where they cannot.
-    ``direct`` links join pairs without a switch: m of n units have (m - 1) / (n - 1) of the bytes/s.
+    ``in_network`` is the fraction of ``bytes_per_s`` at which an all_reduce goes through them (0:
+    they cannot) and ``in_network_s`` what it takes beside. ``direct`` links join pairs without a
+    switch: m of n units have (m - 1) / (n - 1) of the bytes/s.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Level:
     efficiency: float = 1.0
     oversubscription: float = 1.0
     in_network: float = 0.0
+    in_network_s: float = 0.0
     direct: bool = False
 
     def __post_init__(self) -> None:
@@ -137,13 +139,22 @@ class Level:
             )
         if self.in_network != 0:
             check_number(f"{where}, in_network", self.in_network, 1.0)
-        if not isinstance(self.direct, bool):
-            raise refusal(f"{where}, direct", f"{self.direct!r} cannot be", "it is true or false")
+            check_number(f"{where}, in_network_s", self.in_network_s, 1.0)
+        if not isinstance(self.direct, bool) or (self.direct and self.size == 1):
+            why = "it is true or false, and true only where there are pairs"
+            raise refusal(f"{where}, direct", f"{self.direct!r} cannot be", why)
 
     @property
     def reduces_in_network(self) -> bool:
         """Whether its switches can sum."""
         return self.in_network > 0
+
+    def resized(self, size: int) -> Level:
+        """This level with another number of units; without a switch each has fewer links then."""
+        if not self.direct or size == 1:
+            return replace(self, size=size, direct=False)
+        links = (size - 1) / (self.size - 1)
+        return replace(self, size=size, bytes_per_s=self.bytes_per_s * links)
 
     def small(self, share: float) -> Level | None:
         """This level as its protocol for small messages has it, with a share of the bytes/s."""
@@ -261,9 +272,9 @@ class Topology:
             size = min(level.size, left)
             if left % size:
                 raise self._cannot_have(devices, f"{level.name} joins {level.size} units")
-            levels.append(replace(level, size=size))
+            levels.append(level.resized(size))
             left //= size
-        levels.append(replace(self.levels[-1], size=left))
+        levels.append(self.levels[-1].resized(left))
         counts = [count * devices for _, count in self.groups]
         if any(count % self.num_devices or count < self.num_devices for count in counts):
             raise self._cannot_have(devices, "its kinds of devices stay in proportion")
