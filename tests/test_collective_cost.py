@@ -201,8 +201,8 @@ def test_latency_and_bandwidth_are_those_of_nccl(
 # measured -----------------------------------------------------------------------------------------
 def test_rings_take_what_they_were_measured_to_take() -> None:
     """all_reduce on 8 H100 by rings (AutoParallel, overlap_simulator/colls8_8.table), MB against
-    ms. The error is at most 13 %, at 8 MB, where NCCL has a protocol (LL128) between the two modelled
-    here; from 32 MB it is below 3 %.
+    ms. The error is at most 13 %, at 8 MB, where NCCL has a protocol (LL128) between the two that
+    are modelled here; from 32 MB it is below 3 %.
     """
     table = {1: 0.028, 2: 0.041, 4: 0.0628, 8: 0.0849, 16: 0.1292, 32: 0.2179, 64: 0.3822,
              128: 0.7084, 256: 1.3609, 512: 2.6658, 1024: 5.2756, 2048: 10.4952}  # fmt: skip
@@ -227,11 +227,11 @@ def test_all_reduces_take_what_they_were_measured_to_take(
 ) -> None:
     """By the algorithm that the cost model chooses.
 
-    The largest row of 8 H200, A100 and MI300X is where the efficiency of their links comes from, the
-    others are predicted: 2 % off on H200, which sum in their switches from 64 MiB; 19 % on A100,
-    whose bandwidth comes more slowly with size; 1 % for 32 B200, four machines on another network
-    (EFA) of the same bytes/s, whose latency does not compare, so rows are from 1 GiB; 6 % for two
-    MI300X, which have one of seven links between them.
+    The largest row of 8 H200, A100 and MI300X is where the efficiency of their links comes from,
+    and what the H200's switches take beside comes from its other rows. 2 % off on H200, which sum
+    in their switches from 64 MiB; 19 % on A100, whose bandwidth comes more slowly with size; 1 %
+    for 32 B200, four machines on another network (EFA) of the same bytes/s, whose latency does not
+    compare, so rows are from 1 GiB; 6 % for two MI300X, which have one of seven links between them.
     """
     mesh = over(machine, max(num, 8), f"b={max(num, 8) // num},a={num}")
     for size, gb_per_s in table.items():
