@@ -9,10 +9,13 @@ if TYPE_CHECKING:
     from partc.mesh import Mesh
     from partc.plan import Plan
     from partc.program import Program, load
+    from partc.topology import Topology
     from partc.verification import verify
 
 __version__ = "0.1.0"
-__all__ = ["Mesh", "PartcError", "Plan", "Program", "compile", "load", "partition", "verify"]
+__all__ = [
+    "Mesh", "PartcError", "Plan", "Program", "Topology", "compile", "load", "partition", "verify",
+]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
 # module may bear a name of this table, since importing it would then hide the function.
@@ -21,6 +24,7 @@ _MODULES = {
     "PartcError": "errors",
     "Plan": "plan",
     "Program": "program",
+    "Topology": "topology",
     "compile": "api",
     "load": "program",
     "partition": "api",

@@ -69,8 +69,8 @@ def compile(
     each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
     PlanError, ShardingError or CheckError.
     """
-    mesh = Mesh.of(mesh)
     wanted = read_plan(plan)
+    mesh = Mesh.of(mesh).settled(wanted.mesh)
     given = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,

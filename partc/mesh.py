@@ -1,16 +1,19 @@
-"""The device mesh: named axes with sizes, and where each rank stands on them."""
+"""The device mesh: named axes with sizes, the machines under them, where each rank stands."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
 from partc.errors import PlanError
+from partc.topology import Topology
 
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
@@ -20,9 +23,14 @@ _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
 class Mesh:
     """Axes in rank order, slowest first, as in torch's DeviceMesh: ``Mesh((("dp", 2), ("tp",
     4)))``.
+
+    ``topology`` says what ranks run on, rank by rank; two meshes with the same axes are equal
+    whatever that is, so that a plan replays elsewhere. Without axes but with a topology the mesh is
+    open: who plans has still to choose them.
     """
 
     axes: tuple[tuple[str, int], ...]
+    topology: Topology | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, size in self.axes:
@@ -34,6 +42,18 @@ class Mesh:
                 why="axes are found by name",
                 do="Rename one.",
             )
+        if self.axes and self.topology and self.topology.num_devices != self.num_ranks:
+            raise PlanError(
+                where=f"mesh {self}",
+                what=f"{self.num_ranks} ranks are not {self.topology.num_devices} devices",
+                why=f"every device of {self.topology.name} is one rank",
+                do=f"Take {self.topology.name} with {self.num_ranks} devices, or other axes.",
+            )
+
+    @classmethod
+    def load(cls, machine: str, devices: int | None = None) -> Mesh:
+        """An open mesh of so many devices of a machine that comes with partc (``dgx-h100``)."""
+        return cls((), Topology.load(machine, devices))
 
     @classmethod
     def of(cls, mesh: Any) -> Mesh:
@@ -45,7 +65,9 @@ class Mesh:
         if isinstance(mesh, Mapping):
             return cls(tuple(mesh.items()))
         if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".toml")):
-            return cls._from_toml(Path(mesh))
+            from partc.mesh_file import read_mesh
+
+            return read_mesh(Path(mesh))
         if isinstance(mesh, str):
             return cls.parse(mesh)
         names = getattr(mesh, "mesh_dim_names", None)
@@ -74,21 +96,6 @@ class Mesh:
             axes.append((name, int(size)))
         return cls(tuple(axes))
 
-    @classmethod
-    def _from_toml(cls, path: Path) -> Mesh:
-        import tomllib
-
-        try:
-            table = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise PlanError(
-                where=str(path),
-                what="the mesh file cannot be read",
-                why=str(error),
-                do="Mend or name another.",
-            ) from None
-        return cls(tuple(table.get("axes", table).items()))
-
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
@@ -96,6 +103,29 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         return prod(size for _, size in self.axes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether axes have still to be chosen."""
+        return not self.axes and self.topology is not None and self.topology.num_devices > 1
+
+    @property
+    def hardware(self) -> Topology:
+        """The machines to plan for; where nothing says which, CPU processes of one machine."""
+        return self.topology or _processes(self.num_ranks)
+
+    def settled(self, axes: Mesh | None) -> Mesh:
+        """This mesh if it has axes; an open one with those of another, PlanError without one."""
+        if not self.is_open:
+            return self
+        if axes is None:
+            raise PlanError(
+                where=f"mesh {self}",
+                what="its axes are open",
+                why="neither the mesh nor the plan says how its devices are arranged",
+                do='Give the plan a [mesh], or the mesh axes: "dp=2,tp=4".',
+            )
+        return replace(self, axes=axes.axes)
 
     def size(self, axis: str) -> int:
         """Ranks along one axis; PlanError if the mesh has no such axis."""
@@ -148,8 +178,48 @@ class Mesh:
         """The first of all ranks that stand at this place of the pipeline."""
         return self.rank({**dict.fromkeys(self.names, 0), PP: pipeline_rank})
 
+    def crosses(self, axis: str) -> tuple[int, ...]:
+        """Per level of the hardware, innermost first, how many members of one group of the axis
+        stand in one unit of it, each in another unit of the level below.
+
+        >>> Mesh((("dp", 4), ("tp", 4)), Topology.load("dgx-h100", 16)).crosses("dp")
+        (2, 2)
+
+        Where groups differ, because axes and levels do not nest, it is the one that crosses most.
+        """
+        size, stride = self.size(axis), self._stride(axis)
+        units = [
+            _most_units(stride, size, unit, self.num_ranks) for unit in self.hardware.unit_sizes
+        ]
+        return tuple(-(-below // units) for below, units in pairwise([size, *units]))
+
+    def _stride(self, axis: str) -> int:
+        """How far apart neighbours along an axis are in rank order."""
+        return prod(size for _, size in self.axes[self.names.index(axis) + 1 :])
+
     def __str__(self) -> str:
+        if self.is_open and self.topology:
+            return f"of {self.topology.num_devices} devices of {self.topology.name}"
         return " ".join(f"{name}={size}" for name, size in self.axes)
+
+
+@cache
+def _processes(num: int) -> Topology:
+    return Topology.load("cpu", num)
+
+
+def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:
+    """The most units of ``unit`` ranks in a row that a group of ``size`` ranks, ``stride`` apart,
+    stands in.
+    """
+    if stride >= unit:
+        return size
+    # no unit between the first and the last member is left out, so what counts is where in its
+    # unit a group begins; groups that are alike in this repeat
+    step, span = stride * size, (size - 1) * stride
+    groups = min(num_ranks // step, unit // gcd(step, unit))
+    latest = (min(group * step % unit + stride, unit) - 1 for group in range(groups))
+    return max((begin + span) // unit for begin in latest) + 1
 
 
 def _check_axis(name: str, size: int) -> None:

@@ -12,19 +12,21 @@ from typing import Any
 
 from torch import fx
 
+from partc.collective_cost import cheapest
 from partc.cost import amount
 from partc.dry_run import dry_run
 from partc.graph import Graph, Phase, held, value
+from partc.mesh import PP, Mesh
 from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops
 from partc.passes.memory import STATE_COPIES
 from partc.passes.storage import Replay, Storage, replay
 from partc.pipeline_step import Step, plan_step
 from partc.role import Role
-from partc.roofline import H100, Device, phase_seconds
+from partc.roofline import phase_seconds
 from partc.schedules import Schedule
 from partc.schedules.programs import Collective
-from partc.schedules.step_costs import StepCosts
+from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
 
 DRY_RUN_ACTIONS = 256  # of a rank; a longer program's peak is that of the simulation
@@ -97,6 +99,7 @@ class PipelineCost:
     microbatches: int
     optimizer: str
     device: str
+    link: Link
     stages: tuple[StageCost, ...]
     ranks: tuple[RankCost, ...]
     closing: tuple[Closing, ...]
@@ -155,6 +158,7 @@ class PipelineCost:
         for rank in ranks:
             del rank["peak_bytes"]
         return cls(**own | {
+            "link": Link(*own["link"]),
             "stages": tuple(StageCost(**stage) for stage in own["stages"]),
             "ranks": tuple(RankCost(**rank) for rank in ranks),
             "closing": tuple(Closing(**each) for each in closing),
@@ -162,18 +166,28 @@ class PipelineCost:
 
     def plan_step(self, schedule: Schedule) -> Step:
         """Lower, prove and simulate the schedule again, in seconds and bytes."""
-        costs = step_costs(self.stages, {each.name: each.seconds for each in self.closing})
+        closing_s = {each.name: each.seconds for each in self.closing}
+        costs = step_costs(self.stages, closing_s, self.link)
         closing = [Collective(each.name, (), each.members) for each in self.closing]
         return plan_step(schedule, costs, closing)
 
 
-def stage_costs(graphs: Sequence[Graph], device: Device = H100) -> tuple[StageCost, ...]:
-    """The costs of every stage from its scheduled graph."""
-    return tuple(_stage_cost(graph, device) for graph in graphs)
+def stage_costs(graphs: Sequence[Graph], mesh: Mesh) -> tuple[StageCost, ...]:
+    """The costs of every stage from its scheduled graph, on the hardware of the whole mesh."""
+    return tuple(_stage_cost(graph, mesh) for graph in graphs)
+
+
+def stage_link(stages: Sequence[StageCost], mesh: Mesh) -> Link:
+    """The connection between neighbouring pipeline ranks, at its best for the largest message."""
+    if PP not in mesh.names or mesh.size(PP) == 1:
+        level = mesh.hardware.levels[0]  # a stage after the other on one rank: no message is sent
+        return Link(level.latency_s, level.attained_bytes_per_s)
+    send = cheapest("send", max(stage.sent_bytes for stage in stages), mesh, PP)
+    return Link(send.latency_s, 1 / send.s_per_byte)
 
 
 def step_costs(
-    stages: Sequence[StageCost], closing_s: Mapping[str, float], device: Device = H100
+    stages: Sequence[StageCost], closing_s: Mapping[str, float], link: Link
 ) -> StepCosts:
     """The costs of a step in seconds and bytes."""
     costs = Costs(
@@ -185,9 +199,7 @@ def step_costs(
         waiting=tuple(float(s.waiting_bytes) for s in stages),
     )
     message = [float(s.sent_bytes) for s in stages]
-    return StepCosts.of(
-        costs, message=message, links=[device.link] * len(stages), collectives=closing_s
-    )
+    return StepCosts.of(costs, message=message, links=[link] * len(stages), collectives=closing_s)
 
 
 def pipeline_cost(
@@ -195,10 +207,9 @@ def pipeline_cost(
     stages: Sequence[StageCost],
     step: Step,
     roles: Sequence[Role],
-    mesh: Any,
+    mesh: Mesh,
     *,
     optimizer: str = "adamw",
-    device: Device = H100,
 ) -> PipelineCost:
     """The costs of a planned step; ``roles`` are the programs of pipeline ranks 0, 1, ..."""
     return PipelineCost(
@@ -207,7 +218,8 @@ def pipeline_cost(
         schedule=step.schedule.name,
         microbatches=step.schedule.microbatches,
         optimizer=optimizer,
-        device=str(device),
+        device=f"{mesh.hardware.name}: {mesh.hardware.device.name}",
+        link=stage_link(stages, mesh),
         stages=tuple(stages),
         ranks=tuple(_rank_cost(graphs, step, rank, roles[rank], optimizer) for rank in
                     range(step.schedule.ranks)),
@@ -220,9 +232,9 @@ def pipeline_cost(
 
 
 # stages -------------------------------------------------------------------------------------------
-def _stage_cost(graph: Graph, device: Device) -> StageCost:
+def _stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
     ran = replay(graph)
-    seconds = phase_seconds(graph, ran, device)
+    seconds = phase_seconds(graph, ran, mesh)
     flops: dict[Phase, int] = {}
     moved = 0
     for node in graph.calls():

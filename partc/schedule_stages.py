@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from partc.errors import PlanError
 from partc.graph import Graph
+from partc.mesh import Mesh
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
 from partc.passes.memory import state_bytes
 from partc.passes.place_waits import place_waits
 from partc.passes.split_stages import split_stages
-from partc.pipeline_cost import StageCost, stage_costs, step_costs
+from partc.pipeline_cost import StageCost, stage_costs, stage_link, step_costs
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
 from partc.plan import Plan
-from partc.roofline import H100
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
 from partc.tied import Tied, tied_parameters
@@ -39,7 +39,7 @@ def schedule_stages(local: Graph, plan: Plan) -> Stages:
         return _auto(local, plan)
     _check_kinds(local, order)
     graphs = stage_graphs(local, plan, "W" in order.kinds)
-    return planned(graphs, stage_costs(graphs), order)
+    return planned(graphs, stage_costs(graphs, _mesh(plan)), order, _mesh(plan))
 
 
 def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
@@ -51,29 +51,39 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
     return stages
 
 
-def planned(graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule) -> Stages:
+def planned(
+    graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule, mesh: Mesh
+) -> Stages:
     """Lower and simulate a schedule of stages with these costs."""
     ends = [cost.closing_s for cost in costs]
+    link = stage_link(costs, mesh)
     tied = tied_parameters(graphs)
-    closing_s = closing_seconds(graphs, tied, order, ends, H100.link)
+    closing_s = closing_seconds(graphs, tied, order, ends, link)
     closing = closing_collectives(graphs, tied, order)
-    step = plan_step(order, step_costs(costs, closing_s), closing)
+    step = plan_step(order, step_costs(costs, closing_s, link), closing)
     return Stages(graphs, tied, costs, step)
 
 
 def _auto(local: Graph, plan: Plan) -> Stages:
     """The best order for what the stages cost; whether split backwards pay is its choice."""
     graphs = stage_graphs(local, plan, True)
-    costs = stage_costs(graphs)
+    mesh = _mesh(plan)
+    costs = stage_costs(graphs, mesh)
     ranks = pipeline_ranks(plan)
     order = auto(
-        step_costs(costs, {}), ranks=ranks, microbatches=plan.microbatches,
+        step_costs(costs, {}, stage_link(costs, mesh)), ranks=ranks, microbatches=plan.microbatches,
         memory_cap=_left_for_activations(graphs, plan),
     )  # fmt: skip
     if "W" in order.kinds:
-        return planned(graphs, costs, order)
+        return planned(graphs, costs, order, mesh)
     graphs = stage_graphs(local, plan, False)
-    return planned(graphs, stage_costs(graphs), order)
+    return planned(graphs, stage_costs(graphs, mesh), order, mesh)
+
+
+def _mesh(plan: Plan) -> Mesh:
+    """The mesh of a complete plan, with the hardware under it."""
+    assert plan.mesh is not None
+    return plan.mesh
 
 
 def _left_for_activations(graphs: Sequence[Graph], plan: Plan) -> float | None:

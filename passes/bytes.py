@@ -44,9 +44,13 @@ def sent_bytes(node: fx.Node) -> int:
     """Bytes one rank sends for a collective, by ring formulas; 0 for other calls."""
     if node.target not in collectives.COLLECTIVES:
         return 0
-    operands = sum(_num_bytes(held(operand)) for operand in tensor_args(node))
     top, bottom = sent_share(kind_of(node), node.kwargs["num"])
-    return int(operands * top // bottom)
+    return int(put_in_bytes(node) * top // bottom)
+
+
+def put_in_bytes(node: fx.Node) -> int:
+    """Bytes of one rank's operands of a collective."""
+    return sum(_num_bytes(held(operand)) for operand in tensor_args(node))
 
 
 def sent_share(kind: str, num: Any) -> tuple[Any, Any]:

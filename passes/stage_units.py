@@ -19,12 +19,11 @@ from partc.passes.memory import STATE_COPIES
 from partc.passes.microbatches import given
 from partc.passes.storage import Replay, Storage, replay
 from partc.plan import Plan
-from partc.roofline import H100, Device, call_seconds
+from partc.roofline import call_seconds
+from partc.topology import Device
 
 
-def stage_units(
-    graph: Graph, plan: Plan, *, optimizer: str = "adamw", device: Device = H100
-) -> list[Unit]:
+def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[Unit]:
     """The chain of a traced graph, before it is cut; ``plan`` is complete.
 
     Costs are those of one rank and microbatch. They take compute as even over a stage's ranks, and
@@ -33,7 +32,7 @@ def stage_units(
     """
     chain = _Chain(graph, replay(graph))
     assert plan.mesh is not None
-    mesh = plan.mesh
+    mesh, device = plan.mesh, plan.mesh.hardware.device
     ranks = mesh.without_pipeline().num_ranks
     cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
     pieces = plan.microbatches * prod(size for name, size in mesh.axes if name in cutting)
