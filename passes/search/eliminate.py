@@ -17,7 +17,7 @@ from partc.passes.search.problem import Assignment, Costs, Problem
 # Tables of 8 bytes a cell: the largest may take 0.3 GB, and all together about a second or two.
 MAX_CELLS, MAX_TABLE = 3e8, 4e7
 # Looking for dead ends in one distinct table takes about as long as adding this many cells.
-_DEAD_END_CELLS = 2e4
+_DEAD_END_CELLS = 1e5
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def eliminate(
     began = time.perf_counter()
     net = network(problem)
     order = choose_order(net)
-    if order.cells > _DEAD_END_CELLS * len(net.store):
+    worth = order.cells > _DEAD_END_CELLS * net.sharing() * len(net.store)
+    if worth or order.cells > max_cells or order.largest > max_table:
         net = drop_dead_ends(net)
         order = choose_order(net)
     if order.cells > max_cells or order.largest > max_table:

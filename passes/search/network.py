@@ -41,6 +41,10 @@ class Network:
         """The variables that still have several choices."""
         return [v for v, choices in enumerate(self.kept) if len(choices) > 1]
 
+    def sharing(self) -> float:
+        """How many tables are equal, on average: about as often is an elimination repeated."""
+        return len(self.tables) / max(1, len(self.store))
+
     def assignment(self, chosen: Mapping[int, int]) -> Assignment:
         """The problem's choices, given the place in ``kept`` of every undecided variable's."""
         return tuple(choices[chosen.get(v, 0)] for v, choices in enumerate(self.kept))

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from partc.passes.search.network import Network, neighbours
 
-# A dry run of a rule takes about as long as adding this many cells: where the tables are smaller,
+# One step of a dry run takes about as long as adding so many cells: where the tables are smaller,
 # no other rule is tried.
-_CHEAP_CELLS = 2e6
+_CELLS_PER_STEP = 1e4
 
-Masks = list[int]  # bit w of masks[v] is set where v and w share a table
-Score = Callable[[int, Masks, Sequence[int]], float]
+Near = list[dict[int, None]]  # per variable those that it shares a table with
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Order:
 
 
 def choose_order(net: Network) -> Order:
-    """The cheapest of three greedy orders: min-weight, min-fill and weighted fill.
+    """The cheapest of three greedy orders: min-fill, min-weight and weighted fill.
 
     Ties go to the variable that comes first, then to the rule that comes first. Greedy rules as
     in Koller and Friedman, Probabilistic Graphical Models, section 9.4.3.
@@ -40,15 +39,10 @@ def choose_order(net: Network) -> Order:
     peeled = _peel(net.undecided(), sizes, near)
     gone = set(peeled)
     core = [v for v in net.undecided() if v not in gone]
-    place = {v: i for i, v in enumerate(core)}
-    masks = [sum(1 << place[w] for w in near[v]) for v in core]
-    core_sizes = [sizes[v] for v in core]
-    orders: list[Order] = []
-    for score in (_weight, _fill, _weighted_fill):
-        places = _greedy(core_sizes, masks, score) if core else []
-        orders.append(_measured(peeled + [core[i] for i in places], net))
-        if orders[-1].cells < _CHEAP_CELLS:
-            break
+    orders = [_measured(peeled + _greedy(core, near, sizes, [1] * len(sizes), _fewest_pairs), net)]
+    if orders[0].cells > _CELLS_PER_STEP * net.sharing() * len(core):
+        for score in (_fewest_cells, _fewest_pairs):
+            orders.append(_measured(peeled + _greedy(core, near, sizes, sizes, score), net))
     return min(orders, key=lambda order: order.cells)
 
 
@@ -58,12 +52,12 @@ def _measured(variables: list[int], net: Network) -> Order:
     sizes, width, counts = net.sizes, 0, []
     for v in variables:
         width = max(width, len(near[v]))
-        counts.append(float(sizes[v] * math.prod(sizes[w] for w in near[v])))
+        counts.append(float(_cells(v, sizes, near)))
         _remove(v, near)
     return Order(tuple(variables), width, math.fsum(counts), max(counts, default=0.0))
 
 
-def _peel(variables: list[int], sizes: list[int], near: list[dict[int, None]]) -> list[int]:
+def _peel(variables: list[int], sizes: Sequence[int], near: Near) -> list[int]:
     """Take variables of at most two neighbours out of ``near``, the smallest table first: no rule
     would do better, and what is left is much smaller.
     """
@@ -85,11 +79,12 @@ def _peel(variables: list[int], sizes: list[int], near: list[dict[int, None]]) -
     return peeled
 
 
-def _cells(v: int, sizes: list[int], near: list[dict[int, None]]) -> int:
+def _cells(v: int, sizes: Sequence[int], near: Near) -> int:
+    """The cells of the table that eliminating v makes."""
     return sizes[v] * math.prod([sizes[w] for w in near[v]])
 
 
-def _remove(v: int, near: list[dict[int, None]]) -> None:
+def _remove(v: int, near: Near) -> None:
     """Take v out; its neighbours become neighbours of each other."""
     others = near[v]
     for w in others:
@@ -99,73 +94,99 @@ def _remove(v: int, near: list[dict[int, None]]) -> None:
     near[v] = {}
 
 
-def _greedy(sizes: Sequence[int], masks: Masks, score: Score) -> list[int]:
+class Remaining:
+    """The graph of the variables that are left, with what eliminating each would mean.
+
+    ``cells[v]`` are the cells of its table. ``pairs[v]`` sums, over the pairs of its neighbours
+    that would become neighbours, the product of their ``weights``.
+    """
+
+    def __init__(
+        self, variables: Sequence[int], near: Near, sizes: Sequence[int], weights: Sequence[int]
+    ) -> None:
+        self.near = [dict(others) for others in near]
+        self.sizes, self.weights = sizes, weights
+        self.cells = {v: _cells(v, sizes, near) for v in variables}
+        self.pairs = {v: self._missing(v) for v in variables}
+
+    def eliminate(self, v: int) -> dict[int, None]:
+        """Connect v's neighbours and take it out; the variables whose figures changed."""
+        others = list(self.near[v])
+        changed = dict.fromkeys(others)
+        for i, a in enumerate(others):
+            mine = self.near[a]
+            for b in others[i + 1 :]:
+                if b not in mine:
+                    self._connect(a, b, changed)
+        self.drop(v)
+        changed.pop(v, None)
+        return changed
+
+    def drop(self, v: int) -> list[int]:
+        """Take v out with its edges; its former neighbours."""
+        near, weights = self.near, self.weights
+        others = list(near[v])
+        around = near[v]
+        for w in others:
+            del near[w][v]
+            self.cells[w] //= self.sizes[v]
+            left = sum([weights[u] for u in near[w] if u not in around])
+            self.pairs[w] -= weights[v] * left
+        near[v] = {}
+        del self.cells[v], self.pairs[v]
+        return others
+
+    def _connect(self, a: int, b: int, changed: dict[int, None]) -> None:
+        near, weights, pairs = self.near, self.weights, self.pairs
+        product = weights[a] * weights[b]
+        both = [c for c in near[a] if c in near[b]]
+        for c in both:
+            pairs[c] -= product
+        changed.update(dict.fromkeys(both))
+        pairs[a] += weights[b] * sum([weights[c] for c in near[a] if c not in near[b]])
+        pairs[b] += weights[a] * sum([weights[c] for c in near[b] if c not in near[a]])
+        near[a][b] = near[b][a] = None
+        self.cells[a] *= self.sizes[b]
+        self.cells[b] *= self.sizes[a]
+
+    def _missing(self, v: int) -> int:
+        near, weights, total = self.near, self.weights, 0
+        members = list(near[v])
+        for i, a in enumerate(members):
+            mine = near[a]
+            total += weights[a] * sum([weights[b] for b in members[i + 1 :] if b not in mine])
+        return total
+
+
+Score = Callable[[Remaining, int], tuple[int, int, int]]
+
+
+def _fewest_pairs(left: Remaining, v: int) -> tuple[int, int, int]:
+    return left.pairs[v], left.cells[v] // left.sizes[v], v
+
+
+def _fewest_cells(left: Remaining, v: int) -> tuple[int, int, int]:
+    return left.cells[v], left.pairs[v], v
+
+
+def _greedy(
+    variables: Sequence[int],
+    near: Near,
+    sizes: Sequence[int],
+    weights: Sequence[int],
+    score: Score,
+) -> list[int]:
     """Eliminate what scores lowest, again and again."""
-    masks = list(masks)
-    scores: list[float | None] = [score(v, masks, sizes) for v in range(len(sizes))]
-    heap = [(value, v) for v, value in enumerate(scores)]
+    left = Remaining(variables, near, sizes, weights)
+    heap = [score(left, v) for v in variables]
     heapq.heapify(heap)
     order = []
     while heap:
-        value, v = heapq.heappop(heap)
-        if scores[v] != value:
+        entry = heapq.heappop(heap)
+        v = entry[-1]
+        if v not in left.cells or score(left, v) != entry:
             continue  # an entry from before the score changed
         order.append(v)
-        scores[v] = None
-        for w in bits(_connect(v, masks, fills=score is not _weight)):
-            value = score(w, masks, sizes)
-            if value != scores[w]:
-                scores[w] = value
-                heapq.heappush(heap, (value, w))
+        for w in left.eliminate(v):
+            heapq.heappush(heap, score(left, w))
     return order
-
-
-def _connect(v: int, masks: Masks, fills: bool) -> int:
-    """Take v out of the graph and connect its neighbours; the mask of whose score may change.
-
-    A fill score changes also where two neighbours of a variable have just been connected.
-    """
-    around = changed = masks[v]
-    members = bits(around)
-    for w in members:
-        before = masks[w]
-        masks[w] = (before | around) & ~(1 << v | 1 << w)
-        if fills:
-            for u in bits(masks[w] & ~before):
-                changed |= before & masks[u]
-    masks[v] = 0
-    return changed & ~(1 << v)
-
-
-def bits(mask: int) -> list[int]:
-    """The places of all bits that are set, lowest first."""
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return found
-
-
-def _weight(v: int, masks: Masks, sizes: Sequence[int]) -> float:
-    """The cells of the table that eliminating v makes."""
-    return sizes[v] * math.prod([float(sizes[w]) for w in bits(masks[v])])
-
-
-def _fill(v: int, masks: Masks, sizes: Sequence[int]) -> float:
-    """The pairs that eliminating v connects; the table's size decides between equal ones."""
-    around = masks[v]
-    members = bits(around)
-    missing = sum((around & ~masks[w]).bit_count() - 1 for w in members) // 2
-    weight = math.fsum(math.log2(sizes[w]) for w in members)
-    return missing + weight / (1.0 + weight)
-
-
-def _weighted_fill(v: int, masks: Masks, sizes: Sequence[int]) -> float:
-    """The cells of the pair tables that eliminating v connects."""
-    around, total = masks[v], 0
-    for w in bits(around):
-        for u in bits(around & ~masks[w]):
-            if u > w:
-                total += sizes[u] * sizes[w]
-    return float(total)
