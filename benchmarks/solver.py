@@ -5,14 +5,11 @@ Run ``python -m benchmarks.solver``; ``--no-highs`` leaves out what takes minute
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.machine import machine
-from partc.passes.search.problem import Costs, Factor, Problem, Variable
+from partc.passes.search.problem import Factor, Problem, Variable
 
 
 def chain(num: int, choices: int, skips: Sequence[int] = (1,)) -> Problem:

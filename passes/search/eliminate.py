@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,14 +44,21 @@ class TooWide:
 
 
 def eliminate(
-    problem: Problem, *, max_cells: float = MAX_CELLS, max_table: float = MAX_TABLE
+    problem: Problem,
+    prices: Mapping[str, float] | None = None,
+    *,
+    max_cells: float = MAX_CELLS,
+    max_table: float = MAX_TABLE,
 ) -> Elimination | TooWide:
-    """A cheapest assignment, the first one in the order of choices where several are equal.
+    """A cheapest assignment; where choices are equal, the first.
 
-    Its cost is inf if every assignment is forbidden. Dechter, Bucket elimination, AIJ 113, 1999.
+    ``prices`` (cost per unit, by resource) count as costs in the search; the result's ``cost`` is
+    without them, and inf if every assignment is forbidden.
+
+    Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113.
     """
     began = time.perf_counter()
-    net = network(problem)
+    net = network(problem, prices)
     order = choose_order(net)
     worth = order.cells > _DEAD_END_CELLS * net.sharing() * len(net.store)
     if worth or order.cells > max_cells or order.largest > max_table:
@@ -59,23 +66,23 @@ def eliminate(
         order = choose_order(net)
     if order.cells > max_cells or order.largest > max_table:
         return TooWide(order.width, order.cells, order.largest)
-    assignment, computed = run_order(net, order.variables)
+    assignment, _, computed = run_order(net, order.variables)
     seconds = time.perf_counter() - began
     cost = problem.cost(assignment)
     return Elimination(assignment, cost, order.width, order.cells, computed, seconds)
 
 
-def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float]:
-    """A cheapest assignment of the network, and how many cells were computed.
+def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float, float]:
+    """A cheapest assignment of the network, its cost there, and how many cells were computed.
 
     Dims of all tables are sorted by elimination: the eliminated variable is always dim 0, so that
     numpy adds and minimises over long contiguous rows.
     """
-    buckets, store = _fill_buckets(net, order)
+    buckets, store = fill_buckets(net, order)
     sizes = [len(net.kept[v]) for v in order]
     known: dict[tuple[tuple[int, Scope], ...], int] = {}
-    computed = 0.0
-    for rank, bucket in enumerate(buckets):
+    computed, parts = 0.0, [net.constant]
+    for bucket in buckets:
         scope = sorted({r for ranks, _ in bucket for r in ranks})
         place = {r: i for i, r in enumerate(scope)}
         key = tuple([(table, tuple([place[r] for r in ranks])) for ranks, table in bucket])
@@ -84,18 +91,20 @@ def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float]:
             shape = [sizes[r] for r in scope]
             computed += math.prod(shape)
             made = known[key] = len(store)
-            store.append(_minimum([(store[table], dims) for table, dims in key], shape))
+            total = add_up([(store[table], dims) for table, dims in key], shape)
+            store.append(np.minimum.reduce(total, axis=0))
         if len(scope) > 1:
             buckets[scope[1]].append((tuple(scope[1:]), made))
-        assert scope[0] == rank
-    chosen = _choose(buckets, store)
-    return net.assignment(dict(zip(order, chosen, strict=True))), computed
+        else:
+            parts.append(float(store[made]))
+    chosen = dict(zip(order, choose(buckets, store), strict=True))
+    return net.assignment(chosen), math.fsum(parts), computed
 
 
 Buckets = list[list[tuple[Scope, int]]]  # per rank in the order: ranks of a table's dims, table
 
 
-def _fill_buckets(net: Network, order: Sequence[int]) -> tuple[Buckets, list[Costs]]:
+def fill_buckets(net: Network, order: Sequence[int]) -> tuple[Buckets, list[Costs]]:
     """Every table goes to the first of its variables that is eliminated, dims in that order."""
     rank = {v: i for i, v in enumerate(order)}
     store = list(net.store)
@@ -114,8 +123,8 @@ def _fill_buckets(net: Network, order: Sequence[int]) -> tuple[Buckets, list[Cos
     return buckets, store
 
 
-def _minimum(tables: list[tuple[Costs, Scope]], shape: list[int]) -> Costs:
-    """The sum of the tables, each lying along some of the dims, minimised over dim 0."""
+def add_up(tables: list[tuple[Costs, Scope]], shape: list[int]) -> Costs:
+    """The sum of the tables, each lying along some of the dims of ``shape``, in ascending order."""
     ones = [1] * len(shape)
     spread = []
     for table, dims in tables:
@@ -127,11 +136,10 @@ def _minimum(tables: list[tuple[Costs, Scope]], shape: list[int]) -> Costs:
     total = spread[0]
     for table in spread[1:]:
         total = total + table
-    least: Costs = np.minimum.reduce(total, axis=0)
-    return least
+    return total
 
 
-def _choose(buckets: Buckets, store: list[Costs]) -> list[int]:
+def choose(buckets: Buckets, store: list[Costs]) -> list[int]:
     """The choice of every rank, from the last eliminated, to which nothing is left to depend on."""
     chosen = [0] * len(buckets)
     for rank in reversed(range(len(buckets))):

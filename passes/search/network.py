@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class Network:
     ``scopes[i]``. ``kept[v]`` are the choices of the problem that variable v still has; a variable
     with one is in no scope. What is forbidden costs ``forbidden`` (units of cost), which is more
     than any two allowed assignments differ by: so all sums are finite, an optimum breaks no rule
-    if it need not, and if it must it breaks few.
+    if it need not, and if it must it breaks few. No allowed assignment costs more than ``most``.
     """
 
     kept: list[tuple[int, ...]]
@@ -31,6 +31,7 @@ class Network:
     store: list[Costs]
     constant: float
     forbidden: float
+    most: float
 
     @property
     def sizes(self) -> list[int]:
@@ -77,7 +78,7 @@ def network(problem: Problem, prices: Mapping[str, float] | None = None) -> Netw
     scopes += [factor.variables for factor in problem.factors]
     times = Counter(map(id, arrays))
     distinct = list({id(array): array for array in arrays}.values())
-    allowed, forbidden = _finite(distinct, [times[id(array)] for array in distinct])
+    allowed, forbidden, most = _finite(distinct, [times[id(array)] for array in distinct])
     tables = Tables()
     pairs = zip(distinct, allowed, strict=True)
     number = {id(array): tables.number(finite) for array, finite in pairs}
@@ -88,6 +89,7 @@ def network(problem: Problem, prices: Mapping[str, float] | None = None) -> Netw
         store=tables.arrays,
         constant=0.0,
         forbidden=forbidden,
+        most=most,
     )
     single = [v for v, size in enumerate(whole.sizes) if size == 1]
     return restrict(whole, dict.fromkeys(single, (0,)))
@@ -123,7 +125,14 @@ def restrict(before: Network, keep: Mapping[int, Sequence[int]]) -> Network:
             numbers.append(after)
         else:
             constant.append(float(table))
-    return Network(kept, scopes, numbers, tables.arrays, math.fsum(constant), before.forbidden)
+    return replace(
+        before,
+        kept=kept,
+        scopes=scopes,
+        tables=numbers,
+        store=tables.arrays,
+        constant=math.fsum(constant),
+    )
 
 
 def neighbours(scopes: Iterable[Scope], num_variables: int) -> list[dict[int, None]]:
@@ -146,14 +155,14 @@ def _cut(table: Costs, cuts: Sequence[Sequence[int] | None]) -> Costs:
     return np.asarray(table)
 
 
-def _finite(tables: list[Costs], times: list[int]) -> tuple[list[Costs], float]:
-    """The tables, each used so many times, with a finite price for inf; and that price.
+def _finite(tables: list[Costs], times: list[int]) -> tuple[list[Costs], float, float]:
+    """The tables, each used so many times, with a finite price for inf; `forbidden` and `most`.
 
     All tables in one row of cells, since most of them are so small that numpy takes longer to
     begin than to compute.
     """
     if not tables:
-        return [], 1.0
+        return [], 1.0, 0.0
     cells = np.concatenate([table.ravel() for table in tables])
     ends = np.cumsum([table.size for table in tables])
     starts = np.concatenate(([0], ends[:-1]))
@@ -161,9 +170,10 @@ def _finite(tables: list[Costs], times: list[int]) -> tuple[list[Costs], float]:
     low = np.minimum.reduceat(cells, starts)
     high = np.maximum.reduceat(np.where(barred, -np.inf, cells), starts)
     some = np.isfinite(low)  # tables in which not all is forbidden
-    span = high[some] - low[some]
-    most = float(np.abs(low[some]).max(initial=0.0))
-    forbidden = 1.0 + most + 2.0 * float(span @ np.array(times, np.float64)[some])
+    low, high, used = low[some], high[some], np.array(times, np.float64)[some]
+    forbidden = 1.0 + float(np.abs(low).max(initial=0.0) + 2.0 * (high - low) @ used)
     cells[barred] = forbidden
+    most = float(high @ used)
     places = zip(tables, starts.tolist(), ends.tolist(), strict=True)
-    return [cells[start:end].reshape(table.shape) for table, start, end in places], forbidden
+    finite = [cells[start:end].reshape(table.shape) for table, start, end in places]
+    return finite, forbidden, most

@@ -36,6 +36,11 @@ class Variable:
             assert np.isfinite(weights).all(), f"{self.name}: {resource} is not finite"
             assert (weights >= 0).all(), f"{self.name}: {resource} is negative"
 
+    def taken(self, resource: str) -> Costs:
+        """f64[choices]: what each choice takes of the resource."""
+        taken = self.weights.get(resource)
+        return np.zeros(len(self.choices)) if taken is None else taken
+
 
 @dataclass(frozen=True, eq=False)
 class Factor:
