@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,17 +132,49 @@ def test_conditioning_is_bounded_from_both_sides(problem: Problem, max_table: in
     assert optimum <= found.cost or same(found.cost, optimum)
 
 
+def grid(side: int, choices: int) -> Problem:
+    random, num = np.random.default_rng(0), side * side
+    names = tuple(f"c{c}" for c in range(choices))
+    variables = tuple(Variable(f"v{v}", names, random.normal(size=choices)) for v in range(num))
+    pairs = [(v, v + 1) for v in range(num) if (v + 1) % side]
+    pairs += [(v, v + side) for v in range(num - side)]
+    tables = random.normal(size=(len(pairs), choices, choices))
+    return Problem(variables, tuple(map(Factor, pairs, tables)))
+
+
 def test_conditioning_finds_the_optimum_of_a_grid() -> None:
-    """8 x 8, width 8: wide for tables of 64 cells, and yet exact elimination can check it."""
-    random = np.random.default_rng(0)
-    variables = tuple(Variable(f"v{v}", ("a", "b", "c"), random.normal(size=3)) for v in range(64))
-    pairs = [(v, v + 1) for v in range(64) if v % 8 < 7] + [(v, v + 8) for v in range(56)]
-    problem = Problem(variables, tuple(Factor(pair, random.normal(size=(3, 3))) for pair in pairs))
-    exact, found = eliminate(problem), condition(problem, max_table=64)
+    """Width 8: too wide for tables of 256 cells, and yet exact elimination can check it."""
+    problem = grid(8, 4)
+    exact, found = eliminate(problem), condition(problem, max_table=256)
     assert not isinstance(exact, TooWide)
     assert found.fixed > 0
     assert same(found.cost, exact.cost)
-    assert isinstance(eliminate(problem, max_table=64), TooWide)
+    solution = solve(problem, max_table=256)
+    assert (solution.how, solution.assignment) == ("conditioned", exact.assignment)
+
+
+def test_equal_layers_are_eliminated_once() -> None:
+    """100 layers of 5 variables in a ring, joined in a chain: at least 3 of 5 tables are shared."""
+    random = np.random.default_rng(0)
+    ring, joint = random.normal(size=(4, 4)), random.normal(size=(4, 4))
+    own = random.normal(size=4)
+    variables = tuple(Variable(f"v{v}", ("a", "b", "c", "d"), own) for v in range(500))
+    starts = range(0, 500, 5)
+    factors = [Factor((s + i, s + (i + 1) % 5), ring) for s in starts for i in range(5)]
+    factors += [Factor((s, s + 5), joint) for s in starts[:-1]]
+    found = eliminate(Problem(variables, tuple(factors)))
+    assert not isinstance(found, TooWide)
+    assert found.computed < 0.2 * found.cells
+
+
+def test_what_is_impossible_is_named() -> None:
+    """A forbidden combination that cannot be avoided, and a limit that nothing fits."""
+    costs = np.zeros(2)
+    pair = tuple(Variable(name, ("r", "s"), costs, {"bytes": costs + 3.0}) for name in "ab")
+    clash = solve(Problem(pair, (Factor((0, 1), np.full((2, 2), np.inf)),)))
+    assert (clash.infeasible, clash.violations) == (True, ("forbidden: a, b",))
+    small = solve(Problem(pair), {"bytes": 5.0})
+    assert (small.infeasible, small.violations) == (True, ("bytes: 6 of at most 5",))
 
 
 @pytest.mark.parametrize("graph", ["chain", "ladder", "n-ary"])
@@ -150,6 +183,7 @@ def test_highs_agrees(graph: str, limited: bool) -> None:
     problem = random_problem(graph, 14, 5, forbid=0.1, resources=("memory",))
     limit = {"memory": 40.0} if limited else {}
     oracle, found = milp(problem, limit), solve(problem, limit)
+    assert found == replace(solve(problem, limit), stats=found.stats)  # repeatable
     assert oracle.bound == pytest.approx(oracle.cost)  # proven
     assert found.bound <= oracle.cost + 1e-9
     assert oracle.cost <= found.cost + 1e-9

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from partc.passes.search.eliminate import add_up, choose, fill_buckets
+from partc.passes.search.eliminate import add_up, choose, fill_buckets, spread_out
 from partc.passes.search.network import Network, Scope
 from partc.passes.search.problem import Assignment, Costs
 
@@ -30,7 +30,7 @@ def lower_bound(net: Network, order: Sequence[int], max_table: float) -> tuple[f
             scope = sorted({r for ranks, _ in group for r in ranks})
             place = {r: i for i, r in enumerate(scope)}
             parts = [(store[table], tuple([place[r] for r in ranks])) for ranks, table in group]
-            sums.append((scope, add_up(parts, [sizes[r] for r in scope])))
+            sums.append((scope, add_up(spread_out(parts, [sizes[r] for r in scope]))))
         for scope, table in _agreed(sums):
             least: Costs = np.minimum.reduce(table, axis=0)
             if len(scope) == 1:

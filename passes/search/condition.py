@@ -57,7 +57,7 @@ def condition(
     source, near = random.Random(seed), neighbours(net.scopes, len(net.kept))
     least, since, drawn = math.inf, 0, 0
     fixed: list[int] = []
-    while drawn < draws and since < patience and least > bound:
+    while drawn < draws and since < patience and least > bound + _ROUNDING * abs(bound):
         drawn, since = drawn + 1, since + 1
         order, fixed = _draw(net, near, source, max_table)
         present = {v: (net.kept[v].index(best[v]),) for v in fixed}
@@ -66,6 +66,7 @@ def condition(
             least, since = cost, 0
         if not fixed:
             bound = least  # nothing was left out
+    bound = min(bound, least)  # of two sums of the same numbers
     if bound > net.most + _ROUNDING * net.forbidden:
         bound = math.inf
     seconds = time.perf_counter() - began

@@ -18,6 +18,7 @@ from partc.passes.search.problem import Assignment, Costs, Problem
 MAX_CELLS, MAX_TABLE = 3e8, 4e7
 # Looking for dead ends in one distinct table takes about as long as adding this many cells.
 _DEAD_END_CELLS = 1e5
+_SLICED_CELLS = 1e5  # 0.8 MB: about what a core's cache holds
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float, fl
             shape = [sizes[r] for r in scope]
             computed += math.prod(shape)
             made = known[key] = len(store)
-            total = add_up([(store[table], dims) for table, dims in key], shape)
-            store.append(np.minimum.reduce(total, axis=0))
+            spread = spread_out([(store[table], dims) for table, dims in key], shape)
+            store.append(_least(spread, shape))
         if len(scope) > 1:
             buckets[scope[1]].append((tuple(scope[1:]), made))
         else:
@@ -123,8 +124,10 @@ def fill_buckets(net: Network, order: Sequence[int]) -> tuple[Buckets, list[Cost
     return buckets, store
 
 
-def add_up(tables: list[tuple[Costs, Scope]], shape: list[int]) -> Costs:
-    """The sum of the tables, each lying along some of the dims of ``shape``, in ascending order."""
+def spread_out(tables: list[tuple[Costs, Scope]], shape: list[int]) -> list[Costs]:
+    """The tables, each lying along some of the dims of ``shape``, with size 1 along the others;
+    the smallest first, so that each of their sums is as small as can be.
+    """
     ones = [1] * len(shape)
     spread = []
     for table, dims in tables:
@@ -132,11 +135,33 @@ def add_up(tables: list[tuple[Costs, Scope]], shape: list[int]) -> Costs:
         for dim in dims:
             over[dim] = shape[dim]
         spread.append(table.reshape(over))
-    spread.sort(key=lambda table: table.size)  # small sums first: each add is as small as can be
+    return sorted(spread, key=_size)
+
+
+def add_up(spread: list[Costs]) -> Costs:
+    """The sum of tables that are spread out."""
     total = spread[0]
     for table in spread[1:]:
         total = total + table
     return total
+
+
+def _least(spread: list[Costs], shape: list[int]) -> Costs:
+    """The sum of the tables, minimised over dim 0: choice by choice where it is large, so that the
+    whole sum is never in memory.
+    """
+    if math.prod(shape) < _SLICED_CELLS:
+        least: Costs = np.minimum.reduce(add_up(spread), axis=0)
+        return least
+    rows = [[table[min(choice, len(table) - 1)] for table in spread] for choice in range(shape[0])]
+    least = np.broadcast_to(add_up(rows[0]), shape[1:]).copy()
+    for row in rows[1:]:
+        np.minimum(least, add_up(row), out=least)
+    return least
+
+
+def _size(table: Costs) -> int:
+    return table.size
 
 
 def choose(buckets: Buckets, store: list[Costs]) -> list[int]:

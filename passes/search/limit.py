@@ -103,7 +103,7 @@ class _Search:
             return
         fitting = self.repair.squeeze(new)
         if fitting is not None:
-            self._keep(fitting)
+            self._keep(self.repair.improve(fitting))
         if self.best is not None:
             for other in self._seen:
                 if math.isfinite(self.problem.cost(other)):
@@ -131,12 +131,20 @@ class _Search:
         for _ in range(_TIMES + 1):
             prices, top = _highest_point(cuts, self._highest, unit)
             if top > self.bound + room:
-                prices = prices * unit / self.repair.unit
-                return dict(zip(self.limit, prices.tolist(), strict=True))
+                return self._between(prices * unit / self.repair.unit)
             if prices.max() < 0.999 * self._highest:
                 return None
             self._highest *= _WIDER
         return None
+
+    def _between(self, prices: Costs) -> dict[str, float]:
+        """Half way from the best prices so far, where there are several: far out, where the cuts
+        know little, they would swing (Ben-Ameur and Neto, Networks 49, 2007).
+        """
+        named = dict(zip(self.limit, prices.tolist(), strict=True))
+        if len(named) == 1:
+            return named
+        return {name: (price + self.prices[name]) / 2 for name, price in named.items()}
 
 
 def _highest_point(
