@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -78,8 +79,8 @@ class Graph:
     # nodes -----------------------------------------------------------------------------------
     def placeholders(self, kind: Kind) -> dict[str, Node]:
         """The parameter, buffer or input nodes by the user's name, in order."""
-        nodes = (n for n in self.fx.nodes if n.op == "placeholder" and value(n).kind == kind)
-        return {value(n).name: n for n in nodes}
+        leading = takewhile(lambda n: n.op == "placeholder", self.fx.nodes)
+        return {value(n).name: n for n in leading if value(n).kind == kind}
 
     @property
     def params(self) -> dict[str, Node]:
