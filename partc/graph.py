@@ -191,6 +191,17 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def literals(node: fx.Node) -> str:
+    """A call's arguments as text, operands as ``%0``, ``%1``: what it has in common with equal
+    calls of other values.
+    """
+    numbers: dict[fx.Node, int] = {}
+    numbered = fx.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}"
+    )
+    return repr(numbered)
+
+
 def block_of(node: fx.Node) -> str:
     """The path up to its last number: the block of a stack that a value stands in, "" if none."""
     parts = value(node).module.split(".")
