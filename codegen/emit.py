@@ -251,9 +251,10 @@ class RoleText:
         """The parameters whose gradient is made in line, or comes out of a loop."""
         stored: dict[fx.Node, list[str]] = {}
         in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
+        params = self.graph.params
         for name, node in self.graph.grads.items():
             made_by = made_in_step(self.graph, node)
-            path = self.attributes[self.graph.params[name]]
+            path = self.attributes[params[name]]
             if made_by not in in_blocks or "." not in path:
                 stored.setdefault(node, []).append(read(path))
         return stored

@@ -257,7 +257,8 @@ def _gradient_names(
     by_name = {
         value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)
     }
-    final = {n: name for name, node in graph.grads.items() for n in moved_from(node)}
+    params = graph.params
+    final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
     known = {_origin(n): n for n in reversed(list(graph.calls())) if is_forward(n)}
     for node in graph.calls():
@@ -269,7 +270,7 @@ def _gradient_names(
             named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
             _follow_operands([node], named)
         elif node in final:
-            found[node] = f"d_{named[graph.params[final[node]]]}"
+            found[node] = f"d_{named[final[node]]}"
         else:
             found[node] = _gradient_name(node, by_name, named, found)
     yield from found.items()

@@ -7,7 +7,7 @@ replicated on an axis or match one of the rules' strategies; a collective must d
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -19,6 +19,7 @@ from partc.graph import (
     held,
     is_tensor,
     layout_on,
+    literals,
     results_of,
     tensor_args,
     typed,
@@ -37,6 +38,7 @@ MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
 
 def check_layouts(graph: Graph) -> None:
     """Raise CheckError at the first call whose result does not lie as its operands make it lie."""
+    sound: set[Hashable] = set()  # the circumstances of calls that a rule allows
     with FakeTensorMode():
         for node in graph.calls():
             if node.target is collectives.wait:
@@ -46,7 +48,29 @@ def check_layouts(graph: Graph) -> None:
             elif node.target is ops.window:
                 _check_window(node, graph.mesh)
             elif node.target not in (operator.getitem, collectives.axis_index):
-                _check_call(node, graph.mesh)
+                circumstances = _circumstances(node)
+                if circumstances not in sound:
+                    _check_call(node, graph.mesh)
+                    sound.add(circumstances)
+
+
+def _circumstances(node: fx.Node) -> Hashable:
+    """All that the check of a call looks at: equal calls of equal blocks are checked once."""
+    operands = tuple(_known(n) for n in tensor_args(node))
+    outs = tuple(None if n is None else _known(n) for n in _result_nodes(node))
+    results = tuple(
+        None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
+    )
+    windows = tuple(windows_of(node).items())
+    is_local = value(node).note == NOTE
+    return node.target, literals(node), operands, outs, results, windows, is_local
+
+
+def _known(node: fx.Node) -> Hashable:
+    """How a value lies, as a whole and on this rank."""
+    known, fake = value(node), held(node)
+    here = (tuple(fake.shape), fake.dtype) if is_tensor(node) else repr(fake)
+    return known.shape, known.dtype, known.sharding, here
 
 
 def _check_wait(node: fx.Node) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -102,8 +103,8 @@ class Graph:
     # nodes -----------------------------------------------------------------------------------
     def placeholders(self, kind: Kind) -> dict[str, Node]:
         """The parameter, buffer or input nodes by the user's name, in order."""
-        nodes = (n for n in self.fx.nodes if n.op == "placeholder" and value(n).kind == kind)
-        return {value(n).name: n for n in nodes}
+        leading = takewhile(lambda n: n.op == "placeholder", self.fx.nodes)
+        return {value(n).name: n for n in leading if value(n).kind == kind}
 
     @property
     def params(self) -> dict[str, Node]:
@@ -218,6 +219,17 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
     return found
+
+
+def literals(node: fx.Node) -> str:
+    """A call's arguments as text, operands as ``%0``, ``%1``: what it has in common with equal
+    calls of other values.
+    """
+    numbers: dict[fx.Node, int] = {}
+    numbered = fx.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}"
+    )
+    return repr(numbered)
 
 
 def block_of(node: fx.Node) -> str:

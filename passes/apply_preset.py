@@ -66,10 +66,11 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     for axis in tensor:
         for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
             params[name][axis] = layout
+    nodes = graph.params
     for axis in shard:
         free = {n: params[n] for n in params if n not in pinned}
         whole: dict[str, Cuts] = {
-            n: {} for n, cuts in free.items() if not _shard(cuts, graph.params[n], axis, mesh)
+            n: {} for n, cuts in free.items() if not _shard(cuts, nodes[n], axis, mesh)
         }
         notes += [
             f"{name} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"

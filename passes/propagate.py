@@ -19,6 +19,7 @@ from partc import collectives
 from partc.graph import (
     Graph,
     is_weight,
+    literals,
     picked,
     results_of,
     tensor_args,
@@ -158,7 +159,6 @@ class _AxisWalk:
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
         """All that a decision depends on: equal calls of equal blocks are decided once."""
-        literals = fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.index(n))
         known = tuple(
             (
                 value(o).shape, value(o).dtype, tuple(self.made[o]), self.prices.shared(o),
@@ -170,7 +170,7 @@ class _AxisWalk:
             None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
         )
         before = (*self.choices.get(node, {}).items(), node in self.given)
-        return node.target, repr(literals), known, results, before, self.prices.final.get(node)
+        return node.target, literals(node), known, results, before, self.prices.final.get(node)
 
     def _gathers(self, node: fx.Node, best: Strategy) -> bool:
         """Whether the best there is undoes a cut that an operand arrives with."""

@@ -4,7 +4,7 @@ The graph runs once on fake tensors, from its placeholders on, so the answer doe
 earlier passes noted down.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.fake_calls import FakeCalls, tensors_in
 from partc.graph import Graph, held
 from partc.passes.workspaces import workspace_of
 
@@ -30,12 +31,16 @@ class Replay:
 
     def tensors(self, node: fx.Node) -> list[Tensor]:
         """The tensors of one node's result."""
-        return [x for x in pytree.tree_leaves(self.results[node]) if isinstance(x, Tensor)]
+        return list(tensors_in(self.results[node]))
 
     def storages(self, node: fx.Node) -> dict[Storage, int]:
         """The memory behind one node's result, with its bytes."""
-        memories = (t.untyped_storage() for t in self.tensors(node))
-        return {m._cdata: m.nbytes() for m in memories}
+        return _memories(self.tensors(node))
+
+
+def _memories(tensors: Iterable[Tensor]) -> dict[Storage, int]:
+    memories = (t.untyped_storage() for t in tensors)
+    return {memory._cdata: memory.nbytes() for memory in memories}
 
 
 class _Allocations(TorchDispatchMode):
@@ -43,13 +48,20 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known: set[Storage] = set()
-        self.begin()
-
-    def begin(self) -> None:
-        """Start to watch the next call."""
+        self.outside: set[Storage] = set()  # the memory of the call's operands
         self.inner: dict[Storage, tuple[StorageWeakRef, int]] = {}
         self.peak_bytes = 0
+
+    def run(self, target: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
+        """A call's result, and how far the memory inside it rises above that."""
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.outside, self.inner, self.peak_bytes = set(_memories(operands)), {}, 0
+        with self:
+            result = target(*args, **kwargs)
+        made = _memories(tensors_in(result))
+        kept = sum(size for memory, size in made.items() if memory not in self.outside)
+        composite = max(0, self.peak_bytes - kept)
+        return result, composite + workspace_of(target, result, args, kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -58,7 +70,7 @@ class _Allocations(TorchDispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 memory = tensor.untyped_storage()
-                if memory._cdata not in self.known:
+                if memory._cdata not in self.outside:
                     self.inner[memory._cdata] = (StorageWeakRef(memory), memory.nbytes())
         alive = sum(size for ref, size in self.inner.values() if not ref.expired())
         self.peak_bytes = max(self.peak_bytes, alive)
@@ -68,31 +80,18 @@ class _Allocations(TorchDispatchMode):
 def replay(graph: Graph, ran: Replay | None = None) -> Replay:
     """Run a graph on fake tensors of its own shapes; ``ran`` has what succeeded, come what may."""
     ran, watch = ran or Replay(), _Allocations()
-    with torch.no_grad(), FakeTensorMode(), watch:
+    run = FakeCalls(watch.run)
+    with torch.no_grad(), FakeTensorMode():
         for node in graph.fx.nodes:
             if node.op == "placeholder":
                 ran.results[node] = _fresh(held(node))
             elif node.op == "call_function":
-                _run(node, ran, watch)
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
+                ran.results[node], ran.temporary_bytes[node] = run(node.target, args, kwargs)
             else:
                 assert node.op == "output", node.op
-                continue
-            watch.known |= ran.storages(node).keys()
     return ran
 
 
 def _fresh(like: Tensor) -> Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def _run(node: fx.Node, ran: Replay, watch: _Allocations) -> None:
-    """One call: its result, and how far the memory inside it rose above that result."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
-    watch.begin()
-    assert callable(node.target)
-    ran.results[node] = node.target(*args, **kwargs)
-    kept = sum(b for s, b in ran.storages(node).items() if s not in watch.known)
-    composite = max(0, watch.peak_bytes - kept)
-    ran.temporary_bytes[node] = composite + workspace_of(
-        node.target, ran.results[node], args, kwargs
-    )
