@@ -19,7 +19,7 @@ from torch import fx
 
 from partc import ops
 from partc.collectives import axis_index
-from partc.graph import held, results_of, run_fake, set_held, set_value, value
+from partc.graph import held, results_of, run_fake_of, set_held, set_value, value
 from partc.mesh import Mesh
 from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, whole_call
 from partc.rules.notation import resolve
@@ -82,7 +82,7 @@ class _Writer:
             new,
             replace(here, kind="op", shape=known.shape, dtype=known.dtype, sharding=known.sharding),
         )
-        set_held(new, run_fake(target, args, kwargs))
+        set_held(new, run_fake_of(self.node.graph, target, args, kwargs))
         return new
 
 

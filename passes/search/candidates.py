@@ -1,0 +1,113 @@
+"""Every way to train that the search looks at: axis sizes, sharding of weights, microbatches, order.
+
+What the user's plan or mesh already says is a pin: only candidates that agree with it come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from partc.mesh import PP, Mesh
+from partc.passes.apply_preset import DATA_AXES
+from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data
+from partc.passes.search.profile import TP
+from partc.plan import Plan
+
+WORDS = ("megatron-sp", "megatron")
+DATA: tuple[Data, ...] = ("ddp", "zero1", "fsdp")
+MOST_MICROBATCHES = 8  # times the pipeline's ranks; more gain less than a percent each
+
+
+@dataclass(frozen=True)
+class Space:
+    """What candidates have to respect; sizes of axes are fixed where the mesh has axes."""
+
+    mesh: Mesh
+    plan: Plan
+    devices: int
+    dp_divides: int  # data ranks times microbatches have to divide this
+    tp_divides: Mapping[str, int]  # by tensor preset
+    units: int
+    trains: bool = True
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All of them, in a fixed order."""
+        for pp, replicate, shard, tp in self._sizes():
+            for word in self._words(tp):
+                for data in self._data(replicate, shard):
+                    base = Candidate(replicate, shard, tp, pp, 1, data, word)
+                    yield from self._in_time(base)
+
+    def _sizes(self) -> Iterator[tuple[int, int, int, int]]:
+        """Sizes of ``pp``, of both data axes and of ``tp``."""
+        if self.mesh.axes:
+            yield self._given_sizes()
+            return
+        for tp in divisors(self.devices):
+            for pp in divisors(self.devices // tp):
+                data = self.devices // tp // pp
+                if self.dp_divides % data == 0 and pp <= self.units and self.trains >= (pp > 1):
+                    for shard in self._shard_sizes(data, tp):
+                        yield pp, data // shard, shard, tp
+
+    def _given_sizes(self) -> tuple[int, int, int, int]:
+        size = dict(self.mesh.axes)
+        shard = size.get(SHARD, 1) * size.get("dp", 1) * size.get("fsdp", 1)
+        return size.get(PP, 1), size.get(REPLICATE, 1), shard, size.get(TP, 1)
+
+    def _shard_sizes(self, data: int, tp: int) -> Iterator[int]:
+        """All data ranks shard, or those that stand within one unit of the hardware."""
+        units = self.mesh.hardware.unit_sizes
+        within = {unit // tp for unit in units if unit % tp == 0 and data % (unit // tp or 1) == 0}
+        yield from sorted({size for size in within if 1 < size < data} | {data}, reverse=True)
+
+    def _words(self, tp: int) -> Iterator[str]:
+        if tp == 1:
+            yield ""
+            return
+        for word in WORDS:
+            if word in self.tp_divides and self.tp_divides[word] % tp == 0:
+                yield word
+
+    def _data(self, replicate: int, shard: int) -> Iterator[Data]:
+        if replicate > 1 and shard > 1:
+            yield "fsdp"  # hybrid: sharded within, replicated between
+        elif replicate * shard == 1:
+            yield "ddp"
+        else:
+            yield from DATA
+
+    def _in_time(self, base: Candidate) -> Iterator[Candidate]:
+        """The same with every number of microbatches, and with every schedule of a pipeline."""
+        left = self.dp_divides // base.data_ranks
+        pinned = self.plan.microbatches > 1
+        for count in divisors(left) if not pinned else [self.plan.microbatches]:
+            if left % count or not self._pays(base.pp, count, pinned):
+                continue
+            if base.pp == 1:
+                yield replace(base, microbatches=count)
+                continue
+            yield replace(base, microbatches=count)
+            yield replace(base, microbatches=count, schedule="zb-h1")
+            for chunks in (2, 4):
+                if base.pp * chunks <= self.units and count % base.pp == 0:
+                    yield replace(
+                        base, microbatches=count, schedule="interleaved-1f1b", chunks=chunks
+                    )
+
+    def _pays(self, pp: int, count: int, pinned: bool) -> bool:
+        return pinned or (count >= pp if pp > 1 else True) and count <= MOST_MICROBATCHES * max(
+            pp, 4
+        )
+
+
+def names_axes(mesh: Mesh) -> bool:
+    """Whether every axis is one that candidates know."""
+    return all(name in (*DATA_AXES, TP, PP) for name in mesh.names)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the least first."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return [*small, *(number // i for i in reversed(small) if i * i != number)]

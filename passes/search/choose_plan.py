@@ -1,0 +1,109 @@
+"""``plan="auto"``: the fastest way to train a traced model on a mesh that fits its memory.
+
+In: a joint graph and a mesh, open or with axes, and the user's pins. Out: the mesh with its axes
+and a partial plan, and the candidates that came next. Everything is estimated from one profile per
+tensor preset; a candidate whose compute alone takes longer than the best one found is not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partc.errors import PlanError
+from partc.graph import Graph
+from partc.mesh import Mesh
+from partc.passes.search.candidates import Space
+from partc.passes.search.estimate import Candidate, Estimate, Estimator
+from partc.passes.search.profile import Profile, profile
+from partc.plan import Plan
+
+KEPT = 5  # candidates that a report names
+SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate and what it is estimated to cost."""
+
+    candidate: Candidate
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the search found: the best first, then the next best; ``looked_at`` of ``all_of``."""
+
+    ranked: tuple[Ranked, ...]
+    looked_at: int
+    all_of: int
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0].candidate
+
+    def note(self) -> str:
+        """One line for the plan: how it was chosen."""
+        best = self.ranked[0].estimate.step_s
+        others = (
+            f"{each.candidate} +{each.estimate.step_s / best - 1:.0%}" for each in self.ranked[1:3]
+        )
+        then = "; ".join(others)
+        return f"auto: best of {self.all_of} candidates" + (f"; next: {then}" if then else "")
+
+
+def choose_plan(graph: Graph, mesh: Mesh, plan: Plan) -> Choice:
+    """The best candidates for one training step; PlanError if none fits the memory."""
+    topology = mesh.hardware
+    devices = mesh.num_ranks if mesh.axes else topology.num_devices
+    profiles = _profiles(graph, devices, mesh)
+    space = Space(
+        mesh=mesh, plan=plan, devices=devices,
+        dp_divides=profiles[""].dp_divides,
+        tp_divides={word: found.tp_divides for word, found in profiles.items() if word},
+        units=len(profiles[""].chain),
+    )  # fmt: skip
+    limit = plan.memory_bytes or SPARE * topology.memory_bytes
+    estimators = {word: Estimator(found, topology) for word, found in profiles.items()}
+    return _search(space, estimators, limit)
+
+
+def _profiles(graph: Graph, devices: int, mesh: Mesh) -> dict[str, Profile]:
+    """One per tensor preset that the mesh may use."""
+    words = [""]
+    if not mesh.axes or "tp" in mesh.names:
+        words += ["megatron-sp", "megatron"]
+    return {word: profile(graph, word) for word in words}
+
+
+def _search(space: Space, estimators: dict[str, Estimator], limit: float) -> Choice:
+    found: list[Ranked] = []
+    too_large: list[Ranked] = []
+    all_of = looked_at = 0
+    for one in space.candidates():
+        all_of += 1
+        looked_at += 1
+        each = Ranked(one, estimators[one.word if one.tp > 1 else ""].estimate(one))
+        (found if each.estimate.peak_bytes <= limit else too_large).append(each)
+    if not found:
+        raise _nothing_fits(too_large, limit, space)
+    found.sort(key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes))
+    return Choice(tuple(found[:KEPT]), looked_at, all_of)
+
+
+def _nothing_fits(tried: list[Ranked], limit: float, space: Space) -> PlanError:
+    if not tried:
+        return PlanError(
+            where=f"mesh {space.mesh}",
+            what="no way to cut the step fits the axes",
+            why=f"data ranks times microbatches have to divide {space.dp_divides}",
+            do="Change the batch size or the number of devices.",
+        )
+    least = min(tried, key=lambda each: each.estimate.peak_bytes)
+    holders = sorted(least.estimate.bytes.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{what} {size / 1e9:.1f} GB" for what, size in holders[:3])
+    return PlanError(
+        where=f"plan 'auto' on {space.mesh}",
+        what=f"nothing fits {limit / 1e9:.1f} GB on a device",
+        why=f"the least is {least.estimate.peak_bytes / 1e9:.1f} GB: {least.candidate} ({held})",
+        do="Take more devices, a smaller batch, or raise memory_bytes.",
+    )
