@@ -191,6 +191,8 @@ def test_stages_without_gradients(
     plan = Plan(preset="ddp", stages=points)
     program = compiled(case, f"pp={len(points) + 1}", plan, schedule, 3)
     verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+    for text in program.sources.values():  # a place for what is saved, where anything is
+        assert ("self.saved = {}" in text) == ("self.saved[i]" in text)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
