@@ -101,7 +101,9 @@ class StageText(RoleText):
 
     def values(self) -> dict[str, Any]:
         """What the template of a stage's class is filled with."""
-        functions = [self._function(phase) for phase in METHODS if self.has(phase)]
+        methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
+        methods["S"].lines[:0] = self._opening()
+        functions = [method.function() for method in methods.values()]
         return {
             "name": self.name,
             "doc": self._doc(),
@@ -145,7 +147,7 @@ class StageText(RoleText):
     def _items(self, phase: Phase) -> list[Item]:
         return [item for item in self.items if _phase(item) == phase]
 
-    def _function(self, phase: Phase) -> dict[str, str]:
+    def _method(self, phase: Phase) -> _Method:
         items = self._items(phase)
         arguments = self._arguments_of(phase)
         order = [item for item in items if isinstance(item, fx.Node)]
@@ -163,14 +165,8 @@ class StageText(RoleText):
         lines = with_sections(free_early(statements, body.text, lasting))
         lines = self._with_reductions(lines)
         lines += self._updates(body)
-        lines = [*self._opening(phase), *unpacked, *lines, *self._closing(phase, body, kept)]
-        signature = f"def {METHODS[phase]}({', '.join(['self', *arguments])})"
-        result = "tuple[Tensor, ...]" if phase in "FB" else "None"
-        return {
-            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
-            "doc": DOCS[phase],
-            "body": block(lines or [Line("pass")], 2),
-        }
+        lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
+        return _Method(phase, arguments, lines)
 
     def _updates(self, body: StepBody) -> list[Line]:
         """New values of buffers that this method makes."""
@@ -214,11 +210,17 @@ class StageText(RoleText):
             read_later.add(outputs.loss)
         return made & read_later
 
-    def _opening(self, phase: Phase) -> list[Line]:
-        if phase != "S":
-            return []
-        lines = [Line("self.saved = {}")] if self.has("B") else []
-        lines += [Line("self.kept, self.left = {}, {}")] if self.has("W") else []
+    def _opening(self) -> list[Line]:
+        """Places for what the methods leave for one another, known once all are printed."""
+        lines = []
+        for phase in METHODS:
+            places = [
+                f"self.{place}"
+                for (before, then), place in LEFT.items()
+                if then == phase and self._handed(before, then)
+            ]
+            if places:
+                lines.append(Line(f"{', '.join(places)} = {', '.join(['{}'] * len(places))}"))
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
         lists = ", ".join(f"{literal(name)}: []" for name in self.graph.outputs.results)
         lines += [Line(f"self.results = {{{lists}}}")] if lists else []
@@ -229,8 +231,8 @@ class StageText(RoleText):
     def _unpacked(self, phase: Phase) -> list[Line]:
         """Take what the microbatch's earlier methods have saved for this one."""
         lines = []
-        for before, place in _HANDED.get(phase, ()):
-            names = self._handed(before, phase)
+        for (before, then), place in LEFT.items():
+            names = self._handed(before, then) if then == phase else []
             if names:
                 comma = "," if len(names) == 1 else ""
                 lines.append(Line(f"{', '.join(names)}{comma} = self.{place}.pop(i)"))
@@ -267,12 +269,11 @@ class StageText(RoleText):
                     lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))
                     self.seen[node] = Text(f"self.{attribute}")
             return lines
-        for then, places in _HANDED.items():
-            for before, place in places:
-                names = self._handed(before, then) if before == phase else []
-                if names:
-                    comma = "," if len(names) == 1 else ""
-                    lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
+        for (before, then), place in LEFT.items():
+            names = self._handed(before, then) if before == phase else []
+            if names:
+                comma = "," if len(names) == 1 else ""
+                lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
         if phase == "F" and self.graph.loss is not None:
             lines.append(Line(f"self.losses.append({body.text(self.graph.loss)})"))
         for name, node in self.graph.outputs.results.items() if phase == "F" else ():
@@ -306,10 +307,23 @@ class StageText(RoleText):
         return [n for slot in passed(self.sides[item]) for n in slot.nodes]
 
 
-_HANDED: dict[Phase, tuple[tuple[Phase, str], ...]] = {
-    "B": (("F", "saved"),),
-    "W": (("F", "kept"), ("B", "left")),
-}
+@dataclass
+class _Method:
+    """One of ``METHODS`` before it is printed."""
+
+    phase: Phase
+    arguments: list[str]
+    lines: list[Line]
+
+    def function(self) -> dict[str, str]:
+        """What the template prints of it."""
+        signature = f"def {METHODS[self.phase]}({', '.join(['self', *self.arguments])})"
+        result = "tuple[Tensor, ...]" if self.phase in "FB" else "None"
+        return {
+            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
+            "doc": DOCS[self.phase],
+            "body": block(self.lines or [Line("pass")], 2),
+        }
 
 
 def _after(phase: Phase) -> list[Phase]:

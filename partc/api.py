@@ -20,7 +20,7 @@ from partc.graph import Graph, value
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
-from partc.passes.choose_stages import choose_stages
+from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
 from partc.passes.fill_waits import fill_waits
 from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
@@ -36,7 +36,7 @@ from partc.pipeline_cost import pipeline_cost
 from partc.plan import Plan
 from partc.program import Program
 from partc.role import Role, dtype_name
-from partc.schedule_stages import schedule_stages, stage_graphs
+from partc.schedule_stages import schedule_stages
 from partc.schedules.csv_form import write_csv
 from partc.trace import trace
 
@@ -64,10 +64,10 @@ def compile(
     of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
     model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
     text, or a plan.toml's path. With an axis ``pp`` or several microbatches the step is a pipeline:
-    ``schedule`` names its order ("auto" makes one for the stages' costs), ``stages`` the module
-    paths at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on
-    each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
-    PlanError, ShardingError or CheckError.
+    ``schedule`` names its order ("auto" makes one for the stages' costs; without one it is 1f1b, or
+    forward-only for inference), ``stages`` the module paths at which stages 1, 2, ... begin;
+    without them stages are cut evenly by cost, ``chunks`` on each rank, within ``memory_bytes`` of
+    a rank. Raises a PartcError in four parts: TraceError, PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
     mesh = Mesh.of(mesh).settled(wanted.mesh)
@@ -80,7 +80,7 @@ def compile(
         "memory_bytes": memory_bytes,
     }
     wanted = wanted.changed(**{name: each for name, each in given.items() if each is not None})
-    pipelined = bool(wanted.stages) or wanted.microbatches > 1 or PP in mesh.names
+    pipelined = is_pipeline(wanted, mesh)
     compile_rest = compile_pipeline if pipelined else compile_stage
     try:
         graph = trace(model, inputs, loss, fold=not pipelined and not wanted.names_blocks)
@@ -122,8 +122,6 @@ def compile_pipeline(
     would wait for whom.
     """
     mesh = graph.mesh
-    if graph.loss is None and plan.schedule == Plan().schedule:
-        plan = plan.changed(schedule="forward-only")
     full, local = localize(graph, plan, strict=strict)
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
@@ -161,18 +159,11 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
     return full, fill_waits(place_waits(local))
 
 
-def partition_stages(
-    graph: Graph, plan: Plan, split_backward: bool = False, *, strict: bool = False
-) -> tuple[Plan, list[Graph]]:
-    """Complete a plan and make the scheduled local graph of each pipeline stage."""
-    full, local = localize(graph, plan, strict=strict)
-    return full, stage_graphs(local, full, split_backward)
-
-
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
     split_bias(graph)
-    full = choose_stages(graph, complete(plan, graph, graph.mesh))
+    full = choose_schedule(graph, complete(plan, graph, graph.mesh))
+    full = choose_stages(graph, full)
     if full.stages:
         assign_stages(graph, full.stages)
     graph.mesh = layout_mesh(graph.mesh, full.microbatches)

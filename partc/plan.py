@@ -47,8 +47,9 @@ class Plan:
     the backward instead of saving them. ``join_mb`` is the most megabytes of weights or gradients
     that share one transfer: a transfer costs time of its own, but several tensors in one have to be
     copied together, and none of them leaves before the last is made. 0 joins nothing.
-    ``stages`` has the module path at which each pipeline stage but the first begins, ``schedule``
-    their order. Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as
+    ``schedule`` is the order of a pipeline; where it is empty, 1f1b for training and forward-only
+    for inference. ``stages`` has the module path at which each pipeline stage but the first
+    begins. Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as
     the schedule usually has), none of which may need more than ``memory_bytes`` (0: no limit).
     Gradients are summed over ranks once per
     ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
@@ -64,7 +65,7 @@ class Plan:
     recompute: Literal["cheap", "none"] = "cheap"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = ""
     chunks: int = 0
     memory_bytes: int = 0
     stages: tuple[str, ...] = ()
@@ -131,7 +132,7 @@ class Plan:
         lines += [f'recompute = "{self.recompute}"', f"join_mb = {self.join_mb:g}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
-        if self.stages or self.microbatches > 1:
+        if self.schedule:
             lines += [f'schedule = "{self.schedule}"']
         counts = (("chunks", self.chunks), ("memory_bytes", self.memory_bytes))
         lines += [f"{name} = {count}" for name, count in counts if count]

@@ -1,9 +1,11 @@
-"""Where pipeline stages begin, if the plan does not say: so that the slowest rank is fastest."""
+"""The schedule of a pipeline and where its stages begin, if the plan does not say: stages so that
+the slowest rank is fastest."""
 
 from __future__ import annotations
 
 from partc.errors import PlanError
 from partc.graph import Graph
+from partc.mesh import PP, Mesh
 from partc.passes.cut_virtual_stages import balance_ranks
 from partc.passes.stage_units import stage_units
 from partc.pipeline_step import in_flight
@@ -12,6 +14,19 @@ from partc.schedules import NAMES, Schedule, make
 from partc.schedules.actions import check_schedule
 
 AUTO = "auto"  # the schedule is made for the stages' costs
+
+
+def is_pipeline(plan: Plan, mesh: Mesh) -> bool:
+    """Whether the step has stages or microbatches, were it only one of them."""
+    return bool(plan.stages) or plan.microbatches > 1 or PP in mesh.names
+
+
+def choose_schedule(graph: Graph, plan: Plan) -> Plan:
+    """The plan with ``schedule``, if it is of a pipeline; a plan that names one stays as it is."""
+    assert plan.mesh is not None
+    if plan.schedule or not is_pipeline(plan, plan.mesh):
+        return plan
+    return plan.changed(schedule="forward-only" if graph.loss is None else "1f1b")
 
 
 def choose_stages(graph: Graph, plan: Plan) -> Plan:
