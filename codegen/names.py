@@ -151,6 +151,13 @@ def op_name(node: fx.Node) -> str:
     return PLAIN.get(name, name)
 
 
+def is_given(node: fx.Node, wish: str) -> bool:
+    """Whether a value's name is the user's: it says more than its op, or its operand's cast."""
+    word = op_name(node)
+    dtype = DTYPE_NAMES.get(held(node).dtype, "") if is_tensor(node) else ""
+    return wish != word and not (word == "cast" and wish.endswith(f"_{dtype}"))
+
+
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
     for node in graph.placeholders("received").values():
         yield node, "x" if is_forward(node) else "d_y"
@@ -307,7 +314,8 @@ def _gradient_name(
             return f"d_{named[operands[index]]}"
         if like:
             return f"d_{named[like[0]]}"
-    parts = [found[n] for n in node.all_input_nodes if n in found and is_tensor(n)]
+    parts = {n: found[n] for n in node.all_input_nodes if n in found and is_tensor(n)}
     if op_name(node) == "add" and parts:  # a sum of contributions
-        return parts[-1]
+        of_values = [name for n, name in parts.items() if name != f"d_{op_name(n)}"]
+        return (of_values or [*parts.values()])[-1]
     return f"d_{op_name(node)}"

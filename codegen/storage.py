@@ -92,3 +92,9 @@ def _alike(*nodes: fx.Node) -> bool:
 
 def _is_plain(node: fx.Node) -> bool:
     return is_tensor(node) and bool(held(node).is_contiguous())
+
+
+def num_bytes(node: fx.Node) -> int:
+    """The size of what a rank holds of a value."""
+    fake = held(node)
+    return fake.numel() * fake.element_size() if is_tensor(node) else 0
