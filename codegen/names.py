@@ -121,6 +121,11 @@ def value_or_none(node: fx.Node) -> bool:
     return "value" in node.meta
 
 
+def known_as(node: fx.Node) -> str:
+    """The name that ``forward`` of a backward call has for a forward one."""
+    return value(node).name or node.name
+
+
 def module_name(path: str) -> str:
     """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
 
@@ -261,9 +266,7 @@ def _gradient_names(
     graph: Graph, named: dict[fx.Node, str], prefix: str
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
-    by_name = {
-        value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)
-    }
+    by_name = {known_as(n): n for n in reversed(list(graph.calls())) if value_or_none(n)}
     final = {n: name for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
     known = {_origin(n): n for n in reversed(list(graph.calls())) if is_forward(n)}
