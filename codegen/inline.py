@@ -21,7 +21,7 @@ _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
     "chunk",
 }
 _PRODUCTS = {"matmul", "mm", "linear"}
-_LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy"}  # they read as well as pointwise ops
+_LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy", "ones_like"}  # read as pointwise ops do
 
 
 def inlined(
