@@ -48,7 +48,7 @@ def stage_header(graphs: Sequence[Graph], schedule: Schedule, rank: int, plan: P
         "",
     ]
     rows = [("mesh", str(mesh)), ("plan", plan.preset or "by hand")]
-    rows += [("schedule", f"{schedule.name}, {plan.microbatches} microbatches")]
+    rows += [("schedule", f"{comment(schedule.name)}, {plan.microbatches} microbatches")]
     rows += [("stage", f"{s} begins at {comment(plan.stages[s - 1])}") for s in stages if s]
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
     for stage in stages:

@@ -17,7 +17,7 @@ from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.graph import Graph, Phase, value
 from partc.mesh import PP, Mesh
 from partc.passes.microbatches import MB
-from partc.quoting import identifier, literal
+from partc.quoting import docstring, identifier, literal
 from partc.schedules.actions import Action, Kind, Schedule
 from partc.schedules.programs import Wiring
 from partc.tied import Tied
@@ -93,7 +93,8 @@ class _Rank:
             seeds=block(list(self._seeds(seeded)), 2),
             kinds={action.kind for action in self.actions},
             split="W" in self.schedule.kinds,
-            schedule=f"Schedule {self.schedule.name}, {self.schedule.microbatches} microbatches.",
+            schedule=f"Schedule {docstring(self.schedule.name)}, {self.schedule.microbatches} "
+            "microbatches.",
             method="step" if self.links.trains else "forward",
             result="Tensor" if self.links.trains else "dict[str, Tensor]",
             arguments=self._arguments(),

@@ -64,14 +64,15 @@ def compile(
     of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
     model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
     text, or a plan.toml's path. With an axis ``pp`` or several microbatches the step is a pipeline:
-    ``schedule`` names its order ("auto" makes one for the stages' costs), ``stages`` the module
+    ``schedule`` names its order ("auto" makes one for the stages' costs, a path that ends in
+    ``.csv`` is a file with your own, as torch's pipelining writes them), ``stages`` the module
     paths at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on
     each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
     PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
     mesh = Mesh.of(mesh).settled(wanted.mesh)
-    given = {
+    given: dict[str, Any] = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
         "schedule": schedule,
@@ -79,8 +80,12 @@ def compile(
         "chunks": chunks,
         "memory_bytes": memory_bytes,
     }
-    wanted = wanted.changed(**{name: each for name, each in given.items() if each is not None})
-    pipelined = bool(wanted.stages) or wanted.microbatches > 1 or PP in mesh.names
+    if schedule is not None:
+        given["order"] = ""  # that of another schedule
+    given = {name: each for name, each in given.items() if each is not None}
+    wanted = wanted.changed(**given).with_order()
+    several = bool(wanted.stages or wanted.order) or wanted.microbatches > 1
+    pipelined = several or PP in mesh.names
     compile_rest = compile_pipeline if pipelined else compile_stage
     try:
         graph = trace(model, inputs, loss, fold=not pipelined and not wanted.names_blocks)
