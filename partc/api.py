@@ -17,6 +17,7 @@ from partc.cost import cost_report
 from partc.errors import PlanError
 from partc.fingerprint import Fingerprint
 from partc.graph import Graph, value
+from partc.memory_limit import check_memory
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
@@ -67,7 +68,8 @@ def compile(
     ``schedule`` names its order ("auto" makes one for the stages' costs, a path that ends in
     ``.csv`` is a file with your own, as torch's pipelining writes them), ``stages`` the module
     paths at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on
-    each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
+    each rank. A program whose predicted peak on any rank, with AdamW's states, is beyond
+    ``memory_bytes`` is refused. Raises a PartcError in four parts: TraceError,
     PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
@@ -105,12 +107,14 @@ def compile_stage(
     check_plan(local, full)
     check(local)
     source = emit(local, header=header(local, full))
+    cost = cost_report(local, role=Role.load(source, ROLE))
+    check_memory(cost.peaks(), full.memory_bytes)
     return Program(
         plan=str(full),
         mesh=graph.mesh,
         sources={ROLE: source},
         roles=((graph.mesh.num_ranks, ROLE),),
-        cost=cost_report(local, role=Role.load(source, ROLE)),
+        cost=cost,
         model=graph.model,
         fingerprint=fingerprint,
         constants=graph.constants,
@@ -144,13 +148,15 @@ def compile_pipeline(
         for rank, name in enumerate(names)
     }  # fmt: skip
     roles = [Role.load(source, name) for name, source in sources.items()]
+    cost = pipeline_cost(graphs, stages.costs, step, roles, mesh)
+    check_memory(cost.peaks(), full.memory_bytes)
     at = [names[coords.get(PP, 0)] for coords in mesh.all_coords()]
     return Program(
         plan=str(full),
         mesh=mesh,
         sources=sources,
         roles=tuple((len(list(run)), name) for name, run in groupby(at)),
-        cost=pipeline_cost(graphs, stages.costs, step, roles, mesh),
+        cost=cost,
         model=graph.model,
         fingerprint=fingerprint,
         constants=graph.constants,

@@ -275,9 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--stages", metavar="A,B", help="module paths where stages 1, 2, ... begin")
     made.add_argument("--chunks", type=int, help="stages per pipeline rank, where they are chosen")
-    made.add_argument(
-        "--memory-bytes", type=int, help="what a rank may hold, where they are chosen"
-    )
+    made.add_argument("--memory-bytes", type=int, help="what a rank may hold at its peak")
     made.add_argument("--inference", action="store_true", help="the forward alone, in eval mode")
     _add_sizes(made)
     made = command("explain", explain_command)

@@ -52,7 +52,7 @@ class Plan:
     ``stages`` has the module path at which each pipeline stage but the first begins, ``schedule``
     their order: a name, or a CSV file whose rows are in ``order``, so that the plan replays without
     it. Where ``stages`` is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as
-    the schedule usually has), none of which may need more than ``memory_bytes`` (0: no limit).
+    the schedule usually has). No rank may need more than ``memory_bytes`` (0: no limit).
     Gradients are summed over ranks once per
     ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
     """
