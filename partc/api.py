@@ -12,7 +12,7 @@ from torch import nn
 from partc.check import check
 from partc.codegen.emit import emit
 from partc.codegen.header import header, stage_header
-from partc.codegen.pipeline import emit_rank
+from partc.codegen.pipeline import Pipeline, file_name
 from partc.cost import cost_report
 from partc.errors import PlanError
 from partc.fingerprint import Fingerprint
@@ -125,7 +125,8 @@ def compile_stage(
 def compile_pipeline(
     graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
 ) -> Program:
-    """The rest of ``compile`` for several stages or microbatches: one role per pipeline rank.
+    """The rest of ``compile`` for several stages or microbatches: one role for pipeline ranks that
+    do the same.
 
     Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
     would wait for whom.
@@ -139,18 +140,17 @@ def compile_pipeline(
     for stage in graphs:
         check(stage)
     order = step.schedule
-    names = [f"pipeline{rank}.py" for rank in range(order.ranks)]
+    pipeline = Pipeline(graphs, stages.tied, order, mesh, step.wiring, full.join_mb)
+    files = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {
-        name: emit_rank(
-            graphs, stages.tied, order, rank, mesh, step.wiring,
-            header=stage_header(graphs, order, rank, full), join_mb=full.join_mb,
-        )
-        for rank, name in enumerate(names)
-    }  # fmt: skip
-    roles = [Role.load(source, name) for name, source in sources.items()]
+        name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, full))
+        for name, ranks in files.items()
+    }
+    name_of = {rank: name for name, ranks in files.items() for rank in ranks}
+    roles = [Role.load(sources[name_of[rank]], name_of[rank], rank) for rank in range(order.ranks)]
     cost = pipeline_cost(graphs, stages.costs, step, roles, mesh)
     check_memory(cost.peaks(), full.memory_bytes)
-    at = [names[coords.get(PP, 0)] for coords in mesh.all_coords()]
+    at = [name_of[coords.get(PP, 0)] for coords in mesh.all_coords()]
     return Program(
         plan=str(full),
         mesh=mesh,
