@@ -25,13 +25,13 @@ class Statement:
     section: str = ""
 
 
-def with_sections(statements: Iterable[Statement]) -> list[Line]:
+def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
     """The lines of all statements, a comment with the module's path wherever it changes."""
     lines: list[Line] = []
     section = None
     for statement in statements:
         if statement.lines and statement.section != section and statement.section:
-            lines.append(Line(f"# {comment(statement.section)}"))
+            lines.append(Line(f"# {comment(shown(statement.section))}"))
         section = statement.section or section
         lines += statement.lines
     return lines
