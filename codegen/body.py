@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,16 @@ from torch import fx
 
 from partc import ops
 from partc.codegen.helpers import Outlined
+from partc.codegen.inline import is_free, is_pointwise
 from partc.codegen.names import inside
 from partc.codegen.statements import Statement
 from partc.codegen.storage import owner
-from partc.codegen.text import ATOM, NONE, Line, Text
+from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.codegen.transfers import Transfers
 from partc.graph import held, is_tensor, results_of, typed, value
 from partc.quoting import comment
+
+INDENT = 2  # levels, of the body of a method
 
 
 @dataclass
@@ -37,12 +41,33 @@ class Body(Transfers):
         """The statement of one node, if it has a line."""
         if node in self.inlined or node in self.seen or not self._has_line(node):
             return []
+        before = self.parts(node)
         statement = self.statement(node)
         statement.lines[:0] = [Line(f"{name} = {{}}") for name in self.joint.begun()]
         statement.lines += [line for n in statement.binds for line in self._stores(n)]
         statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
-        return [statement]
+        return [*before, statement]
+
+    def parts(self, node: fx.Node) -> list[Statement]:
+        """The statements of operands that would make the line of a call too long."""
+        inner = [n for n in self._written_in(node) if not is_free(n)]
+        if not inner or not is_pointwise(node):
+            return []
+        texts = {n: len(str(self.expression(n))) for n in [node, *inner]}
+        target = f"grads[{self.joint.place[node][1]}]" if node in self.joint.place else ""
+        length = len(target or self.wishes.get(node, "")) + len(" = ") + texts[node]
+        if length <= WIDTH - 4 * INDENT:
+            return []
+        part = min(inner, key=lambda n: max(texts[n], length - texts[n]))
+        self.inlined.discard(part)
+        return [*self.one(part), *self.parts(node)]
+
+    def _written_in(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What is written inside a call."""
+        for operand in node.all_input_nodes:
+            if operand in self.inlined:
+                yield from [operand, *self._written_in(operand)]
 
     def section(self, node: fx.Node) -> str:
         """The module that a statement is shown under: a leaf's lines stand with its parent's."""

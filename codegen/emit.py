@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import jinja2
@@ -15,6 +15,7 @@ from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.equal import made_in_step
 from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
+from partc.codegen.layers import FIRST, Layers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
@@ -81,6 +82,7 @@ class RoleText:
     helpers: Helpers
     adds: tuple[str, str] = ADDS
     lent: frozenset[str] = frozenset()  # buffers that another stage of the rank holds
+    layers: Layers | None = None  # the graph's names count from, where several ranks run the text
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
@@ -93,14 +95,14 @@ class RoleText:
         blocks = [
             {
                 "name": c.name,
-                "layers": span(c.run),
+                "layers": self.span(c.run),
                 "declarations": block(c.declarations(), 2),
                 "functions": c.functions(),
                 "gathers": c.gather_methods(),
             }
             for c in self.classes.values()
         ]
-        made = block(self.declarations(), 2)
+        made = block(self.declarations(str), 2)
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
@@ -183,9 +185,9 @@ class RoleText:
             for cls in self.classes.values():
                 own = cls.stored(kind)
                 if own:
-                    name, remark = cls.table(constant), f"of one of {span(cls.run)}"
+                    name, remark = cls.table(constant), f"of one of {self.span(cls.run)}"
                     tables.append(table(name, remark, self._rows(own, f"{cls.run.layers[0]}.")))
-                    entries[constant].append(Line(_spread(cls, name)))
+                    entries[constant].append(Line(_spread(cls, name, self.layers is not None)))
         return tables, entries
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
@@ -197,24 +199,34 @@ class RoleText:
         lines = []
         for node, attribute in stored.items():
             r = row(self.graph, node, attribute)
-            known = (r.name.removeprefix(prefix), r.shape, r.dtype, r.cuts)
+            name = r.name.removeprefix(prefix)
+            text = literal(name) if self.layers is None else self.layers.literal(name)
             remark = comment(typed(node)) if listed else ""
-            lines.append(Line(f"{literal(attribute)}: {literal(known)}", remark))
+            lines.append(Line(f"{literal(attribute)}: ({text}, {r.known})", remark))
         return lines
 
-    def declarations(self, prefix: str = "") -> list[Line]:
-        """The statements that make parameters, buffers and blocks; their tables' names begin with
-        ``prefix``."""
+    def shown(self, path: str) -> str:
+        """A module's path as comments have it."""
+        return path if self.layers is None else self.layers.shown(path)
+
+    def span(self, run: Run) -> str:
+        """``model.layers.0 .. 7``."""
+        first, last = (self.shown(run.layers[i]) for i in (0, -1))
+        return comment(f"{first} .. {last.rpartition('.')[2]}")
+
+    def declarations(self, table_of: Callable[[str], str]) -> list[Line]:
+        """The statements that make parameters, buffers and blocks; ``table_of`` SHARDS is the
+        expression for their table."""
         lines = []
         for kind, constant in TABLES.items():
             some = any(cls.stored(kind) for cls in self.classes.values())
             lines += declarations(
-                self.graph, self._standing(kind), kind, f"{prefix}{constant}", self.helpers, some
+                self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
             )
         mesh = "mesh" if self.graph.mesh.names else ""
         for cls in self.classes.values():
             made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
-            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", span(cls.run)))
+            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
         return lines
 
     def _dtypes(self) -> dict[str, torch.dtype]:
@@ -288,17 +300,13 @@ def read(path: str) -> str:
     return "self." + re.sub(r"\.(\d+)\.", r"[\1].", path)
 
 
-def span(run: Run) -> str:
-    """``model.layers.0 .. 7``."""
-    return comment(f"{run.layers[0]} .. {run.layers[-1].rpartition('.')[2]}")
-
-
-def _spread(cls: BlockClass, name: str) -> str:
-    """The entries of all blocks from the table of one."""
+def _spread(cls: BlockClass, name: str, relative: bool) -> str:
+    """The entries of all blocks from the table of one; relative names count from FIRST."""
     numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
     first, num = numbers[0], len(numbers)
     steady = numbers == list(range(first, first + num))
     where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
+    where += f" + {FIRST}" if relative else ""
     parent = literal(cls.run.layers[0].removesuffix(str(first)))
     return (
         f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'

@@ -78,8 +78,8 @@ class Equal:
     ) -> tuple[Any, ...]:
         return (
             str(node.target),
-            _mapped(node.args, known_as),
-            _mapped(sorted(node.kwargs.items()), known_as),
+            mapped(node.args, known_as),
+            mapped(sorted(node.kwargs.items()), known_as),
             _shapes(held(node)),
             str(value(node).sharding),
             tuple(w.replace(f" {group.layer}.", " ") for w in self.written.get(node, [])),
@@ -129,12 +129,12 @@ def _written(graph: Graph) -> dict[fx.Node, list[str]]:
     return found
 
 
-def _mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
+def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
     """Arguments with nodes replaced, hashable."""
     if isinstance(args, fx.Node):
         return known_as(args)
     if isinstance(args, list | tuple):
-        return tuple(_mapped(a, known_as) for a in args)
+        return tuple(mapped(a, known_as) for a in args)
     return repr(args)
 
 

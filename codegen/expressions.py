@@ -13,7 +13,7 @@ from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
 from partc.codegen.joint_grads import JointGrads
-from partc.codegen.names import Scope, op_name
+from partc.codegen.names import Scope, is_given
 from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
@@ -46,11 +46,14 @@ class Expressions:
     adds: tuple[str, str] = ADDS  # the functions that add to a gradient
 
     def __post_init__(self) -> None:
-        named = {n for n in self.order if is_forward(n) and self.wishes.get(n) != op_name(n)}
-        self.accumulated = accumulations(self.order, self.kept | set(self.stored))
+        named = {n for n in self.order if is_forward(n) and is_given(n, self.wishes.get(n, ""))}
         self.joint = JointGrads(self.graph, self.order, self.stored)
-        fixed = self.kept | set(self.stored) | set(self.accumulated.values())
-        fixed |= self.joint.place.keys()
+        fixed = self.kept | self.stored.keys() | self.joint.place.keys()
+        in_line = inlined(self.order, fixed, named)
+        sums = accumulations(self.order, self.kept | self.stored.keys())
+        self.accumulated = {node: into for node, into in sums.items() if node not in in_line}
+        self.becomes = {into: node for node, into in self.accumulated.items()}
+        fixed |= self.becomes.keys()
         self.inlined = inlined(self.order, fixed, named, self.accumulated)
         self.place = {node: i for i, node in enumerate(self.order)}
 
@@ -89,7 +92,10 @@ class Expressions:
     def bind(self, node: fx.Node) -> str:
         """Give a value its name; a gradient that is reduced with others its place among them."""
         name = self.joint.entry(node, self.scope)
-        name = name or self.scope.fresh(self.wishes.get(node, "value"))
+        last = node
+        while last in self.becomes:  # by `+=`
+            last = self.becomes[last]
+        name = name or self.scope.fresh(self.wishes.get(last, "value"))
         self.seen[node] = Text(name)
         return name
 

@@ -37,25 +37,41 @@ def header(graph: Graph, plan: Plan) -> str:
     return "\n".join([*lines, *_wrapped(rows)])
 
 
-def stage_header(graphs: Sequence[Graph], schedule: Schedule, rank: int, plan: Plan) -> str:
-    """The docstring's text for the file of one pipeline rank."""
+def stage_header(
+    graphs: Sequence[Graph], schedule: Schedule, ranks: Sequence[int], plan: Plan
+) -> str:
+    """The docstring's text for the file of one or several pipeline ranks."""
     mesh = plan.mesh
     assert mesh is not None
-    stages = schedule.stages_of(rank)
+    stages = [stage for rank in ranks for stage in schedule.stages_of(rank)]
+    word = "rank" if len(ranks) == 1 else "ranks"
     lines = [
-        f"Pipeline rank {rank} of {schedule.ranks}.  Written by partc {__version__} for "
+        f"Pipeline {word} {_enumerated(ranks)} of {schedule.ranks}.  "
+        f"Written by partc {__version__} for "
         f"{comment(graphs[0].model)}; change the plan, not this file.",
         "",
     ]
     rows = [("mesh", str(mesh)), ("plan", plan.preset or "by hand")]
-    rows += [("schedule", f"{schedule.name}, {plan.microbatches} microbatches")]
+    rows += [("schedule", f"{comment(schedule.name)}, {plan.microbatches} microbatches")]
     rows += [("stage", f"{s} begins at {comment(plan.stages[s - 1])}") for s in stages if s]
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
-    for stage in stages:
-        rows += [("weights", row) for row in _weights(graphs[stage], plan)]
+    rows += dict.fromkeys(
+        ("weights", row) for stage in stages for row in _weights(graphs[stage], plan)
+    )
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
     rows += [("note", comment(note)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
+
+
+def _enumerated(numbers: Sequence[int]) -> str:
+    """
+    >>> _enumerated([1]), _enumerated([1, 2]), _enumerated([1, 2, 3]), _enumerated([1, 3, 4])
+    ('1', '1 and 2', '1 to 3', '1, 3 and 4')
+    """
+    *before, last = numbers
+    if len(before) > 1 and last - before[0] == len(before):
+        return f"{before[0]} to {last}"
+    return " and ".join(filter(None, (", ".join(map(str, before)), str(last))))
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:

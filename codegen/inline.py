@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import fx
 
 from partc import collectives
 from partc.codegen.helpers import Outlined
-from partc.codegen.storage import VIEWS
+from partc.codegen.storage import VIEWS, num_bytes, owner
 from partc.graph import is_tensor, tensor_args, value
 
 DEPTH = 3  # of views, or of pointwise ops, in one expression
@@ -21,7 +21,7 @@ _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
     "chunk",
 }
 _PRODUCTS = {"matmul", "mm", "linear"}
-_REDUCE = {"sum", "mean", "rsqrt"}
+_LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy", "ones_like"}  # read as pointwise ops do
 
 
 def inlined(
@@ -29,20 +29,21 @@ def inlined(
 ) -> set[fx.Node]:
     """The nodes of one function that are written inside their only user.
 
-    Views always; a pointwise value inside the very next pointwise statement of the same module,
-    unless the user gave it a name (``named``); a product inside the ``+=`` of ``sums`` that follows
-    it. ``kept`` are read outside the function.
+    Views always; a pointwise value inside a pointwise statement of the same module, unless the user
+    gave it a name (``named``) or it would be computed at a worse time; a product inside the ``+=``
+    of ``sums`` that follows it. ``kept`` are read outside the function.
     """
     inside = set(order)
     chosen: set[fx.Node] = set()
     depth: dict[fx.Node, int] = {}
     views: dict[fx.Node, int] = {}
     following = _next_statements(order)
+    time = _Time(order)
     for node in order:
         user = _only_user(node)
         if user is None or node in kept or user not in inside or not is_tensor(node):
             continue
-        if _is_free(node):
+        if is_free(node):
             views[node] = 1 + views.get(node.all_input_nodes[0], 0)
             if views[node] <= DEPTH and _may_hold(user):
                 chosen.add(node)
@@ -50,18 +51,46 @@ def inlined(
                 views[node] = 0
         elif user in sums and following.get(node) is user and _name(node) in _PRODUCTS:
             chosen.add(node)
-        elif (
-            node not in named
-            and _is_pointwise(node)
-            and _takes(user)
-            and following.get(node) is user
-        ):
+        elif node not in named and is_pointwise(node) and is_pointwise(user):
             depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
-            if depth[node] <= DEPTH and value(node).module == value(user).module:
+            fits = depth[node] <= DEPTH and _together(node, user)
+            if fits and (following.get(node) is user or time.may_pass(node, user, chosen)):
                 chosen.add(node)
             else:
                 depth[node] = 0
     return chosen
+
+
+class _Time:
+    """Whether a value may as well be computed later, where it is read."""
+
+    def __init__(self, order: Sequence[fx.Node]) -> None:
+        self.order = order
+        self.at = {node: i for i, node in enumerate(order)}
+        self.last: dict[fx.Node, int] = {}  # use of any view of what a node allocated
+        for node in order:
+            for operand in node.all_input_nodes:
+                self.last[owner(operand)] = self.at[node]
+
+    def may_pass(self, node: fx.Node, user: fx.Node, chosen: Container[fx.Node]) -> bool:
+        """Not over a transfer, which it hides, nor where its operands would be kept for it alone
+        and take more memory than it does.
+        """
+        between = self.order[self.at[node] + 1 : self.at[user]]
+        if any(n.target in (*collectives.COLLECTIVES, collectives.wait) for n in between):
+            return False
+        homes = dict.fromkeys(owner(n) for n in _read(node, chosen))
+        longer = [n for n in homes if n in self.at and self.last[n] < self.at[user]]
+        return sum(map(num_bytes, longer)) <= num_bytes(node)
+
+
+def _read(node: fx.Node, chosen: Container[fx.Node]) -> Iterator[fx.Node]:
+    """The values that an expression reads."""
+    for operand in node.all_input_nodes:
+        if operand in chosen:
+            yield from _read(operand, chosen)
+        else:
+            yield operand
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -79,7 +108,7 @@ def _next_statements(order: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     for node in reversed(order):
         if after is not None:
             found[node] = after
-        if not _is_free(node):
+        if not is_free(node):
             after = node
     return found
 
@@ -89,18 +118,22 @@ def _name(node: fx.Node) -> str:
     return schema.name.split("::")[1] if schema is not None else ""
 
 
-def _is_free(node: fx.Node) -> bool:
+def is_free(node: fx.Node) -> bool:
+    """Whether a call is a view, so that it costs nothing wherever it is written."""
     if node.target is operator.getitem:
         return False
     return node.target is collectives.keep_piece or _name(node) in _FREE
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _REDUCE
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a call may be written inside another one, and others inside it."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _LIGHT
 
 
-def _takes(user: fx.Node) -> bool:
-    return _is_pointwise(user) or _name(user) in {"_to_copy", "cat"}
+def _together(node: fx.Node, user: fx.Node) -> bool:
+    """Whether two calls are of one module, or of a module and its parent."""
+    mine, theirs = value(node).module, value(user).module
+    return mine == theirs or f"{theirs}." in f"{mine}." or f"{mine}." in f"{theirs}."
 
 
 def _may_hold(user: fx.Node) -> bool:

@@ -121,6 +121,11 @@ def value_or_none(node: fx.Node) -> bool:
     return "value" in node.meta
 
 
+def known_as(node: fx.Node) -> str:
+    """The name that ``forward`` of a backward call has for a forward one."""
+    return value(node).name or node.name
+
+
 def module_name(path: str) -> str:
     """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
 
@@ -149,6 +154,13 @@ def op_name(node: fx.Node) -> str:
     if name.startswith("scaled_dot_product"):
         return "attention"
     return PLAIN.get(name, name)
+
+
+def is_given(node: fx.Node, wish: str) -> bool:
+    """Whether a value's name is the user's: it says more than its op, or its operand's cast."""
+    word = op_name(node)
+    dtype = DTYPE_NAMES.get(held(node).dtype, "") if is_tensor(node) else ""
+    return wish != word and not (word == "cast" and wish.endswith(f"_{dtype}"))
 
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
@@ -254,9 +266,7 @@ def _gradient_names(
     graph: Graph, named: dict[fx.Node, str], prefix: str
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
-    by_name = {
-        value(n).name or n.name: n for n in reversed(list(graph.calls())) if value_or_none(n)
-    }
+    by_name = {known_as(n): n for n in reversed(list(graph.calls())) if value_or_none(n)}
     params = graph.params
     final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
@@ -308,7 +318,8 @@ def _gradient_name(
             return f"d_{named[operands[index]]}"
         if like:
             return f"d_{named[like[0]]}"
-    parts = [found[n] for n in node.all_input_nodes if n in found and is_tensor(n)]
+    parts = {n: found[n] for n in node.all_input_nodes if n in found and is_tensor(n)}
     if op_name(node) == "add" and parts:  # a sum of contributions
-        return parts[-1]
+        of_values = [name for n, name in parts.items() if name != f"d_{op_name(n)}"]
+        return (of_values or [*parts.values()])[-1]
     return f"d_{op_name(node)}"

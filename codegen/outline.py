@@ -21,7 +21,7 @@ from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.names import Scope, wishes
 from partc.codegen.replace_calls import rewritten
 from partc.codegen.text import NONE, Line, Text, block, wrap
-from partc.codegen.units import LINES, Unit, moves, places_of, signature, units_of
+from partc.codegen.units import Unit, moves, places_of, signature, units_of
 from partc.graph import (
     Graph,
     is_backward,
@@ -88,7 +88,7 @@ def _printed(
     written = [_Written.of(graph, unit, wished, helpers) for unit in units]
     units[:] = [u for u, w in zip(units, written, strict=True) if w.code == written[0].code]
     written = [w for w in written if w.code == written[0].code]
-    if len(units) < 2 or len(written[0].lines) < LINES:
+    if not _is_worth_it(len(units), len(written[0].lines)):
         return None
     for unit, text in zip(units, written, strict=True):
         names = {n: str(text.names[n]) for n in [*unit.inputs, *unit.nodes] if n in text.names}
@@ -100,6 +100,11 @@ def _printed(
             return other
     name = scope.fresh(_snake(first.home.name) + ("_backward" if first.is_backward else ""))
     return written[0].function(name, first, lines)
+
+
+def _is_worth_it(num_calls: int, num_lines: int) -> bool:
+    """Whether a function takes away more lines than its signature and body add."""
+    return num_calls * (num_lines - 1) > num_lines + 2
 
 
 def _given(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.Node, str]:
@@ -151,10 +156,12 @@ class _Written:
         bound = last in body.accumulated or last.target is operator.getitem
         ends = last in unit.outputs and not bound  # it needs no name
         order = unit.nodes[:-1] if ends else unit.nodes
-        lines = [line for node in order for s in body.one(node) for line in s.lines]
+        statements = [s for node in order for s in body.one(node)]
         if ends:
+            statements += body.parts(last)
             body.seen[last] = body.expression(last)
         level = NONE if len(unit.outputs) == 1 else NONE + 1
+        lines = [line for s in statements for line in s.lines]
         result = ", ".join(body.text(n).at(level) for n in unit.outputs)
         lines.append(Line(f"return {result}", comment(typed(last)) if ends else ""))
         results = tuple(wish[n] if n is last else str(body.text(n)) for n in unit.outputs)

@@ -1,116 +1,217 @@
-"""Stage graphs and a schedule in, the source of one pipeline rank's program out."""
+"""Stage graphs and a schedule in, the sources of pipeline ranks' programs out.
+
+Ranks whose programs differ in numbers alone, of layers, stages and turns, run one file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from partc.codegen.emit import MEANINGS, TEMPLATES, dtype_name, header_line, span
+from partc.codegen.by_rank import RANK, merged
+from partc.codegen.classes import BlockClass
+from partc.codegen.emit import TEMPLATES, dtype_name, header_line
 from partc.codegen.helpers import Helpers
+from partc.codegen.layers import Layers, stage_key
+from partc.codegen.pipeline_tables import pipeline_tables
 from partc.codegen.rank_links import RankLinks
+from partc.codegen.rank_step import RankStep, actions_of
 from partc.codegen.safety import check_source
 from partc.codegen.stages import StageText, stage_text
-from partc.codegen.tables import table
 from partc.codegen.text import Line, block
-from partc.codegen.turns import parted, turn_lines, whole_backwards
-from partc.graph import Graph, Phase, value
+from partc.codegen.turns import turn_lines
+from partc.graph import Graph, value
 from partc.mesh import PP, Mesh
 from partc.passes.microbatches import MB
-from partc.quoting import identifier, literal
-from partc.schedules.actions import Action, Kind, Schedule
+from partc.quoting import docstring, identifier, literal
+from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
 from partc.tied import Tied
 
-PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
+Lines = Callable[[RankStep], Iterator[Line]]
 
 
-def emit_rank(
-    graphs: Sequence[Graph],
-    tied: Sequence[Tied],
-    schedule: Schedule,
-    rank: int,
-    mesh: Mesh,
-    wiring: Wiring,
-    *,
-    header: str,
-    join_mb: float,
-) -> str:
-    """The text of the file that pipeline rank ``rank`` runs; ``graphs`` are those of all stages.
+def file_name(ranks: Sequence[int]) -> str:
+    """The name of the file that these pipeline ranks run.
 
-    ``tied`` are the parameters that several of them hold. ``wiring`` is that of the lowered
-    schedule: it says how many sends may be under way; up to ``join_mb`` megabytes of gradients
-    share a transfer.
+    >>> file_name([0]), file_name([1, 2, 3]), file_name([1, 3])
+    ('pipeline0.py', 'pipeline1_to_3.py', 'pipeline1_3.py')
     """
-    helpers = Helpers()
-    mine = schedule.stages_of(rank)
-    stages = [stage_text(graphs[s], s, helpers, join_mb, lent=_lent(graphs, mine, s)) for s in mine]
-    links = RankLinks(graphs, schedule, rank, wiring, helpers)
-    text = _Rank(graphs, tied, stages, schedule, rank, mesh, links, header, helpers).text()
-    check_source(text)
-    return text
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 1 and last - first == len(ranks) - 1:
+        return f"pipeline{first}_to_{last}.py"
+    return f"pipeline{'_'.join(map(str, ranks))}.py"
 
 
-def _lent(graphs: Sequence[Graph], mine: Sequence[int], stage: int) -> frozenset[str]:
-    """The buffers of a stage that an earlier stage of the same rank holds for both."""
-    held = {name for s in mine if s < stage for name in graphs[s].buffers}
-    return frozenset(held & graphs[stage].buffers.keys())
+@dataclass(frozen=True)
+class Pipeline:
+    """All stages, and how ranks run them; ``wiring``, of the lowered schedule, says how many sends
+    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer.
+    """
 
-
-@dataclass
-class _Rank:
     graphs: Sequence[Graph]
     tied: Sequence[Tied]
-    stages: list[StageText]
     schedule: Schedule
-    rank: int
     mesh: Mesh
-    links: RankLinks
+    wiring: Wiring
+    join_mb: float
+
+    def emit(self, ranks: Sequence[int], *, header: str) -> str:
+        """The text of the file that these ranks run, a group of ``groups``."""
+        helpers = Helpers()
+        stages = self._stages(ranks, helpers)
+        steps = {
+            rank: RankStep(
+                self.graphs, self.tied, dict(zip(numbers, stages, strict=True)), self.schedule,
+                rank, self._links(rank, helpers),
+            )
+            for rank, numbers in self._numbers(ranks).items()
+        }  # fmt: skip
+        text = _File(self, steps, header, helpers).text()
+        check_source(text)
+        return text
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks that run one file, in order of the first of them."""
+        found: dict[tuple[int, ...], Any] = {}
+        for rank in range(self.schedule.ranks):
+            key = self._rank_key(rank)
+            alike = (group for group, other in found.items() if key is not None and other == key)
+            group = next((g for g in alike if self._fits(g, rank)), ())
+            found.pop(group, None)
+            found[(*group, rank)] = key
+        return sorted(found)
+
+    def _numbers(self, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        return {rank: self.schedule.stages_of(rank) for rank in ranks}
+
+    def _stages(self, ranks: Sequence[int], helpers: Helpers) -> list[StageText]:
+        """The texts of the stages, from the first rank's graphs."""
+        mine = self.schedule.stages_of(ranks[0])
+        shared = len(ranks) > 1
+        letters = [chr(ord("A") + i) for i in range(len(mine))] if len(mine) > 1 else [""]
+        texts = []
+        for number, letter, own in zip(
+            mine, letters, zip(*self._numbers(ranks).values(), strict=True), strict=True
+        ):
+            titles = {rank: [Line(f"Stage {n}")] for rank, n in zip(ranks, own, strict=True)}
+            (title,) = merged(titles) or [Line("")]
+            graph = self.graphs[number]
+            texts.append(
+                stage_text(
+                    graph, letter if shared else str(number), title.code, helpers, self.join_mb,
+                    lent=self._lent(mine, number), layers=Layers.of(graph) if shared else None,
+                )
+            )  # fmt: skip
+        return texts
+
+    def _lent(self, mine: Sequence[int], stage: int) -> frozenset[str]:
+        """The buffers of a stage that an earlier stage of the same rank holds for both."""
+        held = {name for s in mine if s < stage for name in self.graphs[s].buffers}
+        return frozenset(held & self.graphs[stage].buffers.keys())
+
+    def _links(self, rank: int, helpers: Helpers) -> RankLinks:
+        return RankLinks(self.graphs, self.schedule, rank, self.wiring, helpers)
+
+    # which ranks run one file ----------------------------------------------------------------
+    @cached_property
+    def _keys(self) -> list[Any]:
+        """Per stage what it computes, but for the numbers of layers; None: no other can be so."""
+        tied = {stage for one in self.tied for stage in one.stages}
+        layers = [Layers.of(graph) for graph in self.graphs]
+        return [
+            None if each is None or stage in tied else stage_key(graph, each)
+            for stage, (graph, each) in enumerate(zip(self.graphs, layers, strict=True))
+        ]
+
+    def _rank_key(self, rank: int) -> Any:
+        mine = self.schedule.stages_of(rank)
+        lent = [sorted(self._lent(mine, stage)) for stage in mine]
+        if any(self._keys[stage] is None for stage in mine):
+            return None
+        return [self._keys[stage] for stage in mine], lent
+
+    def _fits(self, group: Sequence[int], rank: int) -> bool:
+        """Whether what ``rank`` does is linear in the rank, with what those of the group do."""
+        ends = dict.fromkeys((group[0], group[-1], rank))
+        return merged({each: list(self._order(each)) for each in ends}) is not None
+
+    def _order(self, rank: int) -> Iterator[Line]:
+        """All in which ranks with equal stages may differ."""
+        links = self._links(rank, Helpers())
+        yield from links.made()
+        yield from links.each("Inbox", "begin()")
+        yield from turn_lines(actions_of(self.graphs, self.schedule, rank))
+        yield from links.each("Outbox", "wait()")
+
+
+@dataclass(frozen=True)
+class _File:
+    pipeline: Pipeline
+    steps: Mapping[int, RankStep]
     header: str
     helpers: Helpers
 
+    @property
+    def first(self) -> RankStep:
+        return next(iter(self.steps.values()))
+
+    @property
+    def stages(self) -> list[StageText]:
+        return list(self.first.stages.values())
+
     def text(self) -> str:
         blocks = self._blocks()
-        values = [stage.values() | {"number": stage.number} for stage in self.stages]
-        first = self.graphs[0]
-        wiring, body = block(self._wiring(), 2), block(self._step(), 2)
-        seeded = [stage for stage, v in zip(self.stages, values, strict=True) if v["seeds"]]
+        values = [stage.values() for stage in self.stages]
+        schedule, graph = self.pipeline.schedule, self.pipeline.graphs[0]
+        wiring = [*self._groups(), *self._lines(RankStep.wiring)]
+        body = self._with_rank(self._lines(RankStep.step))
+        (title,) = self._lines(RankStep.title)
+        actions = actions_of(self.pipeline.graphs, schedule, self.first.rank)
+        trains = self.first.links.trains
+        tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
         return TEMPLATES.get_template("pipeline.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
-            mesh=literal(dict(self.mesh.axes)),
+            mesh=literal(dict(self.pipeline.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
-            tables=self._tables("".join(v["declarations"] for v in values)),
+            tables=tables,
             helpers=self.helpers.text(),
             blocks=blocks,
             stages=values,
             reduces=any("Reduced" in f["signature"] for b in blocks for f in b["functions"]),
-            name=f"{identifier(first.model) or 'Model'}Step",
-            rank=self.rank,
-            ranks=self.schedule.ranks,
-            num_stages=self.schedule.stages,
-            axes=[(a, literal(a)) for a in first.mesh.names if a != MB],
-            wiring=wiring,
-            seeds=block(list(self._seeds(seeded)), 2),
-            kinds={action.kind for action in self.actions},
-            split="W" in self.schedule.kinds,
-            schedule=f"Schedule {self.schedule.name}, {self.schedule.microbatches} microbatches.",
-            method="step" if self.links.trains else "forward",
-            result="Tensor" if self.links.trains else "dict[str, Tensor]",
-            arguments=self._arguments(),
-            body=body,
+            name=f"{identifier(graph.model) or 'Model'}Step",
+            title=title.code,
+            axes=[(a, literal(a)) for a in graph.mesh.names if a != MB],
+            wiring=block(wiring, 2),
+            seeds=block(self._with_rank(self._lines(RankStep.seeds)), 2),
+            kinds={action.kind for action in actions},
+            split="W" in schedule.kinds,
+            schedule=f"Schedule {docstring(schedule.name)}, {schedule.microbatches} microbatches.",
+            method="step" if trains else "forward",
+            result="Tensor" if trains else "dict[str, Tensor]",
+            arguments=self.first.arguments,
+            body=block(body, 2),
         )
 
-    @property
-    def actions(self) -> list[Action]:
-        """What this rank does, in order; stages without gradients have no backward."""
-        here = {stage.number: stage for stage in self.stages}
-        order = list(self.schedule.orders[self.rank])
-        if "W" in self.schedule.kinds:
-            order = list(parted(order))
-        return whole_backwards(a for a in order if here[a.stage].has(PHASES[a.kind]))
+    def _lines(self, lines: Lines) -> list[Line]:
+        """The statements of all ranks that run the file."""
+        text = merged({rank: list(lines(step)) for rank, step in self.steps.items()})
+        assert text is not None, f"ranks {[*self.steps]} do not share a text"
+        return text
 
-    def _arguments(self) -> list[str]:
-        return list(self.stages[0].arguments_by_node().values())
+    def _groups(self) -> Iterator[Line]:
+        if len(self.steps) > 1:
+            yield Line(f"{RANK} = mesh.get_local_rank({literal(PP)})")
+            yield Line(f"self.{PP}, self.{RANK} = mesh.get_group({literal(PP)}), {RANK}")
+        elif self.pipeline.schedule.ranks > 1:
+            yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
+
+    def _with_rank(self, lines: list[Line]) -> list[Line]:
+        """The rank as a variable, where statements read it."""
+        reads = len(self.steps) > 1 and any(RANK in line.code for line in lines)
+        return [Line(f"{RANK} = self.{RANK}"), *lines] if reads else lines
 
     def _dtypes(self) -> dict[str, Any]:
         nodes = [
@@ -118,167 +219,18 @@ class _Rank:
         ]
         return {dtype_name(n): value(n).dtype for n in nodes}
 
-    # blocks and tables -----------------------------------------------------------------------
     def _blocks(self) -> list[dict[str, Any]]:
         """The classes of equal blocks; stages whose blocks have one text share the class."""
         known: dict[str, Any] = {}
         for stage in self.stages:
             for cls in stage.classes.values():
                 if cls.name in known and known[cls.name][1] != _block(cls):
-                    cls.name += str(stage.number)
-                known.setdefault(cls.name, (cls, _block(cls)))
-        return [made | {"layers": span(cls.run)} for cls, made in known.values()]
-
-    def _tables(self, declared: str) -> list[str]:
-        tables: dict[str, None] = {}
-        entries: dict[str, list[Line]] = {name: [] for name in MEANINGS}
-        again_here = {(t.name, s) for t in self._shared_here() for s in self._mine(t)[1:]}
-        for stage in self.stages:
-            blocks, stored = stage.stored_tables(
-                {name for name, number in again_here if number == stage.number}
-            )
-            tables |= dict.fromkeys(blocks)
-            for constant, rows in stored.items():
-                own = f"STAGE{stage.number}_{constant}"
-                if not rows and own not in declared:
-                    continue
-                tables[table(own, f"of stage {stage.number}", rows)] = None
-                again = f'**{{f"stage{stage.number}.{{name}}": row for name, row in {own}.items()}}'
-                entries[constant].append(Line(again))
-        for second, name in sorted(self._aliases().items()):
-            entries["ALIASES"].append(Line(f"{literal(second)}: {literal(name)}"))
-        for name, node in self.graphs[0].inputs.items():
-            entries["INPUTS"].append(
-                Line(f"{literal(name)}: {literal((tuple(value(node).shape), dtype_name(node)))}")
-            )
-        return [*tables, *(table(name, MEANINGS[name], entries[name]) for name in MEANINGS)]
-
-    def _aliases(self) -> dict[str, str]:
-        return {a: b for stage in self.stages for a, b in stage.graph.aliases.items()}
-
-    # wiring ----------------------------------------------------------------------------------
-    def _wiring(self) -> Iterator[Line]:
-        """The statements of ``__init__``: stages, and what links them to other ranks."""
-        if self.schedule.ranks > 1:
-            yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
-        for stage in self.stages:
-            yield Line(f"self.stage{stage.number} = {stage.name}(mesh)")
-        for one in self._shared_here():
-            first, *others = (f"self.stage{s}.{self._path(one.name, s)}" for s in self._mine(one))
-            yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
-        stages = ", ".join(f"{s.number}: self.stage{s.number}" for s in self.stages)
-        yield Line(f"self.stages = {{{stages}}}")
-        yield from self.links.made()
-
-    def _numbers(self) -> list[int]:
-        return [stage.number for stage in self.stages]
-
-    def _shared_here(self) -> list[Tied]:
-        """Tied parameters with several copies on this rank."""
-        return [t for t in self.tied if len(self._mine(t)) > 1]
-
-    def _mine(self, one: Tied) -> list[int]:
-        """The stages of this rank that hold a tied parameter."""
-        return [stage for stage in one.stages if stage in self._numbers()]
-
-    def _path(self, name: str, number: int) -> str:
-        stage = next(s for s in self.stages if s.number == number)
-        return stage.attributes[stage.graph.params[name]]
-
-    def _seeds(self, seeded: Sequence[StageText]) -> Iterator[Line]:
-        for stage in seeded:
-            yield Line(
-                f"self.stage{stage.number}.seed(seed * {self.schedule.stages} + {stage.number})"
-            )
-
-    # step ------------------------------------------------------------------------------------
-    def _step(self) -> Iterator[Line]:
-        arguments = ", ".join(self._arguments())
-        yield from self._lend()
-        yield Line("for stage in self.stages.values():")
-        yield Line(f"stage.begin({arguments})", indent=1)
-        device = f"{self._arguments()[0]}.device"
-        yield from self.links.each("Inbox", f"begin({self.schedule.microbatches}, {device})")
-        for number, one in enumerate(self.tied):
-            yield from self._set_aside(one, number)
-        yield from turn_lines(self.actions)
-        yield from self.links.each("Outbox", "wait()")
-        yield from self._finish()
-
-    def _lend(self) -> Iterator[Line]:
-        """Buffers that one stage holds for others of the rank."""
-        for stage in self.stages:
-            for name in sorted(stage.lent):
-                owner = next(s for s in self.stages if name in s.graph.buffers)
-                mine, theirs = (s.attributes[s.graph.buffers[name]] for s in (stage, owner))
-                yield Line(f"self.stage{stage.number}.{mine} = self.stage{owner.number}.{theirs}")
-
-    def _finish(self) -> Iterator[Line]:
-        """Sum what is summed once per step; every rank learns the loss."""
-        if not self.links.trains:
-            yield from self._results()
-            return
-        holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
-        for stage in self.stages:
-            loss = "loss = " if stage.number == holder else ""
-            if stage.finishes:
-                yield Line(f"{loss}self.stage{stage.number}.finish()")
-        for number, one in enumerate(self.tied):
-            yield from self._sum_tied(one, number)
-        source = self.schedule.rank_of[holder]
-        if self.rank != source:
-            made = self.graphs[holder].loss
-            assert made is not None
-            device, dtype = f"{self._arguments()[0]}.device", literal(value(made).dtype)
-            yield Line(f"loss = torch.empty((), dtype={dtype}, device={device})")
-        if self.schedule.ranks > 1:
-            call = f"dist.broadcast(loss, group=self.{PP}, group_src={source})"
-            yield Line(call, "every rank learns the loss")
-        yield Line("return loss")
-
-    def _results(self) -> Iterator[Line]:
-        """Every rank learns the results of an inference."""
-        yield Line("results = {}")
-        for stage in self.stages:
-            if stage.graph.outputs.results:
-                yield Line(f"results |= self.stage{stage.number}.finish()")
-        device = f"{self._arguments()[0]}.device"
-        for number, graph in enumerate(self.graphs):
-            source = self.schedule.rank_of[number]
-            for name, node in graph.outputs.results.items():
-                key = f"results[{literal(name)}]"
-                if source != self.rank:
-                    shape, dtype = literal(tuple(value(node).shape)), literal(value(node).dtype)
-                    yield Line(f"{key} = torch.empty({shape}, dtype={dtype}, device={device})")
-                elif self.schedule.ranks > 1:
-                    yield Line(f"{key} = {key}.contiguous()")
-                if self.schedule.ranks > 1:
-                    yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")
-        yield Line("return results")
-
-    def _is_apart(self, one: Tied) -> bool:
-        """Whether this rank and another one hold a tied parameter."""
-        ranks = one.ranks(self.schedule)
-        return self.rank in ranks and len(ranks) > 1
-
-    def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
-        """What was in a tied parameter's gradient before must not be summed again."""
-        if self._is_apart(one):
-            here = next(s for s in one.stages if s in self._numbers())
-            path = f"self.stage{here}.{self._path(one.name, here)}"
-            yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
-
-    def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
-        ranks = list(one.ranks(self.schedule))
-        mine = self._mine(one)
-        if self._is_apart(one):
-            tag = self.links.free_tag + number
-            call = self.helpers.use("sum_tied")
-            path = f"self.stage{mine[0]}.{self._path(one.name, mine[0])}"
-            yield Line(f"{call}({path}, before_{number}, {ranks}, {tag}, self.{PP})", "tied")
+                    cls.name += stage.label
+                known.setdefault(cls.name, (stage.span(cls.run), _block(cls)))
+        return [made | {"layers": layers} for layers, made in known.values()]
 
 
-def _block(cls: Any) -> dict[str, Any]:
+def _block(cls: BlockClass) -> dict[str, Any]:
     return {
         "name": cls.name,
         "declarations": block(cls.declarations(), 2),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.helpers import Helpers
+from partc.codegen.stages import received
 from partc.codegen.text import Line
-from partc.graph import Graph, Phase, held, value
+from partc.graph import Graph, Phase, held
 from partc.mesh import PP
 from partc.quoting import literal
 from partc.schedules.actions import Schedule
@@ -76,14 +77,14 @@ class RankLinks:
     def _end(self, source: int, target: int, phase: Phase, inward: bool, last: int) -> str:
         """One end of the link from stage ``source`` to stage ``target``."""
         between = 0 <= source <= last and 0 <= target <= last
-        if not between or not self._received(target, phase):
+        if not between or not received(self.graphs[target], phase):
             return f"{self.helpers.use('Nothing')}()"
         rank_of = self.schedule.rank_of
         if rank_of[source] == rank_of[target]:
             return f"{self.helpers.use('Shelf')}()"
         tag = _tag(source, phase)
         if inward:
-            likes = [_like(n) for n in self._received(target, phase)]
+            likes = [_like(n) for n in received(self.graphs[target], phase)]
             box = self.helpers.use("Inbox")
             return f"{box}(links[{tag}], {tag}, [{', '.join(likes)}])"
         channel = self.wiring.channels[2 * source + (BACKWARD if phase == "B" else FORWARD)]
@@ -100,17 +101,13 @@ class RankLinks:
             ]
             for phase, ends in ways:
                 ranks = tuple(rank_of[stage] for stage in ends)
-                used = self._received(ends[1], phase) and (phase == "F" or self.trains)
+                used = received(self.graphs[ends[1]], phase) and (phase == "F" or self.trains)
                 if used and self.rank in ranks and len({*ranks}) > 1:
                     found[_tag(ends[0], phase)] = ranks
         if found:
             entries = ", ".join(f"{tag}: {ranks}" for tag, ranks in sorted(found.items()))
             call = f"{self.helpers.use('link_groups')}(self.{PP}, {{{entries}}})"
             yield Line(f"links = {call}", "by tag: from rank, to rank")
-
-    def _received(self, stage: int, phase: Phase) -> list[fx.Node]:
-        nodes = self.graphs[stage].placeholders("received").values()
-        return [n for n in nodes if value(n).phase == phase]
 
     def each(self, kind: str, call: str) -> Iterator[Line]:
         """A call of every link of a kind, each of which leads to another rank."""

@@ -11,6 +11,7 @@ from torch import fx
 from partc.codegen.blocks import PHASES, Item, Loop, Run
 from partc.codegen.equal import Group
 from partc.codegen.helpers import Outlined
+from partc.codegen.names import known_as
 from partc.codegen.units import Place, Unit
 from partc.graph import (
     Graph,
@@ -103,7 +104,7 @@ def _called(
     for node in members if is_forward(call) else ():
         # the gradient of what stands inside follows the call, if it is that of an operand
         near = any(_alike(n, node) for n in node.all_input_nodes if n not in inside)
-        stand_ins[_known_as(node)] = _known_as(call) if near else ""
+        stand_ins[known_as(node)] = known_as(call) if near else ""
     for node in sorted(members, reverse=True):
         graph.fx.erase_node(node)
     return results
@@ -111,8 +112,3 @@ def _called(
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
     return is_tensor(a) and is_tensor(b) and shape_of(a) == shape_of(b)
-
-
-def _known_as(node: fx.Node) -> str:
-    """The name that ``forward`` of a backward call has."""
-    return value(node).name or node.name

@@ -79,15 +79,15 @@ index_add index_copy index_select isfinite isinf isnan kron lerp lgamma linspace
 log log10 log1p log2 logical_and logical_not logical_or logical_xor logsumexp masked_fill
 masked_scatter maximum minimum mv nan_to_num native_batch_norm native_dropout
 native_group_norm native_layer_norm nonzero norm ones ones_like outer pixel_shuffle polar
-pow prod rand rand_like randint randn randn_like reciprocal relu remainder repeat_interleave
+pow prod rand rand_like randint randn randn_like reciprocal relu remainder
 roll round rsqrt scatter scatter_add searchsorted sigmoid sign sin sinh softmax sort
 special_erf sqrt square stack std tan tanh topk tril triu trunc unfold_copy var var_mean
 vdot view_as_complex view_as_real where zeros zeros_like
 """.split()  # noqa: SIM905 - a table of words
 METHODS = """
 all any clone contiguous expand expand_as flatten index_fill mean narrow new_empty new_full
-new_ones new_zeros permute repeat reshape split split_with_sizes squeeze sum transpose
-unbind unflatten unfold unsqueeze view
+new_ones new_zeros permute repeat repeat_interleave reshape split split_with_sizes squeeze sum
+transpose unbind unflatten unfold unsqueeze view
 """.split()  # noqa: SIM905 - a table of words
 STARRED = ("expand", "permute", "repeat", "reshape", "view")
 FUNCTIONAL = {"elu": "elu", "gelu": "gelu", "hardtanh": "hardtanh", "leaky_relu": "leaky_relu",

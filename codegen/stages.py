@@ -15,9 +15,10 @@ from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop
 from partc.codegen.classes import LEFT, BlockClass, passed
-from partc.codegen.emit import RoleText, arranged, read, span
+from partc.codegen.emit import RoleText, arranged, read
 from partc.codegen.expressions import ADDS, PARTIALS
 from partc.codegen.helpers import Helpers
+from partc.codegen.layers import Layers, count_from_first
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
@@ -25,9 +26,11 @@ from partc.codegen.slots import interfaces
 from partc.codegen.stage_ends import Ends, Finish, take_ends
 from partc.codegen.statements import free_early, with_sections
 from partc.codegen.step import StepBody
+from partc.codegen.tables import TABLES
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
 from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
+from partc.mesh import PP
 from partc.passes.join_collectives import MB
 from partc.quoting import comment, literal
 
@@ -42,24 +45,29 @@ DOCS: dict[Phase, str] = {
 
 def stage_text(
     graph: Graph,
-    number: int,
+    label: str,
+    title: str,
     helpers: Helpers,
     join_mb: float,
     *,
     lent: frozenset[str] = frozenset(),
+    layers: Layers | None = None,
 ) -> StageText:
-    """Arrange a stage for printing; another stage of the rank holds the buffers ``lent``.
+    """Arrange a stage for printing as ``Stage<label>``; another stage of the rank holds the
+    buffers ``lent``. With ``layers`` its layers are counted from the first, for several ranks.
 
     Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends.
     """
     graph = copied(graph)
+    if layers is not None:
+        graph = count_from_first(graph, layers)
     ends = take_ends(graph)
     items, sides = arranged(graph)
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
-        graph, "", items, sides, helpers, lent=lent, number=number, ends=ends,
-        bucket_bytes=round(join_mb * MB),
+        graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
+        ends=ends, bucket_bytes=round(join_mb * MB),
     )  # fmt: skip
 
 
@@ -68,7 +76,8 @@ class StageText(RoleText):
     """Prints one stage; ``seen`` and ``scope`` are shared by its methods, so that a value is called
     the same in all of them."""
 
-    number: int = 0
+    label: str = ""
+    title: str = ""
     bucket_bytes: int = 0
     ends: Ends = field(default_factory=lambda: Ends({}, None))
     seen: dict[fx.Node, Text] = field(default_factory=dict)
@@ -97,22 +106,49 @@ class StageText(RoleText):
 
     @property
     def name(self) -> str:
-        return f"Stage{self.number}"
+        return f"Stage{self.label}"
+
+    @property
+    def attribute(self) -> str:
+        """Where a rank's ``Step`` has the stage."""
+        return f"stage_{self.label.lower()}" if self.label.isalpha() else f"stage{self.label}"
+
+    @property
+    def seeds(self) -> str:
+        """The body of ``seed``."""
+        lists = [c.attribute for c in self.classes.values()]
+        return block(seed_lines(self.graph, lists), 2)
+
+    def table(self, constant: str) -> str:
+        """What the table of its own parameters or buffers is called."""
+        return f"STAGE{self.label}_{constant}"
 
     def values(self) -> dict[str, Any]:
         """What the template of a stage's class is filled with."""
-        functions = [self._function(phase) for phase in METHODS if self.has(phase)]
+        methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
+        methods["S"].lines[:0] = self._opening()
+        functions = [method.function() for method in methods.values()]
         return {
             "name": self.name,
             "doc": self._doc(),
             "functions": [*functions, *([self._finish().function()] if self.finishes else [])],
-            "declarations": block(self.declarations(f"STAGE{self.number}_"), 2),
-            "seeds": block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
+            "declarations": block(self.declarations(self._read_table), 2),
+            "seeds": self.seeds,
         }
 
+    def varies(self, constant: str) -> bool:
+        """Whether that table has other names on each rank that runs the text."""
+        kind = next(kind for kind, name in TABLES.items() if name == constant)
+        layers = self.layers
+        return layers is not None and any(map(layers.has, self.graph.placeholders(kind)))
+
+    def _read_table(self, constant: str) -> str:
+        """This rank's table of its own parameters or buffers."""
+        at = f"[mesh.get_local_rank({literal(PP)})]" if self.varies(constant) else ""
+        return self.table(constant) + at
+
     def has(self, phase: Phase) -> bool:
-        """Whether the stage does anything in a phase, were it only to take in a gradient."""
-        return phase in ("S", "F") or bool(self._items(phase) or self._received(phase))
+        return has_phase(self.graph, phase)
 
     @property
     def finishes(self) -> bool:
@@ -136,16 +172,16 @@ class StageText(RoleText):
         found: dict[str, None] = {}
         for item in self.items:
             if isinstance(item, Loop):
-                found.setdefault(span(item.run))
+                found.setdefault(self.span(item.run))
             elif value(item).phase == "F" and value(item).module:
-                found.setdefault(comment(block_of(item) or value(item).module))
-        return f"Stage {self.number}: {', '.join(found)}."
+                found.setdefault(comment(self.shown(block_of(item) or value(item).module)))
+        return f"{self.title}: {', '.join(found)}."
 
     # functions -------------------------------------------------------------------------------
     def _items(self, phase: Phase) -> list[Item]:
         return [item for item in self.items if _phase(item) == phase]
 
-    def _function(self, phase: Phase) -> dict[str, str]:
+    def _method(self, phase: Phase) -> _Method:
         items = self._items(phase)
         arguments = self._arguments_of(phase)
         order = [item for item in items if isinstance(item, fx.Node)]
@@ -160,17 +196,11 @@ class StageText(RoleText):
         statements = body.statements()
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
-        lines = with_sections(free_early(statements, body.text, lasting))
+        lines = with_sections(free_early(statements, body.text, lasting), self.shown)
         lines = self._with_reductions(lines)
         lines += self._updates(body)
-        lines = [*self._opening(phase), *unpacked, *lines, *self._closing(phase, body, kept)]
-        signature = f"def {METHODS[phase]}({', '.join(['self', *arguments])})"
-        result = "tuple[Tensor, ...]" if phase in "FB" else "None"
-        return {
-            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
-            "doc": DOCS[phase],
-            "body": block(lines or [Line("pass")], 2),
-        }
+        lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
+        return _Method(phase, arguments, lines)
 
     def _updates(self, body: StepBody) -> list[Line]:
         """New values of buffers that this method makes."""
@@ -197,8 +227,7 @@ class StageText(RoleText):
         return ["i: int", *(f"{self.seen[n]}: Tensor" for n in received)]
 
     def _received(self, phase: Phase) -> list[fx.Node]:
-        nodes = self.graph.placeholders("received").values()
-        return [n for n in nodes if value(n).phase == phase]
+        return received(self.graph, phase)
 
     def _kept(self, phase: Phase, items: list[Item]) -> set[fx.Node]:
         """What a method makes, or is given, and something outside it reads."""
@@ -214,11 +243,17 @@ class StageText(RoleText):
             read_later.add(outputs.loss)
         return made & read_later
 
-    def _opening(self, phase: Phase) -> list[Line]:
-        if phase != "S":
-            return []
-        lines = [Line("self.saved = {}")] if self.has("B") else []
-        lines += [Line("self.kept, self.left = {}, {}")] if self.has("W") else []
+    def _opening(self) -> list[Line]:
+        """Places for what the methods leave for one another, known once all are printed."""
+        lines = []
+        for phase in METHODS:
+            places = [
+                f"self.{place}"
+                for (before, then), place in LEFT.items()
+                if then == phase and self._handed(before, then)
+            ]
+            if places:
+                lines.append(Line(f"{', '.join(places)} = {', '.join(['{}'] * len(places))}"))
         lines += [Line("self.losses = []")] if self.graph.loss is not None else []
         lists = ", ".join(f"{literal(name)}: []" for name in self.graph.outputs.results)
         lines += [Line(f"self.results = {{{lists}}}")] if lists else []
@@ -229,8 +264,8 @@ class StageText(RoleText):
     def _unpacked(self, phase: Phase) -> list[Line]:
         """Take what the microbatch's earlier methods have saved for this one."""
         lines = []
-        for before, place in _HANDED.get(phase, ()):
-            names = self._handed(before, phase)
+        for (before, then), place in LEFT.items():
+            names = self._handed(before, then) if then == phase else []
             if names:
                 comma = "," if len(names) == 1 else ""
                 lines.append(Line(f"{', '.join(names)}{comma} = self.{place}.pop(i)"))
@@ -267,12 +302,11 @@ class StageText(RoleText):
                     lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))
                     self.seen[node] = Text(f"self.{attribute}")
             return lines
-        for then, places in _HANDED.items():
-            for before, place in places:
-                names = self._handed(before, then) if before == phase else []
-                if names:
-                    comma = "," if len(names) == 1 else ""
-                    lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
+        for (before, then), place in LEFT.items():
+            names = self._handed(before, then) if before == phase else []
+            if names:
+                comma = "," if len(names) == 1 else ""
+                lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
         if phase == "F" and self.graph.loss is not None:
             lines.append(Line(f"self.losses.append({body.text(self.graph.loss)})"))
         for name, node in self.graph.outputs.results.items() if phase == "F" else ():
@@ -306,10 +340,35 @@ class StageText(RoleText):
         return [n for slot in passed(self.sides[item]) for n in slot.nodes]
 
 
-_HANDED: dict[Phase, tuple[tuple[Phase, str], ...]] = {
-    "B": (("F", "saved"),),
-    "W": (("F", "kept"), ("B", "left")),
-}
+@dataclass
+class _Method:
+    """One of ``METHODS`` before it is printed."""
+
+    phase: Phase
+    arguments: list[str]
+    lines: list[Line]
+
+    def function(self) -> dict[str, str]:
+        """What the template prints of it."""
+        signature = f"def {METHODS[self.phase]}({', '.join(['self', *self.arguments])})"
+        result = "tuple[Tensor, ...]" if self.phase in "FB" else "None"
+        return {
+            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
+            "doc": DOCS[self.phase],
+            "body": block(self.lines or [Line("pass")], 2),
+        }
+
+
+def received(graph: Graph, phase: Phase) -> list[fx.Node]:
+    """What another stage sends this one for a forward or a backward."""
+    nodes = graph.placeholders("received").values()
+    return [n for n in nodes if value(n).phase == phase]
+
+
+def has_phase(graph: Graph, phase: Phase) -> bool:
+    """Whether a stage does anything in a phase, were it only to take in a gradient."""
+    at_work = phase in ("S", "F") or bool(received(graph, phase))
+    return at_work or any(value(n).phase == phase for n in graph.calls())
 
 
 def _after(phase: Phase) -> list[Phase]:

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from torch import fx
 
+from partc.codegen.storage import num_bytes
 from partc.codegen.text import Line, Text
-from partc.graph import held, is_tensor
 from partc.quoting import comment
 
 SMALL, BIG = 64, 2  # fractions of the biggest value: not worth a `del`, worth one at once
@@ -25,13 +25,13 @@ class Statement:
     section: str = ""
 
 
-def with_sections(statements: Iterable[Statement]) -> list[Line]:
+def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
     """The lines of all statements, a comment with the module's path wherever it changes."""
     lines: list[Line] = []
     section = None
     for statement in statements:
         if statement.lines and statement.section != section and statement.section:
-            lines.append(Line(f"# {comment(statement.section)}"))
+            lines.append(Line(f"# {comment(shown(statement.section))}"))
         section = statement.section or section
         lines += statement.lines
     return lines
@@ -49,7 +49,7 @@ def free_early(
         last.pop(str(seen(node)), None)
     sizes: dict[str, int] = {}
     for node in (n for s in statements for n in s.binds):
-        sizes[str(seen(node))] = max(sizes.get(str(seen(node)), 0), _num_bytes(node))
+        sizes[str(seen(node))] = max(sizes.get(str(seen(node)), 0), num_bytes(node))
     biggest = max(sizes.values(), default=0)
     dying: dict[int, list[str]] = {}
     for name, i in sorted(last.items()):
@@ -76,9 +76,3 @@ def _last_uses(statements: list[Statement], seen: Callable[[fx.Node], Text]) -> 
         for i, statement in enumerate(statements)
         for node in [*statement.reads, *statement.binds]
     }
-
-
-def _num_bytes(node: fx.Node) -> int:
-    """The size of what a rank holds of a value."""
-    fake = held(node)
-    return fake.numel() * fake.element_size() if is_tensor(node) else 0

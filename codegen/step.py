@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from partc import collectives
 from partc.codegen.blocks import LATER, Item, Loop, Run
 from partc.codegen.body import Body
 from partc.codegen.classes import BlockClass, argument_name, main_slot, passed
@@ -88,7 +89,18 @@ class StepBody(Body):
                 if first in self.place and set(first.users) <= set(
                     item.groups[0].nodes
                 ) | self._backward_of(item):
-                    self.wishes[first] = self._variable_name(side, slot)
+                    name = self._variable_name(side, slot)
+                    self.wishes |= dict.fromkeys(self._in_place_of(first), name)
+
+    def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
+        """A value and those before it whose memory it takes over, by a transfer in place."""
+        while node in self.place:
+            yield node
+            moved = node.target is collectives.wait or node in self.in_place
+            operand = node.all_input_nodes[0] if moved else None
+            if operand is None or len(operand.users) > 1:
+                return
+            node = operand
 
     def _variable_name(self, side: Interface, slot: Slot) -> str:
         """``x`` and ``d_x`` for what runs through the blocks."""

@@ -37,6 +37,15 @@ def owner(node: fx.Node) -> fx.Node:
     return node
 
 
+SHAPED_LIKE = {"ones_like", "zeros_like", "empty_like", "full_like", "rand_like", "randn_like"}
+
+
+def _reads(user: fx.Node) -> bool:
+    """Whether a call looks at its operand's numbers, not only at its shape."""
+    schema = getattr(user.target, "_schema", None)
+    return schema is None or schema.name.split("::")[1] not in SHAPED_LIKE
+
+
 def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
     """The all_reduces that may work in place: nothing but their wait reads the operand afterwards.
 
@@ -53,7 +62,8 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
             continue
         operand = node.all_input_nodes[0]
         home = owner(operand)
-        readers = {u for n in sharing.get(home, []) for u in n.users if u is not node}
+        users = [u for n in sharing.get(home, []) for u in n.users if u is not node]
+        readers = filter(_reads, users)
         early = all(u in at and at[u] < at[node] for u in readers)
         if home in at and home.op == "call_function" and early and _is_plain(operand):
             found.add(node)
@@ -92,3 +102,9 @@ def _alike(*nodes: fx.Node) -> bool:
 
 def _is_plain(node: fx.Node) -> bool:
     return is_tensor(node) and bool(held(node).is_contiguous())
+
+
+def num_bytes(node: fx.Node) -> int:
+    """The size of what a rank holds of a value."""
+    fake = held(node)
+    return fake.numel() * fake.element_size() if is_tensor(node) else 0

@@ -28,9 +28,9 @@ class Row:
     cuts: Cuts  # (axis, dim, outer), in the order in which they are applied to the whole
 
     @property
-    def value(self) -> str:
-        """The table entry's right side."""
-        return literal((self.name, self.shape, self.dtype, self.cuts))
+    def known(self) -> str:
+        """The table entry's right side, behind the name."""
+        return ", ".join(map(literal, (self.shape, self.dtype, self.cuts)))
 
 
 def row(graph: Graph, node: fx.Node, attribute: str) -> Row:

@@ -12,15 +12,16 @@ from torch import nn
 from partc.check import check
 from partc.codegen.emit import emit
 from partc.codegen.header import header, stage_header
-from partc.codegen.pipeline import emit_rank
+from partc.codegen.pipeline import Pipeline, file_name
 from partc.cost import cost_report
 from partc.errors import PlanError
 from partc.fingerprint import Fingerprint
 from partc.graph import Graph, value
+from partc.memory_limit import check_memory
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
-from partc.passes.choose_stages import choose_stages
+from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
 from partc.passes.fill_waits import fill_waits
 from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
@@ -36,7 +37,7 @@ from partc.pipeline_cost import pipeline_cost
 from partc.plan import Plan
 from partc.program import Program
 from partc.role import Role, dtype_name
-from partc.schedule_stages import schedule_stages, stage_graphs
+from partc.schedule_stages import schedule_stages
 from partc.schedules.csv_form import write_csv
 from partc.trace import trace
 
@@ -64,14 +65,16 @@ def compile(
     of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
     model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
     text, or a plan.toml's path. With an axis ``pp`` or several microbatches the step is a pipeline:
-    ``schedule`` names its order ("auto" makes one for the stages' costs), ``stages`` the module
-    paths at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on
-    each rank, within ``memory_bytes`` of a rank. Raises a PartcError in four parts: TraceError,
-    PlanError, ShardingError or CheckError.
+    ``schedule`` names its order ("auto" makes one for the stages' costs, a path that ends in
+    ``.csv`` is a file with your own, as torch's pipelining writes them; without one it is 1f1b, or
+    forward-only for inference), ``stages`` the module paths at which stages 1, 2, ... begin;
+    without them stages are cut evenly by cost, ``chunks`` on each rank. A program whose predicted
+    peak on any rank, with AdamW's states, is beyond ``memory_bytes`` is refused. Raises a PartcError
+    in four parts: TraceError, PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
     mesh = Mesh.of(mesh).settled(wanted.mesh)
-    given = {
+    given: dict[str, Any] = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
         "schedule": schedule,
@@ -79,8 +82,11 @@ def compile(
         "chunks": chunks,
         "memory_bytes": memory_bytes,
     }
-    wanted = wanted.changed(**{name: each for name, each in given.items() if each is not None})
-    pipelined = bool(wanted.stages) or wanted.microbatches > 1 or PP in mesh.names
+    if schedule is not None:
+        given["order"] = ""  # that of another schedule
+    given = {name: each for name, each in given.items() if each is not None}
+    wanted = wanted.changed(**given).with_order()
+    pipelined = is_pipeline(wanted, mesh)
     compile_rest = compile_pipeline if pipelined else compile_stage
     try:
         graph = trace(model, inputs, loss, fold=not pipelined and not wanted.names_blocks)
@@ -100,12 +106,14 @@ def compile_stage(
     check_plan(local, full)
     check(local)
     source = emit(local, header=header(local, full))
+    cost = cost_report(local, role=Role.load(source, ROLE))
+    check_memory(cost.peaks(), full.memory_bytes)
     return Program(
         plan=str(full),
         mesh=graph.mesh,
         sources={ROLE: source},
         roles=((graph.mesh.num_ranks, ROLE),),
-        cost=cost_report(local, role=Role.load(source, ROLE)),
+        cost=cost,
         model=graph.model,
         fingerprint=fingerprint,
         constants=graph.constants,
@@ -116,36 +124,36 @@ def compile_stage(
 def compile_pipeline(
     graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
 ) -> Program:
-    """The rest of ``compile`` for several stages or microbatches: one role per pipeline rank.
+    """The rest of ``compile`` for several stages or microbatches: one role for pipeline ranks that
+    do the same.
 
     Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
     would wait for whom.
     """
     mesh = graph.mesh
-    if graph.loss is None and plan.schedule == Plan().schedule:
-        plan = plan.changed(schedule="forward-only")
     full, local = localize(graph, plan, strict=strict)
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
     for stage in graphs:
         check(stage)
     order = step.schedule
-    names = [f"pipeline{rank}.py" for rank in range(order.ranks)]
+    pipeline = Pipeline(graphs, stages.tied, order, mesh, step.wiring, full.join_mb)
+    files = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {
-        name: emit_rank(
-            graphs, stages.tied, order, rank, mesh, step.wiring,
-            header=stage_header(graphs, order, rank, full), join_mb=full.join_mb,
-        )
-        for rank, name in enumerate(names)
-    }  # fmt: skip
-    roles = [Role.load(source, name) for name, source in sources.items()]
-    at = [names[coords.get(PP, 0)] for coords in mesh.all_coords()]
+        name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, full))
+        for name, ranks in files.items()
+    }
+    name_of = {rank: name for name, ranks in files.items() for rank in ranks}
+    roles = [Role.load(sources[name_of[rank]], name_of[rank], rank) for rank in range(order.ranks)]
+    cost = pipeline_cost(graphs, stages.costs, step, roles, mesh)
+    check_memory(cost.peaks(), full.memory_bytes)
+    at = [name_of[coords.get(PP, 0)] for coords in mesh.all_coords()]
     return Program(
         plan=str(full),
         mesh=mesh,
         sources=sources,
         roles=tuple((len(list(run)), name) for name, run in groupby(at)),
-        cost=pipeline_cost(graphs, stages.costs, step, roles, mesh),
+        cost=cost,
         model=graph.model,
         fingerprint=fingerprint,
         constants=graph.constants,
@@ -161,18 +169,11 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
     return full, fill_waits(place_waits(local))
 
 
-def partition_stages(
-    graph: Graph, plan: Plan, split_backward: bool = False, *, strict: bool = False
-) -> tuple[Plan, list[Graph]]:
-    """Complete a plan and make the scheduled local graph of each pipeline stage."""
-    full, local = localize(graph, plan, strict=strict)
-    return full, stage_graphs(local, full, split_backward)
-
-
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
     split_bias(graph)
-    full = choose_stages(graph, complete(plan, graph, graph.mesh))
+    full = choose_schedule(graph, complete(plan, graph, graph.mesh))
+    full = choose_stages(graph, full)
     if full.stages:
         assign_stages(graph, full.stages)
     graph.mesh = layout_mesh(graph.mesh, full.microbatches)

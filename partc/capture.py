@@ -17,7 +17,7 @@ import torch
 import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -183,6 +183,8 @@ class _Origins(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks this of every tensor; it is no op
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         if torch.Tag.nondeterministic_seeded in func.tags:
             with _disable_current_modes():

@@ -7,7 +7,7 @@ are checked against the rules call by call, collectives against their meaning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,13 +16,11 @@ from torch import Tensor, fx
 from partc import collectives
 from partc.check_layouts import check_layouts
 from partc.errors import CheckError
-from partc.graph import Graph, held, tensor_args, typed, value
+from partc.graph import Graph, held, typed, value
 from partc.mesh import Mesh
 from partc.passes.storage import Replay, replay
 from partc.rules.table import name_of
 from partc.sharding import REPLICATED
-
-Message = tuple[str, str, tuple[tuple[int, ...], ...], torch.dtype, tuple[tuple[str, Any], ...]]
 
 
 def check(graph: Graph, *, scheduled: bool = True) -> None:
@@ -182,74 +180,3 @@ def _starts(operand: Any) -> bool:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
-
-
-def messages(graph: Graph) -> list[Message]:
-    """Every collective in order: axis, kind, shapes and dtype of what moves, other arguments."""
-    found: list[Message] = []
-    for node in graph.calls():
-        if node.target in collectives.COLLECTIVES:
-            operands = [held(n) for n in tensor_args(node)]
-            shapes = tuple(tuple(x.shape) for x in operands)
-            rest = tuple(sorted((k, v) for k, v in node.kwargs.items() if k != "axis"))
-            axis = str(node.kwargs["axis"])
-            found.append((axis, _name(node), shapes, operands[0].dtype, rest))
-    return found
-
-
-def check_roles(roles: Sequence[tuple[Sequence[int], Graph]], mesh: Mesh) -> None:
-    """Raise CheckError unless the members of each group meet in the same collectives, in one order.
-
-    ``roles`` has the ranks of each role with their graph. A collective is a meeting of all members;
-    the ranks run to completion, or the first that waits for ever is named.
-    """
-    lists = {rank: messages(graph) for ranks, graph in roles for rank in ranks}
-    missing = sorted(set(range(mesh.num_ranks)) - lists.keys())
-    if missing:
-        raise CheckError(
-            where=f"rank {missing[0]}", what="it has no program", why="", do="Give it a role."
-        )
-    done = dict.fromkeys(lists, 0)
-    ready = sorted(lists)
-    while ready:
-        rank = ready.pop()
-        if done[rank] < len(lists[rank]):
-            peers = mesh.peers(rank, lists[rank][done[rank]][0])
-            if _meet(rank, peers, lists, done):
-                ready += peers
-    stuck = [rank for rank in lists if done[rank] < len(lists[rank])]
-    if stuck:
-        raise _stuck(min(stuck), lists, done, mesh)
-
-
-def _meet(
-    rank: int, peers: list[int], lists: Mapping[int, list[Message]], done: dict[int, int]
-) -> bool:
-    """Let a group run its next collective if all its members stand at it."""
-    mine = lists[rank][done[rank]]
-    if any(lists[p][done[p] : done[p] + 1] != [mine] for p in peers):
-        return False
-    for peer in peers:
-        done[peer] += 1
-    return True
-
-
-def _stuck(
-    rank: int, lists: Mapping[int, list[Message]], done: Mapping[int, int], mesh: Mesh
-) -> CheckError:
-    """The error for a rank whose next collective never gets all its members."""
-    axis, kind, shapes, dtype, _ = lists[rank][done[rank]]
-    peers = mesh.peers(rank, axis)
-    other = next(p for p in peers if lists[p][done[p] : done[p] + 1] != [lists[rank][done[rank]]])
-    theirs = lists[other][done[other] : done[other] + 1]
-    at = f"stands at {theirs[0][1]} over {theirs[0][0]} of {_shapes(theirs[0][2])} {theirs[0][3]}"
-    return CheckError(
-        where=f"rank {rank}, collective {done[rank]}",
-        what=f"{kind} over {axis} of {_shapes(shapes)} {dtype} never meets rank {other}",
-        why=f"that rank {at}" if theirs else "that rank has finished",
-        do="Give all members of the group the same collectives in the same order.",
-    )
-
-
-def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
-    return " + ".join(str(list(shape)) for shape in shapes)

@@ -270,12 +270,12 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--plan", default="auto", help="preset, presets joined by +, or a plan.toml")
     made.add_argument("--out", required=True, help="folder to write")
     made.add_argument("--microbatches", type=int, help="turns that the batch is cut into")
-    made.add_argument("--schedule", help="1f1b, gpipe, interleaved-1f1b, zb-h1, zb-v, auto, ...")
+    made.add_argument(
+        "--schedule", help="1f1b, gpipe, interleaved-1f1b, zb-h1, zb-v, auto, ..., or a CSV file"
+    )
     made.add_argument("--stages", metavar="A,B", help="module paths where stages 1, 2, ... begin")
     made.add_argument("--chunks", type=int, help="stages per pipeline rank, where they are chosen")
-    made.add_argument(
-        "--memory-bytes", type=int, help="what a rank may hold, where they are chosen"
-    )
+    made.add_argument("--memory-bytes", type=int, help="what a rank may hold at its peak")
     made.add_argument("--inference", action="store_true", help="the forward alone, in eval mode")
     _add_sizes(made)
     made = command("explain", explain_command)

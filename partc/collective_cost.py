@@ -78,8 +78,19 @@ def cheapest(
     axis: str,
     algorithms: tuple[str, ...] | None = None,
 ) -> Estimate:
-    """The fastest way for so many bytes; of two that are equal, the first."""
+    """The fastest way for so many bytes; of two that are equal, the first.
+
+    UsageError if none of ``algorithms`` can do it.
+    """
     found = estimates(kind, mesh, axis, algorithms)
+    if not found:
+        raise UsageError(
+            where=f"{kind} over {axis} by {', '.join(algorithms or ())}",
+            what="none of these can do it",
+            why=f"a group of {axis} crosses {mesh.crosses(axis)} units of the levels of "
+            f"{mesh.hardware.name}",
+            do="Name other algorithms, or none.",
+        )
     return min(found, key=lambda estimate: float(estimate.seconds(num_bytes)))
 
 
@@ -110,8 +121,16 @@ def _estimates(
         for suffix, each in (("", group), ("_small", small)):
             line = FORMULAS[kind][name](each) if each else None
             if line is not None:
-                found.append(Estimate(name + suffix, start_s + line[0], line[1]))
+                starts_s = start_s * _num_starts(kind, name, len(group.hops))
+                found.append(Estimate(name + suffix, starts_s + line[0], line[1]))
     return tuple(found)
+
+
+def _num_starts(kind: str, algorithm: str, num_levels: int) -> int:
+    """How many collectives an algorithm is: inside and back out, where it is one per level."""
+    if algorithm != "hierarchical":
+        return 1
+    return 2 * num_levels - 1 if kind == "all_reduce" else num_levels
 
 
 def _entry(table: Mapping[str, T], name: str, what: str) -> T:

@@ -10,6 +10,7 @@ import sympy
 
 from partc.dry_run import dry_run
 from partc.graph import Graph
+from partc.memory_limit import Peak
 from partc.passes.bytes import Traffic, total_moved_bytes, traffic
 from partc.passes.flops import total_flops
 from partc.passes.memory import MemoryCurve, StateBytes, memory_curve, state_bytes
@@ -43,6 +44,16 @@ class CostReport:
         """All that a rank holds when most is live, the optimizer's states among it."""
         state = self.state
         return state.params + state.optimizer + state.buffers + state.inputs + self.live_bytes
+
+    def peaks(self) -> list[Peak]:
+        """The peak of every rank: one, as they run the same program."""
+        state = self.state
+        kept = {
+            "parameters": state.params,
+            f"optimizer {self.optimizer}": state.optimizer,
+            "buffers and inputs": state.buffers + state.inputs,
+        }
+        return [Peak("every rank", self.peak_bytes, tuple(kept.items()), self.holders)]
 
     def __str__(self) -> str:
         title = f"cost of {self.model}, per rank and step"

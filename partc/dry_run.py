@@ -18,9 +18,9 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.fake_calls import FakeCalls, tensors_in
 from partc.mesh import Mesh
 from partc.passes.workspaces import workspace_of
 from partc.role import RankMesh, Role
@@ -95,6 +95,7 @@ class _Live(TorchDispatchMode):
     def __init__(self, file: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.file = file
+        self.run = FakeCalls(_with_workspace)
         self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
         self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}  # some may have died since
         self.total = 0  # bytes of all that are known
@@ -111,11 +112,10 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        self._note(workspace_of(func, result, args, kwargs or {}))
+        result, workspace_bytes = self.run(func, args, kwargs or {})
+        for tensor in tensors_in(result):
+            self._add(tensor.untyped_storage())
+        self._note(workspace_bytes)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -142,6 +142,12 @@ class _Live(TorchDispatchMode):
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back  # type: ignore[assignment]
         return frame.f_lineno if frame is not None else 0
+
+
+def _with_workspace(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
+    """A call's result, and the bytes that its kernel takes beside it."""
+    result = func(*args, **kwargs)
+    return result, workspace_of(func, result, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,10 +32,9 @@ class Form(NamedTuple):
     memory_bytes: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
-        num_bytes = int(tensor.untyped_storage().nbytes())
-        offset = int(tensor.storage_offset())
-        return cls(tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.device, num_bytes)
+    def of(cls, tensor: Tensor, memory: torch.UntypedStorage) -> Form:
+        offset, size = int(tensor.storage_offset()), int(memory.nbytes())
+        return cls(tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.device, size)
 
     def over(self, memory: torch.UntypedStorage, mode: FakeTensorMode) -> Tensor:
         """The fake tensor that looks so at a piece of memory."""
@@ -45,8 +45,8 @@ class Form(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A tensor of a result: its form over the n-th memory, those of the operands first; ``same``
-    is the number of the operand that it is, -1 for a tensor of its own.
+    """A tensor of a result: its form over the n-th memory, of which each operand has one and new
+    ones follow; ``same`` is the number of the operand that it is, -1 for a tensor of its own.
     """
 
     form: Form
@@ -73,17 +73,34 @@ class FakeCalls:
         literals = _literals((args, kwargs), operands)
         if not operands or not all(map(_is_plain, operands)) or _restrides(target):
             return self.execute(target, args, kwargs)
-        memories = {x.untyped_storage()._cdata: x.untyped_storage() for x in operands}
-        numbers = {address: i for i, address in enumerate(memories)}
-        places = [(Form.of(x), numbers[x.untyped_storage()._cdata]) for x in operands]
-        key = target, torch.get_default_dtype(), literals, *places
-        if key in self.known:
-            made, noted = self.known[key]
-            return _again(made, operands, list(memories.values())), noted
+        memories = [x.untyped_storage() for x in operands]
+        numbers: dict[int, int] = {}
+        places = [numbers.setdefault(m._cdata, i) for i, m in enumerate(memories)]
+        forms = map(Form.of, operands, memories)
+        key = target, torch.get_default_dtype(), literals, *places, *forms
+        known = self.known.get(key)
+        if known is not None:
+            return _again(known[0], operands, memories), known[1]
         result, noted = self.execute(target, args, kwargs)
         if all(map(_is_plain, tensors_in(result))):
-            self.known[key] = _made(result, operands, numbers), noted
+            self.known[key] = _made(result, operands, memories), noted
         return result, noted
+
+
+_OF_MODE: WeakKeyDictionary[FakeTensorMode, FakeCalls] = WeakKeyDictionary()
+
+
+def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives on fake tensors; equal calls in one mode are executed once."""
+    fakes = (x for x in tensors_in((args, *kwargs.values())) if isinstance(x, FakeTensor))
+    first = next(fakes, None)
+    if first is None:
+        return target(*args, **kwargs)
+    return _OF_MODE.setdefault(first.fake_mode, FakeCalls(_executed))(target, args, kwargs)[0]
+
+
+def _executed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
+    return target(*args, **kwargs), 0
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
@@ -124,14 +141,18 @@ def _restrides(target: Any) -> bool:
     return torch.Tag.inplace_view in getattr(target, "tags", ())
 
 
-def _made(result: Any, operands: Sequence[Tensor], numbers: dict[int, int]) -> Any:
-    """What to make where the same call comes again; numbers memory that it meets first here."""
+def _made(result: Any, operands: Sequence[Tensor], memories: list[torch.UntypedStorage]) -> Any:
+    """What to make where the same call comes again; appends memory that it meets first here."""
     if isinstance(result, Tensor):
-        memory = numbers.setdefault(result.untyped_storage()._cdata, len(numbers))
         same = next((i for i, operand in enumerate(operands) if operand is result), -1)
-        return _Made(Form.of(result), memory, same)
+        memory = result.untyped_storage()
+        addresses = [known._cdata for known in memories]
+        if memory._cdata not in addresses:
+            memories.append(memory)
+        number = [*addresses, memory._cdata].index(memory._cdata)
+        return _Made(Form.of(result, memory), number, same)
     if isinstance(result, list | tuple):
-        return type(result)([_made(each, operands, numbers) for each in result])
+        return type(result)([_made(each, operands, memories) for each in result])
     return result
 
 

@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
+from partc.fake_calls import call_on_fakes
 from partc.mesh import Mesh
 from partc.sharding import REPLICATED, Layout, Sharding
 
@@ -298,8 +299,7 @@ def layout_on(node: fx.Node, axis: str) -> Layout:
 
 def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a call gives on the fake values of its argument nodes."""
-    a, k = fx.map_arg((args, dict(kwargs)), held)
-    return target(*a, **k)
+    return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), held))
 
 
 @dataclass(frozen=True)

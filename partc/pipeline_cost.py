@@ -13,9 +13,10 @@ from typing import Any
 from torch import fx
 
 from partc.collective_cost import cheapest
-from partc.cost import amount
-from partc.dry_run import dry_run
+from partc.cost import TOP, amount
+from partc.dry_run import DryRun, dry_run
 from partc.graph import Graph, Phase, held, value
+from partc.memory_limit import Holders, Peak
 from partc.mesh import PP, Mesh
 from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops
@@ -60,7 +61,8 @@ class RankCost:
 
     ``in_flight`` are activations and messages at the worst time of the simulated step;
     ``live`` is what the program holds beside parameters, buffers and inputs at its worst line,
-    gradients among it, and 0 where the program was too long to be run on fakes.
+    gradients among it, and 0 where the program was too long to be run on fakes. ``holders`` are
+    the largest pieces of it.
     """
 
     stages: tuple[int, ...]
@@ -70,6 +72,7 @@ class RankCost:
     buffers_and_inputs: int
     in_flight: int
     live: int
+    holders: Holders
     bubble: float
     exposed_s: float
 
@@ -104,6 +107,22 @@ class PipelineCost:
     ranks: tuple[RankCost, ...]
     closing: tuple[Closing, ...]
     step_s: float
+
+    def peaks(self) -> list[Peak]:
+        """The peak of every pipeline rank."""
+        return [
+            Peak(
+                f"pipeline rank {number}",
+                rank.peak_bytes,
+                (
+                    ("parameters", rank.params),
+                    (f"optimizer {self.optimizer}", rank.optimizer),
+                    ("buffers and inputs", rank.buffers_and_inputs),
+                ),
+                rank.holders,
+            )
+            for number, rank in enumerate(self.ranks)
+        ]
 
     @property
     def bubble(self) -> float:
@@ -157,6 +176,7 @@ class PipelineCost:
         closing = [{**each, "members": tuple(each["members"])} for each in own["closing"]]
         for rank in ranks:
             del rank["peak_bytes"]
+            rank["holders"] = tuple((who, size) for who, size in rank["holders"])
         return cls(**own | {
             "link": Link(*own["link"]),
             "stages": tuple(StageCost(**stage) for stage in own["stages"]),
@@ -309,18 +329,28 @@ def _rank_cost(
     grads = {name: node for graph in mine for name, node in graph.grads.items()}
     buffers = {name: node for graph in mine for name, node in graph.buffers.items()}
     trained = sum(_num_bytes(node) for name, node in params.items() if name in grads)
+    of_grads, in_flight = sum(map(_num_bytes, grads.values())), int(simulated.peaks[rank])
     long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
+    ran = None if long else dry_run(role, role.mesh.first_rank(rank))
     return RankCost(
         stages=stages,
         params=sum(map(_num_bytes, params.values())),
-        grads=sum(map(_num_bytes, grads.values())),
+        grads=of_grads,
         optimizer=STATE_COPIES[optimizer] * trained,
         buffers_and_inputs=sum(map(_num_bytes, [*buffers.values(), *graphs[0].inputs.values()])),
-        in_flight=int(simulated.peaks[rank]),
-        live=0 if long else dry_run(role, role.mesh.first_rank(rank)).peak_bytes,
+        in_flight=in_flight,
+        live=0 if ran is None else ran.peak_bytes,
+        holders=_holders(ran, of_grads, in_flight),
         bubble=simulated.bubbles[rank],
         exposed_s=simulated.exposed[rank],
     )
+
+
+def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:
+    """Who holds most: lines of the program, or what the simulation knows."""
+    if ran is None:
+        return ("gradients", grads), ("activations and messages in flight", in_flight)
+    return tuple((str(each), each.num_bytes) for each in ran.holders[:TOP])
 
 
 def time_text(seconds: float) -> str:

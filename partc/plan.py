@@ -12,6 +12,7 @@ from typing import Any, Literal
 from partc.errors import PlanError
 from partc.mesh import Mesh
 from partc.passes.microbatches import layout_mesh
+from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.sharding import Layout, Sharding, cut
 
 Cuts = Mapping[str, Layout]  # axis -> cut
@@ -20,6 +21,7 @@ _FIELDS = {
     "preset",
     "microbatches",
     "schedule",
+    "order",
     "chunks",
     "memory_bytes",
     "stages",
@@ -47,9 +49,11 @@ class Plan:
     the backward instead of saving them. ``join_mb`` is the most megabytes of weights or gradients
     that share one transfer: a transfer costs time of its own, but several tensors in one have to be
     copied together, and none of them leaves before the last is made. 0 joins nothing.
-    ``stages`` has the module path at which each pipeline stage but the first begins, ``schedule``
-    their order. Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as
-    the schedule usually has), none of which may need more than ``memory_bytes`` (0: no limit).
+    ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
+    that the plan replays without it; where it is empty, 1f1b for training and forward-only for
+    inference. ``stages`` has the module path at which each pipeline stage but the first begins.
+    Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as the schedule
+    usually has). No rank may need more than ``memory_bytes`` (0: no limit).
     Gradients are summed over ranks once per
     ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
     """
@@ -64,7 +68,8 @@ class Plan:
     recompute: Literal["cheap", "none"] = "cheap"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = ""
+    order: str = ""
     chunks: int = 0
     memory_bytes: int = 0
     stages: tuple[str, ...] = ()
@@ -94,11 +99,28 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan.toml."""
+        """Read a plan.toml; a schedule's file is looked for beside it."""
         try:
-            return cls.parse(Path(path).read_text(), str(path))
+            plan = cls.parse(Path(path).read_text(), str(path))
         except OSError as error:
             raise _wrong(str(path), "the plan cannot be read", str(error)) from None
+        return plan.with_order(Path(path).parent)
+
+    def with_order(self, folder: Path = Path()) -> Plan:
+        """The plan with the rows of the CSV file that ``schedule`` names, if it names one, and with
+        its microbatches, unless the plan asks for several. PlanError if it cannot be read, or if
+        there are rows of no file.
+        """
+        if self.order and not self.schedule.endswith(CSV):
+            why = f"the order is that of a file, and the schedule is {self.schedule!r}"
+            raise _wrong("plan, order", f'without schedule = "own{CSV}" it has no name', why)
+        if self.order or not self.schedule.endswith(CSV):
+            return self
+        own = load_csv(folder / self.schedule)
+        return replace(
+            self, schedule=own.name, order=write_csv(own),
+            microbatches=own.microbatches if self.microbatches == 1 else self.microbatches,
+        )  # fmt: skip
 
     def stored(self, name: str, table: Mapping[str, Cuts] | None = None) -> Cuts:
         """The cuts of one parameter, by its name or the first pattern that fits."""
@@ -131,8 +153,10 @@ class Plan:
         lines += [f'recompute = "{self.recompute}"', f"join_mb = {self.join_mb:g}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
-        if self.stages or self.microbatches > 1:
-            lines += [f'schedule = "{self.schedule}"']
+        if self.schedule:
+            lines += [f"schedule = {_quote(self.schedule)}"]
+        if self.order:
+            lines += ['order = """', *(_escape(row) for row in self.order.splitlines()), '"""']
         counts = (("chunks", self.chunks), ("memory_bytes", self.memory_bytes))
         lines += [f"{name} = {count}" for name, count in counts if count]
         lines += _list("stages", self.stages) + _list("notes", self.notes)
@@ -222,8 +246,12 @@ def _section(name: str, entries: Mapping[str, str]) -> Iterable[str]:
 
 
 def _quote(text: str) -> str:
+    return f'"{_escape(text)}"'
+
+
+def _escape(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped)
 
 
 def _check_words(table: Mapping[str, Any], where: str) -> None:
@@ -242,6 +270,9 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     size = table.get("join_mb", 0)
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
         raise _wrong(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
+    for key in ("schedule", "order"):
+        if not isinstance(table.get(key, ""), str):
+            raise _wrong(where, f"{key} = {table[key]!r} means nothing", "it is a text")
     for axis, life in table.get("gather", {}).items():
         if life not in ("use", "step"):
             raise _wrong(where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"')

@@ -17,7 +17,7 @@ from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
 from partc.fingerprint import Fingerprint, table
 from partc.manifest import Manifest, sha256
-from partc.mesh import Mesh
+from partc.mesh import PP, Mesh
 from partc.quoting import docstring
 from partc.role import Role
 from partc.tensorfile import TensorFile, write_tensors
@@ -88,7 +88,8 @@ class Program:
 
     def role(self, rank: int = 0) -> Role:
         """The rank's source, loaded."""
-        return Role.load(self.source(rank), self.role_of(rank))
+        place = self.mesh.coords(rank).get(PP, 0)
+        return Role.load(self.source(rank), self.role_of(rank), place)
 
     def module(self, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
         """This rank's part as an ``nn.Module``, inside torchrun; all ranks call this together."""
@@ -166,8 +167,10 @@ def accept_edits(path: str | Path) -> Program:
     """Take a saved program's files as they now are, if they are still rank programs."""
     folder = Path(path)
     manifest = Manifest.read(folder, edited=True)
-    for name in sorted({name for _, name in manifest.roles}):
-        Role.load(_text(folder / name), name)
+    names = [name for num, name in manifest.roles for _ in range(num)]
+    places = [coords.get(PP, 0) for coords in manifest.mesh.all_coords()]
+    for name, place in sorted({*zip(names, places, strict=True)}):
+        Role.load(_text(folder / name), name, place)
     digests = {name: sha256((folder / name).read_bytes()) for name in manifest.files}
     atomic_write(folder / manifests.NAME, replace(manifest, files=digests).as_json())
     return load(folder)

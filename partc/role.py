@@ -20,6 +20,7 @@ from partc.mesh import Mesh
 from partc.sharding import cut, join_pieces, take_piece
 
 TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
+RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have a table for each
 
 
 class RankMesh(Protocol):
@@ -70,8 +71,11 @@ class Role:
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @classmethod
-    def load(cls, source: str, file_name: str) -> Role:
-        """Run the source as a module whose lines tracebacks and debuggers can show."""
+    def load(cls, source: str, file_name: str, pipeline_rank: int = 0) -> Role:
+        """Run the source as a module whose lines tracebacks and debuggers can show.
+
+        ``pipeline_rank`` says whose tables to take, where several ranks run the file.
+        """
         shown = f"<partc {file_name}>"
         linecache.cache[shown] = (len(source), None, source.splitlines(keepends=True), shown)
         module = ModuleType(file_name.removesuffix(".py"))
@@ -79,7 +83,9 @@ class Role:
             exec(compile(source, shown, "exec"), module.__dict__)
             tables = {name: getattr(module, name) for name in TABLES}
             module.Step  # noqa: B018 - part of the contract
-        except (SyntaxError, ImportError, AttributeError, NameError) as error:
+            if hasattr(module, RANKS):
+                tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
+        except (SyntaxError, ImportError, AttributeError, NameError, LookupError) as error:
             raise _malformed(file_name, str(error)) from error
         return cls(
             module=module,

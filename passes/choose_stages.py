@@ -1,17 +1,34 @@
-"""Where pipeline stages begin, if the plan does not say: so that the slowest rank is fastest."""
+"""The schedule of a pipeline and where its stages begin, if the plan does not say: stages so that
+the slowest rank is fastest."""
 
 from __future__ import annotations
 
 from partc.errors import PlanError
 from partc.graph import Graph
+from partc.mesh import PP, Mesh
 from partc.passes.cut_virtual_stages import balance_ranks
 from partc.passes.stage_units import stage_units
 from partc.pipeline_step import in_flight
 from partc.plan import Plan
 from partc.schedules import NAMES, Schedule, make
 from partc.schedules.actions import check_schedule
+from partc.schedules.csv_form import read_csv
+from partc.schedules.timing import Costs, timeline
 
 AUTO = "auto"  # the schedule is made for the stages' costs
+
+
+def is_pipeline(plan: Plan, mesh: Mesh) -> bool:
+    """Whether the step has stages or microbatches, were it only one of them."""
+    return bool(plan.stages or plan.order) or plan.microbatches > 1 or PP in mesh.names
+
+
+def choose_schedule(graph: Graph, plan: Plan) -> Plan:
+    """The plan with ``schedule``, if it is of a pipeline; a plan that names one stays as it is."""
+    assert plan.mesh is not None
+    if plan.schedule or not is_pipeline(plan, plan.mesh):
+        return plan
+    return plan.changed(schedule="forward-only" if graph.loss is None else "1f1b")
 
 
 def choose_stages(graph: Graph, plan: Plan) -> Plan:
@@ -19,12 +36,12 @@ def choose_stages(graph: Graph, plan: Plan) -> Plan:
 
     PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
     """
-    assert plan.mesh is not None
-    ranks = pipeline_ranks(plan)
     chunks = plan.chunks or _usual_chunks(plan.schedule)
-    if plan.stages or ranks * chunks == 1:
+    if plan.stages:
         return plan
-    like = named_schedule(plan.changed(chunks=chunks))
+    like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
+    if like.stages == 1:
+        return plan
     units = stage_units(graph, plan)
     points = balance_ranks(
         units, like.rank_of, in_flight=in_flight(like), memory_bytes=plan.memory_bytes or None
@@ -37,6 +54,8 @@ def named_schedule(plan: Plan) -> Schedule:
 
     PlanError if there is none of this name, or if it does not take so many stages.
     """
+    if plan.order:
+        return _own_schedule(plan)
     ranks = pipeline_ranks(plan)
     chunks = chunks_of(plan)
     name = plan.schedule
@@ -45,6 +64,29 @@ def named_schedule(plan: Plan) -> Schedule:
     made = make(name, ranks=ranks, microbatches=plan.microbatches, chunks=chunks)
     check_schedule(made)
     return made
+
+
+def _own_schedule(plan: Plan) -> Schedule:
+    """The order that stands in the plan; PlanError if it never finishes or is not one of the
+    plan's ranks, stages and microbatches."""
+    order = read_csv(plan.order, plan.schedule)
+    ranks = pipeline_ranks(plan)
+    stages = len(plan.stages) + 1 if plan.stages else ranks * plan.chunks or order.stages
+    for what, has, wanted in (
+        ("pipeline ranks", order.ranks, ranks),
+        ("pipeline ranks with a stage", sum(map(bool, order.orders)), ranks),
+        ("stages", order.stages, stages),
+        ("microbatches", order.microbatches, plan.microbatches),
+    ):
+        if has != wanted:
+            raise PlanError(
+                where=f"schedule {plan.schedule}",
+                what=f"it has {has} {what}, and the plan {wanted}",
+                why="it has a row per pipeline rank, and in it each stage and microbatch",
+                do=f"Write the schedule for {wanted} {what}, or change the plan.",
+            )
+    timeline(order, Costs.even(order.stages))
+    return order
 
 
 def chunks_of(plan: Plan) -> int:

@@ -3,7 +3,8 @@
 Axis by axis, in order of execution, each node takes the strategy of its rule that costs least: the
 network bytes its operands need, the network bytes its result will need to be finished, and the
 work that stays replicated. Cuts spread from parameters and inputs; they do not appear by
-themselves.
+themselves. What one gradient of a parameter needs is decided last: it may read what others have
+gathered.
 """
 
 from __future__ import annotations
@@ -84,10 +85,17 @@ class _AxisWalk:
         """Walk the graph once; True if an op was opened and the walk has to be repeated on all
         axes.
         """
+        opened = self._walk(_for_one_grad(self.graph))
+        return self._walk(set()) or opened
+
+    def _walk(self, later: set[fx.Node]) -> bool:
+        """Decide what is not yet decided, in order, and leave out what comes ``later``."""
         opened = False
         node = next(iter(self.graph.fx.nodes))
         while node.op != "output":
-            if node.op == "placeholder":
+            if node in later or node in self.made:
+                pass
+            elif node.op == "placeholder":
                 self.made[node] = [placed(node, self.plan).on(self.axis)]
                 self._at_hand_too(node)
             elif node.target is operator.getitem:
@@ -178,6 +186,17 @@ class _AxisWalk:
             self.made[o][0].kind == "cut" and want not in self.made[o]
             for o, want in zip(tensor_args(node), best.ins, strict=True)
         )
+
+
+def _for_one_grad(graph: Graph) -> set[fx.Node]:
+    """The calls that one gradient of a parameter needs and nothing else."""
+    grads, found = set(graph.grads.values()), set[fx.Node]()
+    for node in reversed(list(graph.calls())):
+        reader = next(iter(node.users), None)
+        ends = node in grads and reader is graph.fx.output_node()
+        if len(node.users) == 1 and (ends or reader in found):
+            found.add(node)
+    return found
 
 
 def is_zero(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.api import partition_stages
+from partc.api import localize
 from partc.check import check
 from partc.graph import Graph, value
 from partc.mesh import Mesh
@@ -22,6 +22,7 @@ from partc.plan import Plan
 from partc.precision import Raised
 from partc.program import Program
 from partc.reference import Reference, eager
+from partc.schedule_stages import stage_graphs
 from partc.schedules import NAMES
 from partc.simulate import simulate_stages
 from partc.trace import trace
@@ -139,7 +140,8 @@ class Cut:
     def of(cls, case: Case, mesh: str, plan: Plan, split_backward: bool = False) -> Cut:
         graph = trace(case.model, case.inputs, case.loss)
         graph.mesh = Mesh.of(mesh)
-        graphs = partition_stages(graph, plan, split_backward)[1]
+        full, local = localize(graph, plan)
+        graphs = stage_graphs(local, full, split_backward)
         for stage in graphs:
             check(stage)
         return cls(graphs, eager(case.model, case.inputs, case.loss))

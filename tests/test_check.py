@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 from partc import collectives, ops
 from partc.api import partition
-from partc.check import check, check_roles, messages
+from partc.check import check
 from partc.errors import CheckError
-from partc.graph import Graph, held, set_held, tensor_args, update
+from partc.graph import Graph, tensor_args, update
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.sharding import R, U, cut
@@ -102,7 +102,6 @@ def is_right(name: str, graph: Graph) -> bool:
 def test_sound_graphs_pass(name: str) -> None:
     graph = GRAPHS[name]()
     check(graph)
-    check_roles([(range(graph.mesh.num_ranks), graph)], graph.mesh)
     assert is_right(name, graph)
 
 
@@ -242,47 +241,3 @@ def test_unscheduled_graphs_have_no_waits() -> None:
     check(graph, scheduled=False)
     with pytest.raises(CheckError, match="is waited for 0 times"):
         check(graph)
-
-
-def test_roles_must_agree() -> None:
-    sound, other = mlp(), mlp()
-    loss = next(
-        n for n in other.calls() if n.target is collectives.all_reduce and held(n).dim() == 0
-    )
-    waited = next(iter(loss.users))
-    other.fx.output_node().prepend(loss)
-    other.fx.output_node().prepend(waited)
-    assert sorted(map(str, messages(sound))) == sorted(map(str, messages(other)))
-    check_roles([([0, 1], sound), ([2, 3], sound)], sound.mesh)
-    with pytest.raises(CheckError, match=r"rank 0, collective 1: all_reduce over dp .* rank 2"):
-        check_roles([([0, 1], sound), ([2, 3], other)], sound.mesh)
-
-
-def test_roles_must_agree_on_dtype() -> None:
-    sound, other = mlp(), mlp()
-    first = next(n for n in other.calls() if n.target is collectives.all_reduce)
-    operand = first.all_input_nodes[0]
-    set_held(operand, held(operand).to(torch.int32))
-    with pytest.raises(CheckError, match=r"never meets rank 1 \(that rank stands at .*int32\)"):
-        check_roles([([0, 2], sound), ([1, 3], other)], sound.mesh)
-
-
-def test_orders_across_groups_can_block() -> None:
-    """Each group alone sees one order, together they wait for each other."""
-
-    def two(first: str, second: str) -> Graph:
-        b = Build("dp=2,tp=2")
-        x = b.tensor("input", "x", [8])
-        for axis in (first, second):
-            b.reduced(b.collective(collectives.keep_first, x, axis, after=U), axis)
-        return b.done()
-
-    dp_first, tp_first = two("dp", "tp"), two("tp", "dp")
-    with pytest.raises(CheckError, match="never meets"):
-        check_roles([([0, 3], dp_first), ([1, 2], tp_first)], dp_first.mesh)
-
-
-def test_every_rank_has_a_role() -> None:
-    graph = mlp()
-    with pytest.raises(CheckError, match="rank 3: it has no program"):
-        check_roles([([0, 1, 2], graph)], graph.mesh)

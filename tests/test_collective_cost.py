@@ -107,6 +107,9 @@ def test_unknown_kinds_and_algorithms_are_refused() -> None:
         estimates("allreduce", nodes(2, 8), "a")
     with pytest.raises(UsageError, match="Known are ring, tree"):
         estimates("all_reduce", nodes(2, 8), "a", ("rings",))
+    assert cheapest("all_reduce", 1, nodes(1, 8), "a", ("in_network",)).algorithm == "in_network"
+    with pytest.raises(UsageError, match="none of these can do it"):
+        cheapest("all_reduce", 1, nodes(2, 8), "a", ("in_network",))
 
 
 # monotone -----------------------------------------------------------------------------------------

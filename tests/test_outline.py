@@ -29,24 +29,25 @@ class ScaleNorm(nn.Module):
 
 def turned(a: Tensor, b: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
     """The same for two values, a line each."""
-    left = a * angle.cos() + a.flip(-1) * angle.sin()
-    right = b * angle.cos() + b.flip(-1) * angle.sin()
+    left = (a * angle.cos()).cumsum(-1) + (a.flip(-1) * angle.sin()).softmax(-1)
+    right = (b * angle.cos()).cumsum(-1) + (b.flip(-1) * angle.sin()).softmax(-1)
     return left, right
 
 
 class Network(nn.Module):
-    """Three norms, the last of which may be another; ``turned`` is called once."""
+    """Four norms, the last of which may be another; ``turned`` is called once."""
 
     def __init__(self, last_eps: float = 1e-5) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(ScaleNorm(eps) for eps in (1e-5, 1e-5, last_eps))
-        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.norms = nn.ModuleList(ScaleNorm(eps) for eps in (1e-5, 1e-5, 1e-5, last_eps))
+        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second, third, left, right = self.linears
+        first, second, third, fourth, left, right = self.linears
         y = self.norms[0](first(x))
         y = self.norms[1](second(y).relu())
         y = self.norms[2](third(y).exp())
+        y = self.norms[3](fourth(y).sin())
         a, b = turned(left(y), right(y), x)
         return F.mse_loss(a + b, x)
 
@@ -64,8 +65,8 @@ def functions(source: str) -> dict[str, int]:
 
 def test_modules_of_one_class_are_one_function() -> None:
     source = check_single(*network(), None, 1e-12)
-    assert functions(source)["scale_norm"] == 3
-    assert functions(source)["scale_norm_backward"] == 3
+    assert functions(source)["scale_norm"] == 4
+    assert functions(source)["scale_norm_backward"] == 4
 
 
 def test_lines_of_one_function_are_one_function() -> None:
@@ -73,9 +74,17 @@ def test_lines_of_one_function_are_one_function() -> None:
     assert functions(source)["turned"] == 2
 
 
+def test_a_function_that_saves_no_lines_is_not_made() -> None:
+    model, inputs = network()
+    norms = [ScaleNorm(1e-5).double() for _ in range(2)]
+    model.norms = nn.ModuleList([*norms, nn.Identity(), nn.Identity()])
+    source = check_single(model, inputs, None, 1e-12)
+    assert "scale_norm" not in functions(source)
+
+
 def test_what_reads_differently_stays_apart() -> None:
     source = check_single(*network(last_eps=1e-3), None, 1e-12)
-    assert functions(source)["scale_norm"] == 2
+    assert functions(source)["scale_norm"] == 3
     assert "0.001" in source
 
 
@@ -122,7 +131,7 @@ def test_hostile_class_names_stay_names() -> None:
 
     Hostile.__name__ = Hostile.__qualname__ = 'N"""\nimport os'
     model, inputs = network()
-    model.norms = nn.ModuleList(Hostile(1e-5).double() for _ in range(3))
+    model.norms = nn.ModuleList(Hostile(1e-5).double() for _ in range(4))
     source = check_single(model, inputs, None, 1e-12)
     check_source(source)
-    assert functions(source)["n_import_os"] == 3
+    assert functions(source)["n_import_os"] == 4

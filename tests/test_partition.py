@@ -206,6 +206,28 @@ def test_slips_in_plans_are_named(mesh: str, plan: str | Plan, words: str) -> No
         partitioned(mesh, plan)
 
 
+class Residual(nn.Module):
+    """A residual around two square weights, for many tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.down(self.up(self.norm(x)).relu()))
+        return y
+
+
+def test_a_weight_gradient_reads_what_the_input_gradient_had_gathered() -> None:
+    """By itself it would be cheaper to exchange its other operand and to scatter its sum."""
+    graph = trace(Residual(), (torch.randn(4, 64, 8),), lambda m, x: (m(x) ** 2).mean())
+    graph.mesh = Mesh.of("tp=2")
+    _, local = partition(graph, Plan(preset="megatron-sp"))
+    kinds = {kind_of(n) for n in local.calls() if n.target in collectives.COLLECTIVES}
+    assert "all_to_all" not in kinds
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -13,14 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import partc
 from partc import threads
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line
 from partc.codegen.turns import parted, turn_lines, whole_backwards
+from partc.errors import PlanError
 from partc.graph import value
 from partc.graph_parse import parse_graph
 from partc.passes.split_stages import split_stages
 from partc.plan import Plan
+from partc.program import Program
 from partc.reference import eager
 from partc.rendezvous import Done, Group
 from partc.schedules import NAMES, make
@@ -182,13 +185,14 @@ def test_stages_without_gradients(
     schedule: str, points: tuple[str, ...], frozen: list[int]
 ) -> None:
     """They send nothing back, or have no gradients of weights, or no backward at all."""
-    model = nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 6)).double()
+    case = small()
     for number in frozen:
-        model[number].requires_grad_(False)
-    case = Case(model, (torch.randn(12, 8).double(),), square_loss)
+        case.model.get_submodule(str(number)).requires_grad_(False)
     plan = Plan(preset="ddp", stages=points)
     program = compiled(case, f"pp={len(points) + 1}", plan, schedule, 3)
     verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+    for text in program.sources.values():  # a place for what is saved, where anything is
+        assert ("self.saved = {}" in text) == ("self.saved[i]" in text)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -202,9 +206,34 @@ def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
     report.check(TOLERANCE)
 
 
+def small() -> Case:
+    model = nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 6)).double()
+    return Case(model, (torch.randn(12, 8).double(),), square_loss)
+
+
 def square_loss(model: nn.Module, x: Tensor) -> Tensor:
     out: Tensor = model(x).square().mean()
     return out
+
+
+# inference ----------------------------------------------------------------------------------------
+def outputs(case: Case, **wanted: Any) -> Program:
+    """A toy's results in a pipeline of two ranks."""
+    with torch.no_grad():
+        return partc.compile(case.model, "pp=2", case.inputs, plan="ddp", microbatches=3, **wanted)
+
+
+def test_inference_runs_forwards_only() -> None:
+    case = small()
+    program = outputs(case)
+    assert Plan.parse(program.plan).schedule == "forward-only"
+    assert outputs(case, schedule="forward-only").sources == program.sources
+    verify(program, case.model, case.inputs).check(TOLERANCE)
+
+
+def test_a_schedule_that_is_named_is_not_replaced() -> None:
+    with pytest.raises(PlanError, match="it has backwards, and this graph has none"):
+        outputs(small(), schedule="1f1b")
 
 
 # text ---------------------------------------------------------------------------------------------

@@ -14,6 +14,9 @@ PLAN = Plan(
     inputs={"ids": {"dp": cut(0)}},
     gather={"dp": "use"},
     scatter={"tp": 1},
+    microbatches=4,
+    schedule="zb-h1",
+    stages=("layers.1",),
     notes=('a "quoted" note\n',),
 )
 

@@ -12,7 +12,6 @@ from partc.sharding import Layout, R, Sharding, U, cut
 
 MESH = Mesh.of("dp=2,tp=3")
 LAYOUTS = [R, U, cut(0), cut(1), cut(0, 2), cut(1, 3)]
-WANTED = [layout for layout in LAYOUTS if layout != U]
 SHARDINGS = [
     s
     for a, b in itertools.product(LAYOUTS, LAYOUTS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from partc.passes.search.bound import lower_bound
 from partc.passes.search.condition import condition
 from partc.passes.search.dead_ends import drop_dead_ends
-from partc.passes.search.eliminate import TooWide, eliminate, run_order
+from partc.passes.search.eliminate import MAX_TABLE, TooWide, eliminate, run_order
 from partc.passes.search.milp import milp
 from partc.passes.search.network import network
 from partc.passes.search.order import choose_order
@@ -149,6 +149,9 @@ def test_conditioning_finds_the_optimum_of_a_grid() -> None:
     assert not isinstance(exact, TooWide)
     assert found.fixed > 0
     assert same(found.cost, exact.cost)
+    net = network(problem)
+    bound, _ = lower_bound(net, choose_order(net).variables, 256)
+    assert bound > exact.cost - 0.06 * abs(exact.cost)  # 0.21 if groups did not agree
     solution = solve(problem, max_table=256)
     assert (solution.how, solution.assignment) == ("conditioned", exact.assignment)
 
@@ -165,6 +168,23 @@ def test_equal_layers_are_eliminated_once() -> None:
     found = eliminate(Problem(variables, tuple(factors)))
     assert not isinstance(found, TooWide)
     assert found.computed < 0.2 * found.cells
+
+
+def test_a_limit_is_met_layer_by_layer() -> None:
+    """Prices cut all 20 equal layers or none; what fits is 8 whole, and a layer's two change as
+    one.
+    """
+    costs, memory = np.array([0.0, 1.0]), np.array([10.0, 1.0])
+    variables = []
+    for layer in range(20):
+        variables.append(Variable(f"{layer}.a", ("whole", "cut"), costs, {"memory": memory}))
+        variables.append(Variable(f"{layer}.b", ("whole", "cut"), np.zeros(2)))
+    tied = np.array([[0.0, np.inf], [np.inf, 0.0]])
+    factors = [Factor((v, v + 1), tied) for v in range(0, 40, 2)]
+    found = solve(Problem(tuple(variables), tuple(factors)), {"memory": 100.5})
+    assert found.how == "lagrangian"
+    assert found.cost == 12.0
+    assert found.bound == pytest.approx(20 - 80.5 / 9)
 
 
 def test_what_is_impossible_is_named() -> None:
@@ -192,8 +212,8 @@ def test_highs_agrees(graph: str, limited: bool) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(small_problems, st.floats(0.05, 1.2))
-def test_limits_hold_and_bounds_are_true(problem: Problem, part: float) -> None:
+@given(small_problems, st.floats(0.05, 1.2), st.sampled_from([16.0, MAX_TABLE]))
+def test_limits_hold_and_bounds_are_true(problem: Problem, part: float, table: float) -> None:
     """What is found fits; bound <= optimum <= found; what is proven infeasible is."""
     resources = problem.resources
     assume(resources)
@@ -201,7 +221,7 @@ def test_limits_hold_and_bounds_are_true(problem: Problem, part: float) -> None:
         name: 0.5 + np.floor(part * sum(each.taken(name).max() for each in problem.variables))
         for name in resources
     }
-    optimum, found = brute_force(problem, limit), solve(problem, limit)
+    optimum, found = brute_force(problem, limit), solve(problem, limit, max_table=table)
     assert found.bound <= optimum + 1e-6 * max(1.0, abs(optimum))
     assert optimum <= found.cost or same(found.cost, optimum)
     if found.cost < np.inf:

@@ -11,10 +11,12 @@ import csv
 import io
 import re
 from itertools import count
+from pathlib import Path
 
 from partc.errors import PlanError
 from partc.schedules.actions import Action, Schedule, check_schedule
 
+CSV = ".csv"  # how the name of a schedule that is a file ends
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -27,6 +29,18 @@ def write_csv(schedule: Schedule) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(schedule.orders)
     return text.getvalue()
+
+
+def load_csv(path: Path) -> Schedule:
+    """The schedule in a file, named after it; PlanError if it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise PlanError(
+            where=f"schedule={str(path)!r}", what="the file cannot be read", why=str(error),
+            do="Check the path, or name a schedule that partc makes, for example 1f1b.",
+        ) from None  # fmt: skip
+    return read_csv(text, path.name)
 
 
 def read_csv(text: str, name: str = "csv") -> Schedule:

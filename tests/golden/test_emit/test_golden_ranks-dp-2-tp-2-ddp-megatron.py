@@ -40,17 +40,12 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
-def add_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
-    param.grad = grad if param.grad is None else param.grad.add_(grad)
-
-
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     for grads, done in reduced:
         done.wait()
         for param, grad in grads.items():
-            add_grad(param, grad)
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
     reduced.clear()
 
 

@@ -203,7 +203,7 @@ class ToyStep(nn.Module):
         links = link_groups(self.pp, {0: (0, 1), 192: (1, 0)})  # by tag: from rank, to rank
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing()}
-        self.x_out = {0: Outbox(links[0], 0, bound=1)}
+        self.x_out = {0: Outbox(links[0], 0, bound=2)}
         # and a backward's `d`, the gradient of `x`
         self.d_in = {0: Inbox(links[192], 192, [((3, 10, 12), torch.float64)])}
         self.d_out = {0: Nothing()}

@@ -232,11 +232,11 @@ class ToyStep(nn.Module):
                              448: (1, 0)})  # by tag: from rank, to rank
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing(), 2: Inbox(links[128], 128, [((3, 10, 12), torch.float64)])}
-        self.x_out = {0: Outbox(links[0], 0, bound=6), 2: Outbox(links[256], 256, bound=5)}
+        self.x_out = {0: Outbox(links[0], 0, bound=5), 2: Outbox(links[256], 256, bound=5)}
         # and a backward's `d`, the gradient of `x`
         self.d_in = {0: Inbox(links[192], 192, [((3, 10, 12), torch.float64)]),
                      2: Inbox(links[448], 448, [((3, 10, 12), torch.float64)])}
-        self.d_out = {0: Nothing(), 2: Outbox(links[320], 320, bound=1)}
+        self.d_out = {0: Nothing(), 2: Outbox(links[320], 320, bound=3)}
 
     def F(self, stage: int, i: int) -> None:
         """Forward of microbatch `i`: `x` from the stage before, the result to the stage behind."""

@@ -140,7 +140,6 @@ class Stage0(nn.Module):
 
     def begin(self, ids: Tensor, labels: Tensor) -> None:
         """Compute what all microbatches share."""
-        self.saved = {}
         self.kept, self.left = {}, {}
         self.ids = ids  # i64[24,10]
 
