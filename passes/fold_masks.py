@@ -15,7 +15,7 @@ IS_CAUSAL: dict[Any, int] = {  # attention op -> position of its is_causal argum
     aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
-LARGEST = 1 << 28  # elements of a mask that is worth computing while compiling
+LARGEST = 1 << 28  # elements that are worth computing while compiling
 
 
 def fold_masks(graph: Graph) -> None:
@@ -69,10 +69,8 @@ class _Constants:
 
     def _number(self, node: fx.Node) -> int | None:
         """A number that two nodes share if they compute the same, None for what is not constant."""
-        fake = node.meta["val"]
-        large = isinstance(fake, Tensor) and prod(fake.shape) > LARGEST
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "call_function" or large or random:
+        if node.op != "call_function" or random:
             return None
         if any(self.known[read] is None for read in node.all_input_nodes):
             return None
@@ -80,17 +78,75 @@ class _Constants:
         return self.numbers.setdefault((node.target, str(key)), len(self.numbers))
 
 
-def _evaluate(steps: list[fx.Node]) -> Any:
-    """The value of the last of these nodes."""
+def _evaluate(steps: list[fx.Node]) -> Tensor | None:
+    """The value of the last of these nodes, dims along which it is constant as one; None where
+    something on the way is too large.
+
+    A mask is made by broadcasting: over the batch, where every row is like the first, it is
+    computed once.
+    """
     env: dict[fx.Node, Any] = {}
     for node in steps:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return env[steps[-1]]
+        fake = node.meta["val"]
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if node.target is aten.expand.default:
+            env[node] = _aligned(env[node.args[0]], fake.dim())  # type: ignore[index]
+            continue
+        if pointwise and not _largest(node, env) <= LARGEST:
+            return None
+        if not pointwise and _elements(node) > LARGEST:
+            return None
+        read = env if pointwise else _Expanded(env)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        env[node] = _collapsed(result) if isinstance(result, Tensor) else result
+    found = env[steps[-1]]
+    return found if isinstance(found, Tensor) else None
 
 
-def _verdict(mask: Tensor) -> str | None:
+class _Expanded(dict[fx.Node, Any]):
+    """Values as large as they are in the graph."""
+
+    def __init__(self, env: dict[fx.Node, Any]) -> None:
+        super().__init__()
+        self.env = env
+
+    def __missing__(self, node: fx.Node) -> Any:
+        known, fake = self.env[node], node.meta["val"]
+        return known.expand(fake.shape) if isinstance(known, Tensor) else known
+
+
+def _elements(node: fx.Node) -> int:
+    """The most elements of what a call reads and makes."""
+    fakes = [n.meta["val"] for n in (node, *node.all_input_nodes)]
+    return max(prod(fake.shape) for fake in fakes if isinstance(fake, Tensor))
+
+
+def _largest(node: fx.Node, env: dict[fx.Node, Any]) -> int:
+    """The elements of a pointwise call's result on operands as they are kept."""
+    shapes = [known.shape for n in node.all_input_nodes if isinstance(known := env[n], Tensor)]
+    return prod(torch.broadcast_shapes(*shapes))
+
+
+def _aligned(known: Tensor, dims: int) -> Tensor:
+    """A tensor with ones before its shape, so that it has so many dims."""
+    return known.reshape((1,) * (dims - known.dim()) + known.shape)
+
+
+def _collapsed(known: Tensor) -> Tensor:
+    """The tensor with every dim along which it is constant cut to its first entry."""
+    for dim in range(known.dim()):
+        if known.shape[dim] > 1:
+            first = known.narrow(dim, 0, 1)
+            if known.stride(dim) == 0 or torch.equal(known, first.expand_as(known)):
+                known = first
+    return known
+
+
+def _verdict(mask: Tensor | None) -> str | None:
     """Whether a mask lets look everywhere, or from each row up to the diagonal."""
+    if mask is None:
+        return None
     shown = mask
     if mask.dtype != torch.bool:
         shown = mask == 0

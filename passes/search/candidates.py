@@ -36,7 +36,10 @@ class Space:
         for pp, replicate, shard, tp in self._sizes():
             for word in self._words(tp):
                 for data in self._data(replicate, shard):
-                    base = Candidate(replicate, shard, tp, pp, 1, data, word)
+                    base = Candidate(
+                        replicate, shard, tp, pp, 1, data, word,
+                        given=self.mesh if self.mesh.axes else None,
+                    )  # fmt: skip
                     yield from self._in_time(base)
 
     def _sizes(self) -> Iterator[tuple[int, int, int, int]]:
@@ -97,9 +100,7 @@ class Space:
                     )
 
     def _pays(self, pp: int, count: int, pinned: bool) -> bool:
-        return pinned or (count >= pp if pp > 1 else True) and count <= MOST_MICROBATCHES * max(
-            pp, 4
-        )
+        return pinned or ((pp == 1 or count >= pp) and count <= MOST_MICROBATCHES * max(pp, 4))
 
 
 def names_axes(mesh: Mesh) -> bool:

@@ -2,7 +2,7 @@
 
 In: a joint graph and a mesh, open or with axes, and the user's pins. Out: the mesh with its axes
 and a partial plan, and the candidates that came next. Everything is estimated from one profile per
-tensor preset; a candidate whose compute alone takes longer than the best one found is not looked at.
+tensor preset.
 """
 
 from __future__ import annotations

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
 
 from partc.collective_cost import collective_seconds
 from partc.mesh import PP, Mesh
+from partc.passes.apply_preset import DATA_AXES
 from partc.passes.memory import STATE_COPIES
-from partc.passes.search.profile import BACKWARD, FORWARD, TP, Calls, Floats, Profile, Sizes
+from partc.passes.search.profile import BACKWARD, FORWARD, TP, Calls, Floats, Profile
 from partc.topology import Device, Topology
 
 Data = Literal["ddp", "zero1", "fsdp"]
@@ -38,6 +40,7 @@ class Candidate:
     word: str = ""
     schedule: str = "1f1b"
     chunks: int = 1
+    given: Mesh | None = None  # axes that the user has named
 
     @property
     def data_ranks(self) -> int:
@@ -45,12 +48,14 @@ class Candidate:
 
     def mesh(self, topology: Topology | None) -> Mesh:
         """Its axes, the pipeline outermost and tensor ranks next to each other."""
+        if self.given is not None:
+            return self.given
         data = [(REPLICATE, self.replicate), (SHARD, self.shard)]
         if self.replicate == 1 or self.shard == 1:
             data = [("dp", self.data_ranks)]
         sizes = [(PP, self.pp), *data, (TP, self.tp)]
         axes = tuple((name, size) for name, size in sizes if size > 1)
-        return Mesh(axes or (("dp", 1),), topology)
+        return Mesh(axes, topology)
 
     @property
     def preset(self) -> str:
@@ -148,9 +153,7 @@ class Estimator:
         np.add.at(weights, calls.unit, seconds * calls.is_weight_grad)
         return UnitTimes(compute, weights, tensor)
 
-    def _stage(
-        self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int]
-    ) -> _Stage:
+    def _stage(self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int]) -> _Stage:
         forward = self._phase(one, mesh, times, units, FORWARD)
         backward = self._phase(one, mesh, times, units[::-1], BACKWARD)
         compute = float(times.compute[list(units)].sum())
@@ -163,50 +166,50 @@ class Estimator:
     def _phase(
         self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int], phase: int
     ) -> _Waits:
-        """Walk a stage's units beside the stream that moves its weights and gradients."""
-        gathers = one.data == "fsdp" and one.shard > 1
-        once = one.data == "zero1" and one.data_ranks > 1 and phase == FORWARD
-        now = free = waited = 0.0
-        arrived: list[float] = []
+        """Walk a stage's units beside the streams that move its weights and gradients."""
+        gathers = [0.0] * len(units)
+        if (one.data == "fsdp" and one.shard > 1) or (one.data == "zero1" and phase == FORWARD):
+            gathers = [self._gather_s(one, mesh, unit) for unit in units]
+        once = one.data == "zero1"  # all are started when the step begins
+        now = shared = between = waited = 0.0
+        arrives = accumulate(gathers) if once else iter(())
+        arrived = gathers[0]
         for number, unit in enumerate(units):
-            if gathers or once:
-                free = max(free, 0.0 if once or number < 2 else arrived_at) + self._gather_s(
-                    one, mesh, unit
-                )
-                arrived.append(free)
-                waited += max(0.0, free - now)
-                now = max(now, free)
-            arrived_at = now
+            arrived = next(arrives) if once else arrived
+            waited += max(0.0, arrived - now)
+            now = max(now, arrived)
+            if number + 1 < len(units) and not once:
+                arrived = shared = max(shared, now) + gathers[number + 1]
             now += float(times.exposed[unit, phase])
-            if phase == BACKWARD and self._reduces(one):
-                free = max(free, now) + self._reduce_s(one, mesh, unit)
-        return _Waits(waited, max(0.0, free - now) if phase == BACKWARD else 0.0)
-
-    def _reduces(self, one: Candidate) -> bool:
-        """Whether gradients are reduced beside the backward of each microbatch, or of the last."""
-        return one.data_ranks > 1
+            if phase == BACKWARD and one.data_ranks > 1:
+                shared = max(shared, now) + self._reduce_s(one, mesh, unit)
+                between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
+        return _Waits(waited, max(0.0, shared - now, between - now) if phase == BACKWARD else 0.0)
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
-        axis, ranks = self._shard_axis(one)
+        axis, ranks = self._shard_axis(one, mesh)
         return collective_seconds("all_gather", weights.size.local(1, one.tp) / ranks, mesh, axis)
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """The gradients of a unit; once per step they take a share of each microbatch's time."""
         size = self.profile.weights[unit].size.local(1, one.tp)
-        axis, ranks = self._shard_axis(one)
-        if one.data == "ddp":
-            seconds = collective_seconds("all_reduce", size, mesh, axis)
-        else:
-            seconds = collective_seconds("reduce_scatter", size, mesh, axis)
-            if one.replicate > 1 and one.shard > 1:
-                seconds += collective_seconds("all_reduce", size / ranks, mesh, REPLICATE)
+        kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
+        seconds = collective_seconds(kind, size, mesh, self._shard_axis(one, mesh)[0])
         return seconds if one.data == "fsdp" else seconds / one.microbatches
 
-    def _shard_axis(self, one: Candidate) -> tuple[str, int]:
-        if one.replicate > 1 and one.shard > 1:
-            return SHARD, one.shard
-        return "dp", one.data_ranks
+    def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
+        """What replicas add up of the gradients that each has scattered."""
+        if one.data != "fsdp" or REPLICATE not in mesh.names:
+            return 0.0
+        size = self.profile.weights[unit].size.local(1, one.tp) / one.shard
+        return collective_seconds("all_reduce", size, mesh, REPLICATE)
+
+    def _shard_axis(self, one: Candidate, mesh: Mesh) -> tuple[str, int]:
+        """The axis over which weights are sharded, or gradients summed, and its size."""
+        axes = [name for name in mesh.names if name in DATA_AXES]
+        axis = next((name for name in axes if name != REPLICATE), "") or axes[0]
+        return axis, mesh.size(axis)
 
     def _optimizer_s(self, one: Candidate, stages: Sequence[Sequence[int]]) -> float:
         """Parameters, gradients and states are read, parameters and states written."""
@@ -220,7 +223,7 @@ class Estimator:
         return sum(self.profile.weights[u].size.local(1, one.tp) for u in units)
 
     def _sharded(self, one: Candidate) -> int:
-        return self._shard_axis(one)[1] if one.data != "ddp" else 1
+        return 1 if one.data == "ddp" else one.shard if one.data == "fsdp" else one.data_ranks
 
     def _bytes(self, one: Candidate, stages: Sequence[Sequence[int]]) -> dict[str, float]:
         """The bytes of the fullest pipeline rank."""
@@ -291,7 +294,8 @@ def _fractions(device: Device, work: str, amounts: Floats) -> Floats:
     seconds = at / np.array([fraction for _, fraction in points])
     inside = np.clip(amounts, at[0], at[-1])
     between = inside / np.interp(inside, at, seconds)
-    return np.asarray(between, dtype=np.float64)
+    fractions: Floats = between
+    return fractions
 
 
 def _stages(profile: Profile, times: UnitTimes, num: int) -> list[list[int]]:
@@ -301,7 +305,7 @@ def _stages(profile: Profile, times: UnitTimes, num: int) -> list[list[int]]:
     ends = np.cumsum([each[unit] for unit in chain])
     cuts = [int(np.searchsorted(ends, ends[-1] * i / num - each.max() / 2)) for i in range(1, num)]
     edges = [0, *cuts, len(chain)]
-    return [chain[a:b] or [chain[min(a, len(chain) - 1)]] for a, b in zip(edges, edges[1:])]
+    return [chain[a:b] or [chain[min(a, len(chain) - 1)]] for a, b in pairwise(edges)]
 
 
 def _bubble(one: Candidate, turn: float, weight_grads: float) -> float:
@@ -320,9 +324,5 @@ def _in_flight(one: Candidate, rank: int) -> float:
         return 1.0 if one.microbatches == 1 else float(one.chunks)
     if one.chunks > 1:
         most = one.chunks * one.pp + one.pp - 1 - 2 * rank + one.pp - 1
-        return float(min(one.microbatches * one.chunks, most)) 
+        return float(min(one.microbatches * one.chunks, most))
     return float(min(one.microbatches, one.pp - rank))
-
-
-def total(sizes: Sequence[Sizes]) -> Sizes:
-    return sum(sizes, Sizes())
