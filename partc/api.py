@@ -69,8 +69,8 @@ def compile(
     ``.csv`` is a file with your own, as torch's pipelining writes them; without one it is 1f1b, or
     forward-only for inference), ``stages`` the module paths at which stages 1, 2, ... begin;
     without them stages are cut evenly by cost, ``chunks`` on each rank. A program whose predicted
-    peak on any rank, with AdamW's states, is beyond ``memory_bytes`` is refused. Raises a PartcError
-    in four parts: TraceError, PlanError, ShardingError or CheckError.
+    peak on any rank, with AdamW's states, is beyond ``memory_bytes`` is refused. Raises a
+    PartcError in four parts: TraceError, PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
     mesh = Mesh.of(mesh).settled(wanted.mesh)
