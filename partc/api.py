@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from partc.codegen.emit import emit
 from partc.codegen.header import header, stage_header
 from partc.codegen.pipeline import Pipeline, file_name
 from partc.cost import cost_report
-from partc.errors import PlanError
+from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
 from partc.graph import Graph, value
 from partc.memory_limit import check_memory
@@ -31,6 +32,7 @@ from partc.passes.microbatches import count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
+from partc.passes.search.choose_plan import AUTO_PLAN, can_search, choose_plan
 from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.pipeline_cost import pipeline_cost
@@ -61,19 +63,20 @@ def compile(
 ) -> Program:
     """Compile one training step of ``model`` (its weights are not needed) for a mesh.
 
-    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml. ``inputs``: example tensors
-    of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
-    model's own ``.loss``. ``plan``: a preset's words (``"fsdp+megatron"``), a Plan, its
-    text, or a plan.toml's path. With an axis ``pp`` or several microbatches the step is a pipeline:
-    ``schedule`` names its order ("auto" makes one for the stages' costs, a path that ends in
-    ``.csv`` is a file with your own, as torch's pipelining writes them; without one it is 1f1b, or
-    forward-only for inference), ``stages`` the module paths at which stages 1, 2, ... begin;
-    without them stages are cut evenly by cost, ``chunks`` on each rank. A program whose predicted
-    peak on any rank, with AdamW's states, is beyond ``memory_bytes`` is refused. Raises a
-    PartcError in four parts: TraceError, PlanError, ShardingError or CheckError.
+    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml; ``Mesh.load("dgx-h100", 64)``
+    leaves the axes to ``plan="auto"``, which searches for the fastest step that fits. ``inputs``:
+    example tensors of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a
+    scalar; None takes the model's own ``.loss``. ``plan``: "auto", a preset's words
+    (``"fsdp+megatron"``), a Plan, its text, or a plan.toml's path. With an axis ``pp`` or several
+    microbatches the step is a pipeline: ``schedule`` names its order ("auto" makes one for the
+    stages' costs, a path that ends in ``.csv`` is a file with your own, as torch's pipelining
+    writes them; without one it is 1f1b, or forward-only for inference), ``stages`` the module paths
+    at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on each
+    rank. A program whose predicted peak on any rank, with AdamW's states, is beyond
+    ``memory_bytes`` is refused. Raises a PartcError in four parts: TraceError, PlanError,
+    ShardingError or CheckError.
     """
     wanted = read_plan(plan)
-    mesh = Mesh.of(mesh).settled(wanted.mesh)
     given: dict[str, Any] = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
@@ -86,16 +89,52 @@ def compile(
         given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
-    pipelined = is_pipeline(wanted, mesh)
-    compile_rest = compile_pipeline if pipelined else compile_stage
-    try:
-        graph = trace(model, inputs, loss, fold=not pipelined and not wanted.names_blocks)
+    job = _Job(model, inputs, loss, strict)
+    if wanted.preset == AUTO_PLAN:
+        return job.with_search(Mesh.of(mesh), wanted, microbatches)
+    return job.with_plan(Mesh.of(mesh).settled(wanted.mesh), wanted)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is compiled; every attempt traces anew, as the steps behind change their graph."""
+
+    model: nn.Module
+    inputs: Any
+    loss: Callable[..., Any] | None
+    strict: bool
+
+    def with_search(self, mesh: Mesh, plan: Plan, microbatches: int | None) -> Program:
+        """Compile the best plan that is found, or the next best where its program is too large."""
+        graph = self._traced(mesh, plan)
+        if graph.loss is None or not can_search(mesh):
+            return self.with_plan(mesh.settled(plan.mesh), plan, graph)
+        ways = choose_plan(graph, mesh, plan, microbatches).ways(mesh, plan)
+        for at, each in ways[:-1]:
+            try:
+                return self.with_plan(at, each, graph)
+            except MemoryLimitError:
+                graph = self._traced(mesh, plan)
+        return self.with_plan(*ways[-1], graph)
+
+    def with_plan(self, mesh: Mesh, plan: Plan, graph: Graph | None = None) -> Program:
+        """Compile a plan; ``graph`` is the model as traced, if it has been."""
+        several = is_pipeline(plan, mesh)
+        compile_rest = compile_pipeline if several else compile_stage
+        if graph is None or (several and graph.folds):
+            graph = self._traced(mesh, plan)
         graph.mesh = mesh
-        return compile_rest(graph, wanted, Fingerprint.of(model), strict=strict)
-    except Unfolded:
-        graph = trace(model, inputs, loss)
-        graph.mesh = mesh
-        return compile_rest(graph, wanted, Fingerprint.of(model), strict=strict)
+        fingerprint = Fingerprint.of(self.model)
+        try:
+            return compile_rest(graph, plan, fingerprint, strict=self.strict)
+        except Unfolded:
+            graph = trace(self.model, self.inputs, self.loss)
+            graph.mesh = mesh
+            return compile_rest(graph, plan, fingerprint, strict=self.strict)
+
+    def _traced(self, mesh: Mesh, plan: Plan) -> Graph:
+        fold = not is_pipeline(plan, mesh) and not plan.names_blocks
+        return trace(self.model, self.inputs, self.loss, fold=fold)
 
 
 def compile_stage(
@@ -205,8 +244,8 @@ def read_plan(plan: str | Path | Plan) -> Plan:
         return Plan.load(plan)
     if "\n" in plan:
         return Plan.parse(plan)
-    if plan == "auto":
-        return Plan(preset="auto")
+    if plan == AUTO_PLAN:
+        return Plan(preset=AUTO_PLAN)
     if not plan:
         raise PlanError(
             where="plan",

@@ -42,6 +42,10 @@ class PlanError(PartcError):
     code = "PTC020"
 
 
+class MemoryLimitError(PlanError):
+    """A step needs more memory than a rank has."""
+
+
 class ShardingError(PartcError):
     """A tensor cannot be cut the way it is asked to be."""
 

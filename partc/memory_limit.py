@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partc.errors import PlanError
+from partc.errors import MemoryLimitError
 
 NAMED = 3  # holders that an error names
 Holders = tuple[tuple[str, int], ...]  # who, and how many bytes
@@ -25,12 +25,12 @@ class Peak:
 
 
 def check_memory(peaks: Sequence[Peak], limit_bytes: int) -> None:
-    """PlanError for the rank with the highest peak if that is beyond the limit; 0 is no limit."""
+    """MemoryLimitError for the rank with the highest peak if it is too high; 0 is no limit."""
     worst = max(peaks, key=lambda peak: peak.num_bytes)
     if not limit_bytes or worst.num_bytes <= limit_bytes:
         return
     holders = sorted((*worst.state, *worst.live), key=lambda holder: -holder[1])[:NAMED]
-    raise PlanError(
+    raise MemoryLimitError(
         where=f"memory_bytes={limit_bytes}, {worst.rank}",
         what=f"the step needs {worst.num_bytes:,} bytes at its peak, {limit_bytes:,} are allowed",
         why="most is held by " + "; ".join(f"{who}, {size:,} bytes" for who, size in holders),

@@ -1,4 +1,4 @@
-"""Every way to train that the search looks at: axis sizes, sharding of weights, microbatches, order.
+"""Every way to train that the search looks at: axes, sharding of weights, microbatches, order.
 
 What the user's plan or mesh already says is a pin: only candidates that agree with it come out.
 """
@@ -12,7 +12,6 @@ from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data
 from partc.passes.search.profile import TP
-from partc.plan import Plan
 
 WORDS = ("megatron-sp", "megatron")
 DATA: tuple[Data, ...] = ("ddp", "zero1", "fsdp")
@@ -24,7 +23,8 @@ class Space:
     """What candidates have to respect; sizes of axes are fixed where the mesh has axes."""
 
     mesh: Mesh
-    plan: Plan
+    microbatches: int | None
+    schedule: str
     devices: int
     dp_divides: int  # data ranks times microbatches have to divide this
     tp_divides: Mapping[str, int]  # by tensor preset
@@ -84,23 +84,25 @@ class Space:
     def _in_time(self, base: Candidate) -> Iterator[Candidate]:
         """The same with every number of microbatches, and with every schedule of a pipeline."""
         left = self.dp_divides // base.data_ranks
-        pinned = self.plan.microbatches > 1
-        for count in divisors(left) if not pinned else [self.plan.microbatches]:
-            if left % count or not self._pays(base.pp, count, pinned):
+        for count in [self.microbatches] if self.microbatches else divisors(left):
+            if left % count or not (self.microbatches or _pays(base.pp, count)):
                 continue
-            if base.pp == 1:
-                yield replace(base, microbatches=count)
-                continue
-            yield replace(base, microbatches=count)
-            yield replace(base, microbatches=count, schedule="zb-h1")
-            for chunks in (2, 4):
-                if base.pp * chunks <= self.units and count % base.pp == 0:
-                    yield replace(
-                        base, microbatches=count, schedule="interleaved-1f1b", chunks=chunks
-                    )
+            here = replace(base, microbatches=count)
+            orders = self._orders(here) if here.pp > 1 else [here]
+            yield from (o for o in orders if self.schedule in ("", "auto", o.schedule))
 
-    def _pays(self, pp: int, count: int, pinned: bool) -> bool:
-        return pinned or ((pp == 1 or count >= pp) and count <= MOST_MICROBATCHES * max(pp, 4))
+    def _orders(self, base: Candidate) -> Iterator[Candidate]:
+        """The same under every schedule that the search knows to estimate."""
+        yield base
+        yield replace(base, schedule="zb-h1")
+        for chunks in (2, 4):
+            if base.pp * chunks <= self.units and base.microbatches % base.pp == 0:
+                yield replace(base, schedule="interleaved-1f1b", chunks=chunks)
+
+
+def _pays(pp: int, count: int) -> bool:
+    """Whether so many microbatches are worth a look: a pipeline wants one for each rank."""
+    return (pp == 1 or count >= pp) and count <= MOST_MICROBATCHES * max(pp, 4)
 
 
 def names_axes(mesh: Mesh) -> bool:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.mesh import Mesh
-from partc.passes.search.candidates import Space
+from partc.passes.search.candidates import Space, names_axes
 from partc.passes.search.estimate import Candidate, Estimate, Estimator
 from partc.passes.search.profile import Profile, profile
 from partc.plan import Plan
 
+AUTO_PLAN = "auto"
 KEPT = 5  # candidates that a report names
 SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
 
@@ -31,15 +32,27 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the search found: the best first, then the next best; ``looked_at`` of ``all_of``."""
+    """What the search found: the best first, then the next best of ``all_of`` candidates."""
 
     ranked: tuple[Ranked, ...]
-    looked_at: int
     all_of: int
+    limit: float  # bytes of a rank
 
-    @property
-    def best(self) -> Candidate:
-        return self.ranked[0].candidate
+    def ways(self, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
+        """Mesh and plan of each candidate, the best first; what the plan pins stays."""
+        limit = plan.memory_bytes or (round(self.limit) if mesh.topology else 0)
+        found = []
+        for each in self.ranked:
+            one = each.candidate
+            more = {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
+            found.append((
+                one.mesh(mesh.topology),
+                plan.changed(
+                    preset=one.preset, microbatches=one.microbatches, memory_bytes=limit,
+                    notes=(*plan.notes, self.note()), **more,
+                ),
+            ))  # fmt: skip
+        return found
 
     def note(self) -> str:
         """One line for the plan: how it was chosen."""
@@ -51,13 +64,22 @@ class Choice:
         return f"auto: best of {self.all_of} candidates" + (f"; next: {then}" if then else "")
 
 
-def choose_plan(graph: Graph, mesh: Mesh, plan: Plan) -> Choice:
-    """The best candidates for one training step; PlanError if none fits the memory."""
+def can_search(mesh: Mesh) -> bool:
+    """Whether there is something to choose, and every axis is one that the search knows."""
+    return mesh.is_open or (names_axes(mesh) and mesh.num_ranks > 1)
+
+
+def choose_plan(graph: Graph, mesh: Mesh, plan: Plan, microbatches: int | None = None) -> Choice:
+    """The best candidates for one training step; PlanError if none fits the memory.
+
+    ``microbatches`` pins their number, as does a plan that names more than one.
+    """
+    pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
     topology = mesh.hardware
     devices = mesh.num_ranks if mesh.axes else topology.num_devices
     profiles = _profiles(graph, devices, mesh)
     space = Space(
-        mesh=mesh, plan=plan, devices=devices,
+        mesh=mesh, microbatches=pinned, schedule=plan.schedule, devices=devices,
         dp_divides=profiles[""].dp_divides,
         tp_divides={word: found.tp_divides for word, found in profiles.items() if word},
         units=len(profiles[""].chain),
@@ -78,16 +100,13 @@ def _profiles(graph: Graph, devices: int, mesh: Mesh) -> dict[str, Profile]:
 def _search(space: Space, estimators: dict[str, Estimator], limit: float) -> Choice:
     found: list[Ranked] = []
     too_large: list[Ranked] = []
-    all_of = looked_at = 0
     for one in space.candidates():
-        all_of += 1
-        looked_at += 1
         each = Ranked(one, estimators[one.word if one.tp > 1 else ""].estimate(one))
         (found if each.estimate.peak_bytes <= limit else too_large).append(each)
     if not found:
         raise _nothing_fits(too_large, limit, space)
     found.sort(key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes))
-    return Choice(tuple(found[:KEPT]), looked_at, all_of)
+    return Choice(tuple(found[:KEPT]), len(found) + len(too_large), limit)
 
 
 def _nothing_fits(tried: list[Ranked], limit: float, space: Space) -> PlanError:
