@@ -63,11 +63,11 @@ def compile(
 ) -> Program:
     """Compile one training step of ``model`` (its weights are not needed) for a mesh.
 
-    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml; ``Mesh.load("dgx-h100", 64)``
-    leaves the axes to ``plan="auto"``, which searches for the fastest step that fits. ``inputs``:
-    example tensors of the global batch, real, fake or meta. ``loss(model, *inputs)`` gives a
-    scalar; None takes the model's own ``.loss``. ``plan``: "auto", a preset's words
-    (``"fsdp+megatron"``), a Plan, its text, or a plan.toml's path. With an axis ``pp`` or several
+    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml; one that is open, as
+    ``Mesh.load("dgx-h100", 64)``, leaves its axes to the plan. ``inputs``: example tensors of the
+    global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
+    model's own ``.loss``. ``plan``: "auto", which searches for the fastest step that fits, a
+    preset's words (``"fsdp+megatron"``), a Plan, its text, or a plan.toml's path. With an axis ``pp`` or several
     microbatches the step is a pipeline: ``schedule`` names its order ("auto" makes one for the
     stages' costs, a path that ends in ``.csv`` is a file with your own, as torch's pipelining
     writes them; without one it is 1f1b, or forward-only for inference), ``stages`` the module paths

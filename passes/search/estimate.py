@@ -292,7 +292,7 @@ def _fractions(device: Device, work: str, amounts: Floats) -> Floats:
     points = device.efficiency.get(work, ((1.0, 1.0),))
     at = np.array([amount for amount, _ in points])
     seconds = at / np.array([fraction for _, fraction in points])
-    inside = np.clip(amounts, at[0], at[-1])
+    inside: Floats = np.clip(amounts, at[0], at[-1])
     between = inside / np.interp(inside, at, seconds)
     fractions: Floats = between
     return fractions
