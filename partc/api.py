@@ -67,14 +67,14 @@ def compile(
     ``Mesh.load("dgx-h100", 64)``, leaves its axes to the plan. ``inputs``: example tensors of the
     global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
     model's own ``.loss``. ``plan``: "auto", which searches for the fastest step that fits, a
-    preset's words (``"fsdp+megatron"``), a Plan, its text, or a plan.toml's path. With an axis ``pp`` or several
-    microbatches the step is a pipeline: ``schedule`` names its order ("auto" makes one for the
-    stages' costs, a path that ends in ``.csv`` is a file with your own, as torch's pipelining
-    writes them; without one it is 1f1b, or forward-only for inference), ``stages`` the module paths
-    at which stages 1, 2, ... begin; without them stages are cut evenly by cost, ``chunks`` on each
-    rank. A program whose predicted peak on any rank, with AdamW's states, is beyond
-    ``memory_bytes`` is refused. Raises a PartcError in four parts: TraceError, PlanError,
-    ShardingError or CheckError.
+    preset's words (``"fsdp+megatron"``), a Plan, its text, or a plan.toml's path. With an axis
+    ``pp`` or several microbatches the step is a pipeline: ``schedule`` names its order ("auto"
+    makes one for the stages' costs, a path that ends in ``.csv`` is a file with your own, as
+    torch's pipelining writes them; without one it is 1f1b, or forward-only for inference),
+    ``stages`` the module paths at which stages 1, 2, ... begin; without them stages are cut evenly
+    by cost, ``chunks`` on each rank. A program whose predicted peak on any rank, with AdamW's
+    states, is beyond ``memory_bytes`` is refused. Raises a PartcError in four parts: TraceError,
+    PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
     given: dict[str, Any] = {

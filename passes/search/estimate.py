@@ -284,7 +284,8 @@ def call_seconds(calls: Calls, device: Device, dp: int, tp: int) -> Floats:
         _fractions(device, "matmul", flops),
     )
     memory = moved / (device.memory_bytes_per_s * _fractions(device, "pointwise", moved))
-    return np.maximum(np.maximum(flops / (peaks * reached), memory), device.launch_s)
+    seconds: Floats = np.maximum(np.maximum(flops / (peaks * reached), memory), device.launch_s)
+    return seconds
 
 
 def _fractions(device: Device, work: str, amounts: Floats) -> Floats:
