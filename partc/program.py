@@ -93,7 +93,7 @@ class Program:
 
     def module(self, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
         """This rank's part as an ``nn.Module``, inside torchrun; all ranks call this together."""
-        from partc.runtime import start_stage
+        from partc.start import start_stage
 
         return start_stage(self, device, mesh)
 

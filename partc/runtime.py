@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from partc.clip import clip_gradients
-from partc.dtensors import DTensors
 from partc.errors import RunError
-from partc.handshake import check_agreement, check_world, device_mesh, world_size
-from partc.holders import Holders, from_first
-from partc.mesh import PP, Mesh
 from partc.program import Program
+from partc.rank_tensors import RankTensors, Unmatched
 from partc.role import Role, Shard, dtype_name
-from partc.weights import Source, check_names, check_shapes, match, whole_tensors
-
-
-class Unmatched(NamedTuple):
-    """What ``load_state_dict`` returns, as in torch."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
-    """Join the run and build this rank's Stage; all ranks call this together."""
-    check_world(program.mesh, world_size())
-    here = _device_of(device)
-    if not dist.is_initialized():
-        _join(here)
-    check_agreement(program, here)
-    mesh = mesh or device_mesh(program.mesh, here.type)
-    if mesh is not None and Mesh.of(mesh) != program.mesh:
-        raise RunError(
-            where=f"mesh {Mesh.of(mesh)}",
-            what="is not the mesh of this program",
-            why=f"it was compiled for {program.mesh}",
-            do="Pass a DeviceMesh with these axes in this order, or none.",
-        )
-    return Stage(program, mesh, here)
+from partc.weights import Source, whole_tensors
 
 
 class Stage(nn.Module):
@@ -59,26 +27,17 @@ class Stage(nn.Module):
     """
 
     _rank_step: Any  # the role's own module
-    _held: dict[str, Tensor]  # every tensor of this rank by its name in the user's model
 
     def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()
-        self._model, self.mesh = program.fingerprint, program.mesh
         self._role: Role = program.role(dist.get_rank())
-        self._holders = Holders.of(program)
-        self._groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
-        self.coords = program.mesh.coords(dist.get_rank())
-        self._dtensors = _dtensors(program.mesh, mesh, self.coords)
+        self._tensors = RankTensors(program, self._role, mesh, device)
+        self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
-        self._aside = {
-            name: torch.zeros(shard.shape, dtype=shard.dtype, device=device)
-            for name, shard in self._holders.aside.items()
-        }
-        own = {shard.name: shard for shard in self._role.shards}
-        self._shards = {**own, **self._holders.aside}
         self._show_tensors()
-        self._set({n: t for n, t in program.constants.items() if n in self._shards})
+        known = program.constants.items()
+        self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
 
     # running ---------------------------------------------------------------------------------
     def step(self, *inputs: Tensor) -> Tensor:
@@ -112,9 +71,9 @@ class Stage(nn.Module):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
-        held = self._held
+        held = self._tensors.held
         params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
-        groups = list(self._groups.values())
+        groups = list(self._tensors.groups.values())
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
 
     # whole tensors ---------------------------------------------------------------------------
@@ -124,45 +83,46 @@ class Stage(nn.Module):
         A tied tensor may come under any of its names. Buffers that a model's state dict leaves out
         come from a model, otherwise they keep what was known when compiling.
         """
-        self._load(whole_tensors(source), strict, self.shards)
+        self._tensors.load(whole_tensors(source), strict, self.shards)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the model's own state dict, whole, on the CPU; all ranks together.
 
         The names of a tied tensor have one tensor.
         """
-        names = list(self._saved(self.shards))
-        firsts = dict.fromkeys(map(self._first, names))
-        whole = {first: self._whole(first).to("cpu", copy=True) for first in firsts}
-        return {name: whole[self._first(name)] for name in names}
+        tensors = self._tensors
+        names = list(tensors.saved_names(self.shards))
+        firsts = dict.fromkeys(map(tensors.first_name, names))
+        whole = {first: tensors.whole(first).to("cpu", copy=True) for first in firsts}
+        return {name: whole[tensors.first_name(name)] for name in names}
 
     @property
     def device(self) -> torch.device:
         """Where this rank's tensors are."""
-        return next(iter(self._held.values())).device
+        return self._tensors.device
 
     @property
     def shards(self) -> Mapping[str, Shard]:
         """How every tensor is cut that some rank holds, by name."""
-        return self._holders.shards
+        return self._tensors.all_shards
 
     @property
     def pipeline(self) -> Any:
         """The process group of the ranks with the other stages; None if there is none."""
-        return self._groups.get(PP)
+        return self._tensors.pipeline
 
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """Every tensor that this rank holds by name, with how it is cut from the whole."""
-        held = self._held
-        return {name: (shard, held[name]) for name, shard in self._shards.items()}
+        held = self._tensors.held
+        return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
 
     def is_first_copy(self, shard: Shard) -> bool:
         """Whether this rank is the first of all that hold the same piece of this tensor."""
-        return self._holders.is_first_copy(shard, self.coords)
+        return self._tensors.holders.is_first_copy(shard, self.coords)
 
     def is_first_stage(self, shard: Shard) -> bool:
         """Whether this rank is one of the first pipeline rank that holds this tensor."""
-        return self._holders.is_first_stage(shard, self.coords)
+        return self._tensors.holders.is_first_stage(shard, self.coords)
 
     # checkpoints -----------------------------------------------------------------------------
     def state_dict(  # type: ignore[override]
@@ -178,63 +138,17 @@ class Stage(nn.Module):
         with the parameters, except those that ``partc.dtensors`` has to gather.
         """
         state = {} if destination is None else destination
-        held = self._held
-        for name in self._saved(self._shards):
-            shard = self._shards[self._first(name)]
-            state[prefix + name] = self._dtensors.make(
-                shard, held[shard.name].detach(), self._gather
-            )
+        for name in self._tensors.saved_names(self._tensors.shards):
+            state[prefix + name] = self._tensors.as_dtensor(name)
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Unmatched:
         """Take values from whole tensors, or from DTensors of any mesh and placements."""
-        return self._load(state_dict, strict, self._shards)
+        return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
-    def _load(self, given: Mapping[str, Any], strict: bool, needed: Collection[str]) -> Unmatched:
-        """Check all names that some rank holds, so that all ranks agree, and take this rank's."""
-        matched = match(given, list(self.shards), self._holders.aliases, self._model)
-        matched = replace(matched, missing=[n for n in matched.missing if n in needed])
-        if strict:
-            check_names(matched)
-        check_shapes(given, matched, {s.name: s.shape for s in self.shards.values()})
-        self._set({name: given[key] for name, key in matched.found.items()})
-        return Unmatched(matched.missing, matched.unexpected)
-
-    @torch.no_grad()
-    def _set(self, given: Mapping[str, Tensor]) -> None:
-        """Copy this rank's pieces of whole tensors, or of DTensors, into place."""
-        held = self._held
-        for name, value in given.items():
-            shard = self._shards.get(name)
-            if shard is None:
-                if isinstance(value, DTensor):
-                    value.full_tensor()  # for the ranks that hold it: they cannot gather it alone
-            elif isinstance(value, DTensor):
-                held[name].copy_(self._dtensors.piece(shard, value))
-            else:
-                held[name].copy_(shard.take(value, self.mesh, self.coords))
-
-    def _whole(self, name: str) -> Tensor:
-        """A tensor joined by the first pipeline rank that holds it, on all of them."""
-        shard, first = self.shards[name], self._holders.first[name]
-        joined = None
-        if self.is_first_stage(shard):
-            joined = shard.join(self._held[name].detach(), self._gather)
-        if self.pipeline is None:
-            assert joined is not None
-            return joined
-        return from_first(joined, shard, first, self.pipeline, self.device)
-
-    def _gather(self, piece: Tensor, axis: str) -> list[Tensor]:
-        """What every rank along an axis holds."""
-        piece = piece.contiguous()
-        pieces = [torch.empty_like(piece) for _ in range(self.mesh.size(axis))]
-        dist.all_gather(pieces, piece, group=self._groups[axis])
-        return pieces
-
     def _fresh_grads(
         self, params: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
@@ -269,7 +183,7 @@ class Stage(nn.Module):
         """``.to()`` and its like act on the rank's module; the view by the user's names follows."""
         self._check_dtypes_stay(fn)
         self._rank_step._apply(fn, recurse)
-        self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
+        self._tensors.apply(fn)
         self._show_tensors()
         return self
 
@@ -289,7 +203,7 @@ class Stage(nn.Module):
     def _check_dtypes_stay(self, fn: Callable[[Tensor], Tensor]) -> None:
         if not self._has_stages():
             return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in self._held.values()):
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self._tensors.held.values()):
             new = fn(torch.empty(0, dtype=dtype, device=self.device)).dtype
             if new != dtype:
                 raise RunError(
@@ -303,18 +217,9 @@ class Stage(nn.Module):
         """Register the rank's tensors in a tree of the user's module names."""
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
-        self._held = {**self._role.tensors(self._rank_step), **self._aside}
-        held, saved = self._held, set(self._saved(self._shards))
-        seconds = {n: f for n, f in self._holders.aliases.items() if f in held}
-        for name, first in {**{n: n for n in self._shards}, **seconds}.items():
-            _register(self, name, held[first], name in saved)
-
-    def _first(self, name: str) -> str:
-        return self._holders.aliases.get(name, name)
-
-    def _saved(self, held: Collection[str]) -> Iterator[str]:
-        """The names of the model's own state dict for what is held, in the model's order."""
-        return (n for n in self._model.saved_names() if self._first(n) in held)
+        self._tensors.read(self._rank_step)
+        for name, tensor, saved in self._tensors.named():
+            _register(self, name, tensor, saved)
 
 
 class _LossOfStep(torch.autograd.Function):
@@ -355,30 +260,3 @@ def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
 
 def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
     return f"{dtype_name(dtype)}{list(shape)} on {device}"
-
-
-def _dtensors(mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int]) -> DTensors:
-    """Tensors are cut over the axes without ``pp``."""
-    cutting = mesh.without_pipeline()
-    if devices is not None and cutting != mesh:
-        devices = devices[cutting.names] if cutting.names else None
-    return DTensors(cutting, devices, coords)
-
-
-def _device_of(device: str) -> torch.device:
-    """``"cuda"`` means this process's own GPU."""
-    here = torch.device(device)
-    if here.type == "cuda" and here.index is None:
-        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
-    return here
-
-
-def _join(device: torch.device) -> None:
-    """Start the default process group; a single process needs no launcher."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

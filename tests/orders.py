@@ -1,11 +1,20 @@
-"""Orders of pipeline actions: what has to run before what, and random ones."""
+"""Orders of pipeline actions: what has to run before what; named, torch's and random ones."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import torch.distributed.pipelining.schedules as reference
+
+from partc.schedules import make
 from partc.schedules.actions import Action, Kind, Schedule
+from partc.schedules.timing import Costs, Timeline, timeline
+
+Times = tuple[int, int, int]  # of forward, input gradient and weight gradient
+EQUAL: Times = (1, 1, 1)
 
 
 def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
@@ -58,3 +67,31 @@ def by_rank(order: Sequence[Action], rank_of: Sequence[int], microbatches: int) 
 
 def _kinds(kinds: str) -> list[Kind]:
     return list(kinds)  # type: ignore[arg-type]
+
+
+def run(name: str, p: int, m: int, times: Times = EQUAL, chunks: int | None = None) -> Timeline:
+    """A named schedule of ``p`` ranks and ``m`` microbatches in its time, all stages alike."""
+    schedule = make(name, ranks=p, microbatches=m, chunks=chunks)
+    forward, input_grad, weight_grad = times
+    costs = Costs.even(
+        schedule.stages, forward=forward, input_grad=input_grad, weight_grad=weight_grad
+    )
+    return timeline(schedule, costs)
+
+
+def torch_rows(kind: Any, p: int, m: int, chunks: int) -> list[list[Any]]:
+    """Each rank's actions as torch computes them, without the process group that it asks for."""
+    fields = SimpleNamespace(
+        pp_group_size=p, _num_stages=p, num_stages=p * chunks, n_local_stages=chunks,
+        _n_microbatches=m, microbatches_per_round=m // max(1, m // p), _stages=[None] * chunks,
+    )  # fmt: skip
+    if hasattr(kind, "_calculate_single_rank_operations"):
+        return [kind._calculate_single_rank_operations(fields, rank) for rank in range(p)]
+    return list(kind._get_pipeline_order(fields).values())
+
+
+def actions_of(cell: Any) -> tuple[Action, ...]:
+    """The actions in a cell of torch's grid, which may stand for two that run together."""
+    if cell is None or cell.computation_type is reference.REDUCE_GRAD:
+        return ()
+    return tuple(Action.parse(str(action)) for action in cell.sub_actions or (cell,))

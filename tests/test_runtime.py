@@ -62,7 +62,7 @@ def eager_step(model: GatedMLP) -> Tensor:
 def whole_grads(stage: Stage) -> dict[str, Tensor]:
     """Gradients joined over the ranks, by name."""
     return {
-        shard.name: shard.join(grad, stage._gather)
+        shard.name: shard.join(grad, stage._tensors.gather)
         for shard in stage._role.params
         if (grad := dict(stage.named_parameters())[shard.name].grad) is not None
     }
