@@ -128,7 +128,7 @@ class Block(nn.Module):
         grads[self.w1_weight] = weight_grad(d_w1, norm)  # f64[10@tp,6]{U:dp}
         grads[self.w1_bias] = d_w1.sum((0, 1))           # f64[10@tp]{U:dp}
         # norm
-        d_norm_done.wait()                               # hidden behind grads[self.w2_weight], grads[self.w2_bias], grads[self.w1_weight] ...
+        d_norm_done.wait()                               # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
         d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
         reduced.append(sum_grads(grads, self.dp))
