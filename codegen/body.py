@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from partc import ops
@@ -87,7 +88,8 @@ class Body(Transfers):
         if into is not None and into in self.seen:
             rest = next(n for n in node.all_input_nodes if n is not into)
             self.seen[node] = self.seen[into]
-            line = Line(f"{self.seen[node]} += {self.text(rest)}", comment(typed(node)))
+            sign = "-" if node.target is torch.ops.aten.sub.Tensor else "+"
+            line = Line(f"{self.seen[node]} {sign}= {self.text(rest)}", comment(typed(node)))
             return Statement([line], binds=[node])
         code = self.expression(node).at(NONE)
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))

@@ -18,7 +18,7 @@ from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
 from partc.codegen.text import Text
-from partc.graph import Graph, is_forward, is_tensor, results_of
+from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
 from partc.quoting import literal
 
 ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")
@@ -46,15 +46,20 @@ class Expressions:
     adds: tuple[str, str] = ADDS  # the functions that add to a gradient
 
     def __post_init__(self) -> None:
-        named = {n for n in self.order if is_forward(n) and is_given(n, self.wishes.get(n, ""))}
+        wished = {n: self.wishes.get(n, "") for n in self.order}
+        self.named = {n for n in self.order if is_forward(n) and is_given(n, wished[n])}
         self.joint = JointGrads(self.graph, self.order, self.stored)
         fixed = self.kept | self.stored.keys() | self.joint.place.keys()
-        in_line = inlined(self.order, fixed, named)
+        in_line = inlined(self.order, fixed, self.named)
         sums = accumulations(self.order, self.kept | self.stored.keys())
-        self.accumulated = {node: into for node, into in sums.items() if node not in in_line}
+        self.accumulated = {
+            node: into
+            for node, into in sums.items()
+            if node not in in_line and (is_backward(node) or into not in in_line)
+        }
         self.becomes = {into: node for node, into in self.accumulated.items()}
         fixed |= self.becomes.keys()
-        self.inlined = inlined(self.order, fixed, named, self.accumulated)
+        self.inlined = inlined(self.order, fixed, self.named, self.accumulated)
         self.place = {node: i for i, node in enumerate(self.order)}
 
     def text(self, node: fx.Node) -> Text:
@@ -92,12 +97,17 @@ class Expressions:
     def bind(self, node: fx.Node) -> str:
         """Give a value its name; a gradient that is reduced with others its place among them."""
         name = self.joint.entry(node, self.scope)
-        last = node
-        while last in self.becomes:  # by `+=`
-            last = self.becomes[last]
-        name = name or self.scope.fresh(self.wishes.get(last, "value"))
+        name = name or self.scope.fresh(self._wish(node))
         self.seen[node] = Text(name)
         return name
+
+    def _wish(self, node: fx.Node) -> str:
+        """What a value would like to be called, or the sum that takes over its memory."""
+        chain = [node]
+        while chain[-1] in self.becomes:
+            chain.append(self.becomes[chain[-1]])
+        best = chain[-1] if is_backward(node) else next((n for n in chain if n in self.named), node)
+        return self.wishes.get(best, "value")
 
     def _has_line(self, node: fx.Node) -> bool:
         """Whether a node is a statement; the step's last waits stand in `finish`."""

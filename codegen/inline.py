@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -25,7 +26,10 @@ _LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy", "ones_like"}  # read as poi
 
 
 def inlined(
-    order: Sequence[fx.Node], kept: set[fx.Node], named: set[fx.Node], sums: Container[fx.Node] = ()
+    order: Sequence[fx.Node],
+    kept: set[fx.Node],
+    named: set[fx.Node],
+    sums: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
 ) -> set[fx.Node]:
     """The nodes of one function that are written inside their only user.
 
@@ -38,7 +42,7 @@ def inlined(
     depth: dict[fx.Node, int] = {}
     views: dict[fx.Node, int] = {}
     following = _next_statements(order)
-    time = _Time(order)
+    time = _Time(order, sums)
     for node in order:
         user = _only_user(node)
         if user is None or node in kept or user not in inside or not is_tensor(node):
@@ -64,8 +68,8 @@ def inlined(
 class _Time:
     """Whether a value may as well be computed later, where it is read."""
 
-    def __init__(self, order: Sequence[fx.Node]) -> None:
-        self.order = order
+    def __init__(self, order: Sequence[fx.Node], sums: Mapping[fx.Node, fx.Node]) -> None:
+        self.order, self.sums = order, sums
         self.at = {node: i for i, node in enumerate(order)}
         self.last: dict[fx.Node, int] = {}  # use of any view of what a node allocated
         for node in order:
@@ -73,13 +77,15 @@ class _Time:
                 self.last[owner(operand)] = self.at[node]
 
     def may_pass(self, node: fx.Node, user: fx.Node, chosen: Container[fx.Node]) -> bool:
-        """Not over a transfer, which it hides, nor where its operands would be kept for it alone
-        and take more memory than it does.
+        """Not over a transfer, which it hides, nor over a sum that overwrites what it reads, nor
+        where its operands would be kept for it alone and take more memory than it does.
         """
         between = self.order[self.at[node] + 1 : self.at[user]]
         if any(n.target in (*collectives.COLLECTIVES, collectives.wait) for n in between):
             return False
         homes = dict.fromkeys(owner(n) for n in _read(node, chosen))
+        if any(owner(self.sums[n]) in homes for n in between if n in self.sums):
+            return False
         longer = [n for n in homes if n in self.at and self.last[n] < self.at[user]]
         return sum(map(num_bytes, longer)) <= num_bytes(node)
 

@@ -11,6 +11,7 @@ from torch import fx
 from partc import collectives
 from partc.graph import Graph, held, is_backward, is_tensor
 
+aten = torch.ops.aten
 VIEWS = {
     "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze",
     "expand", "expand_as", "slice", "select", "unflatten", "flatten", "split",
@@ -25,7 +26,9 @@ def is_view(node: fx.Node) -> bool:
     if node.target in (operator.getitem, collectives.keep_piece, collectives.wait):
         return True
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.split("::")[1] in VIEWS
+    if schema is None:
+        return False
+    return schema.name.split("::")[1] in VIEWS or any(r.alias_info for r in schema.returns)
 
 
 def owner(node: fx.Node) -> fx.Node:
@@ -71,33 +74,51 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Sums of gradients that may be written ``a += b``: per sum the operand to overwrite."""
-    inside = set(order)
+    """Sums that may be written ``a += b`` or ``a -= b``: per sum the operand to overwrite.
+
+    In the forward that is the left one, as one would write it by hand, in the backward any.
+    """
+    memory = _Memory(order, kept)
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
-        if node.target is not torch.ops.aten.add.Tensor or not is_backward(node) or node.kwargs:
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
             continue
         operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
-        if len(set(operands)) == 2 and _alike(node, *operands):
-            free = [
-                n
-                for n in operands
-                if n in inside - kept and _is_fresh(n) and set(n.users) == {node}
-            ]
-            if free:
-                found[node] = free[0]
+        if len({owner(n) for n in operands}) < 2:
+            continue
+        any_of_them = is_backward(node) and node.target is aten.add.Tensor
+        for into in operands if any_of_them else operands[:1]:
+            if _alike(node, into) and memory.is_free(into, node):
+                found.setdefault(node, into)
     return found
 
 
-def _is_fresh(node: fx.Node) -> bool:
-    """Whether a value lies in memory of its own that its call has written."""
-    moved = node.target in (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
-    return not moved and owner(node) is node
+class _Memory:
+    """What shares memory in one function, and until when it is read."""
+
+    def __init__(self, order: Sequence[fx.Node], kept: set[fx.Node]) -> None:
+        self.at = {node: i for i, node in enumerate(order)}
+        self.kept = kept
+        self.sharing: dict[fx.Node, list[fx.Node]] = {}
+        for node in order:
+            self.sharing.setdefault(owner(node), []).append(node)
+
+    def is_free(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether ``reader`` is the last to read what a call of the function has written."""
+        home = owner(node)
+        moved = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
+        if home not in self.at or home.target in moved or not held(node).is_contiguous():
+            return False
+        family = self.sharing[home]
+        readers = {u for n in family for u in n.users} - {reader}
+        before = all(u in self.at and self.at[u] < self.at[reader] for u in readers)
+        sent = any(u.target in collectives.COLLECTIVES for u in readers)
+        return before and not sent and self.kept.isdisjoint(family)
 
 
-def _alike(*nodes: fx.Node) -> bool:
-    """Whether tensors have one shape, one dtype and overlap nowhere with themselves."""
-    return len({(held(n).shape, held(n).dtype) for n in nodes}) == 1
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether tensors have one shape and one dtype."""
+    return bool(held(a).shape == held(b).shape and held(a).dtype == held(b).dtype)
 
 
 def _is_plain(node: fx.Node) -> bool:

@@ -63,7 +63,7 @@ def _rows(line: Line, indent: int) -> list[str]:
 def wrap(code: str, indent: int, room: int = 0) -> list[str]:
     """A statement as lines within the page, ``room`` columns left free after the last one.
 
-    Of the ways to break it inside a bracket, the one with the fewest lines is taken.
+    Of the ways to break it inside a bracket, the one with the fewest and shortest lines is taken.
 
     >>> wrap("y = f(" + ", ".join(["argument"] * 12) + ")", 4)[1]
     '          argument, argument, argument, argument)'
@@ -79,7 +79,11 @@ def wrap(code: str, indent: int, room: int = 0) -> list[str]:
         ways += _broken_targets(code, indent)
         ways += [way for pair in pairs if pair not in big for way in _broken(code, pair, indent)]
     fitting = [way for way in ways if _fits(way, room)]
-    return min(fitting or ways or [plain], key=lambda way: (_too_long(way), len(way)))
+    return min(fitting or ways or [plain], key=_size)
+
+
+def _size(rows: Sequence[str]) -> tuple[int, int, int]:
+    return _too_long(rows), len(rows), max(map(len, rows))
 
 
 def _too_long(rows: Sequence[str]) -> int:
@@ -131,16 +135,28 @@ def _fill(items: Sequence[str], indent: int, closed: str = "") -> list[str]:
 
 
 def _brackets(code: str) -> list[tuple[int, int]]:
-    """The outermost bracket pairs of a statement, the last one first."""
-    pairs, open_at = [], []
+    """The outermost bracket pairs of a statement, the last one first, each with the call that is
+    all it holds."""
+    pairs: list[tuple[int, int]] = []
+    open_at: list[int] = []
+    closed: list[tuple[int, int]] = []  # inside the outermost bracket
     for at, char in _outside_strings(code):
         if char in "([{":
             open_at.append(at)
         elif char in ")]}":
-            start = open_at.pop()
+            closed.append((open_at.pop(), at))
             if not open_at:
-                pairs.append((start, at))
+                start, end = closed[-1]
+                sole = [c for c in closed if c[1] == end - 1 and _is_sole_call(code, start, *c)]
+                pairs += [*sole, (start, end)]
+                closed = []
     return pairs[::-1]
+
+
+def _is_sole_call(code: str, outer: int, start: int, end: int) -> bool:
+    """Whether the bracket from ``outer`` holds nothing but the call whose arguments these are."""
+    name = code[outer + 1 : start]
+    return _is_call(code, start) and all(part.isidentifier() for part in name.split("."))
 
 
 def _is_call(code: str, start: int) -> bool:

@@ -141,10 +141,15 @@ class Transfers(Expressions):
         if start not in self.place:
             return "started by the caller"
         between = self.order[self.place[start] + 1 : self.place[wait]]
-        work = [self.seen[n].code for n in between if n in self.seen and _is_heavy(n)]
+        work = [self._spoken(n) for n in between if n in self.seen and _is_heavy(n)]
         if not work:
             return "exposed: its result is needed next"
         return f"hidden behind {', '.join(work[:3])}{' ...' if len(work) > 3 else ''}"
+
+    def _spoken(self, node: fx.Node) -> str:
+        """What a value is called where another line speaks of it."""
+        code = self.seen[node].code
+        return code if code.isidentifier() else self.wishes.get(node, code)
 
 
 def weights_of(gather: fx.Node) -> list[fx.Node | None]:

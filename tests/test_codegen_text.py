@@ -75,6 +75,7 @@ CASES = [
     (aten.index.Tensor, (X, [None, torch.tensor([2, 0])]), {}),
     (aten.native_layer_norm.default, (X, [4], None, None, 1e-5), {}),
     (aten.cumsum.default, (X, 1), {}),
+    (aten.repeat_interleave.self_int, (X, 2, 1), {}),
     (aten.bitwise_not.default, (X > 0,), {}),
     (aten.gelu.default, (X,), {"approximate": "tanh"}),
     (aten.split_with_sizes.default, (X, [1, 2], 1), {}),

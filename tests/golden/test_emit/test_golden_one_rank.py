@@ -119,8 +119,7 @@ class ToyStep(nn.Module):
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             log_softmax, reshape, None, 2, -100)                  # f64[], f64[]
         loss = nll_loss_forward / count                           # f64[]
-        ones_like = torch.ones_like(loss)                         # f64[]
-        d_div = ones_like / count                                 # f64[]
+        d_div = torch.ones_like(loss) / count                     # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
             d_div, log_softmax, reshape, None, 2, -100, count)    # f64[32,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(

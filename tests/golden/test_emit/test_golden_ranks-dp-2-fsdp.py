@@ -165,62 +165,60 @@ class ToyStep(nn.Module):
         reduced = []
         # embed
         gathered = gather_weights([self.embed_weight], 2, self.dp)
-        self.blocks[0].gather()                                     # what the next loop begins with
-        ids_1 = ids.chunk(2)[self.dp_rank]                          # i64[4@dp,8]
-        [embed_weight] = take(gathered)                             # hidden behind ids_1
-        x = F.embedding(ids_1, embed_weight)                        # f64[4@dp,8,6]
+        self.blocks[0].gather()                                          # what the next loop begins with
+        ids_1 = ids.chunk(2)[self.dp_rank]                               # i64[4@dp,8]
+        [embed_weight] = take(gathered)                                  # hidden behind ids_1
+        x = F.embedding(ids_1, embed_weight)                             # f64[4@dp,8,6]
         del gathered, embed_weight
         # blocks
         blocks_saved = []
         for layer, following in with_next([*self.blocks]):
             if following is not None:
-                following.gather()                                  # hidden behind this block's forward
+                following.gather()                                       # hidden behind this block's forward
             else:
                 gathered_1 = gather_weights([self.head_weight], 2, self.dp)
-            x, saved = layer(x)                                     # f64[4@dp,8,6]
+            x, saved = layer(x)                                          # f64[4@dp,8,6]
             blocks_saved.append(saved)
         del saved
-        self.blocks[-1].regather()                                  # what the next loop begins with
+        self.blocks[-1].regather()                                       # what the next loop begins with
         # head
-        [head_weight] = take(gathered_1)                            # hidden behind the last block
-        head = F.linear(x, head_weight)                             # f64[4@dp,8,14]
-        reshape = labels.chunk(2)[self.dp_rank].reshape(16)         # i64[32@dp]
-        log_softmax = torch.log_softmax(head.reshape(16, 14), 1)    # f64[32@dp,14]
+        [head_weight] = take(gathered_1)                                 # hidden behind the last block
+        head = F.linear(x, head_weight)                                  # f64[4@dp,8,14]
+        reshape = labels.chunk(2)[self.dp_rank].reshape(16)              # i64[32@dp]
+        log_softmax = torch.log_softmax(head.reshape(16, 14), 1)         # f64[32@dp,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            log_softmax, reshape, None, 2, -100)                    # f64[]{U:dp}, f64[]{U:dp}
-        dist.all_reduce(count, group=self.dp)                       # f64[]; exposed
-        loss = nll_loss_forward / count                             # f64[]{U:dp}
-        loss_1 = loss.clone()
-        loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
-        ones_like = torch.ones_like(loss)                           # f64[]
-        d_div = ones_like / count                                   # f64[]
+            log_softmax, reshape, None, 2, -100)                         # f64[]{U:dp}, f64[]{U:dp}
+        dist.all_reduce(count, group=self.dp)                            # f64[]; exposed
+        loss = nll_loss_forward / count                                  # f64[]{U:dp}
+        loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]
+        d_div = torch.ones_like(loss) / count                            # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
-            d_div, log_softmax, reshape, None, 2, -100, count)      # f64[32@dp,14]
+            d_div, log_softmax, reshape, None, 2, -100, count)           # f64[32@dp,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
-            d_log_softmax, log_softmax, 1, torch.float64)           # f64[32@dp,14]
+            d_log_softmax, log_softmax, 1, torch.float64)                # f64[32@dp,14]
         del reshape, d_log_softmax, log_softmax
-        d_head = d_reshape.reshape(2, 8, 14)                        # f64[4@dp,8,14]
+        d_head = d_reshape.reshape(2, 8, 14)                             # f64[4@dp,8,14]
         del d_reshape
-        d_head_weight = weight_grad(d_head, x)                      # f64[14,6]{U:dp}
+        d_head_weight = weight_grad(d_head, x)                           # f64[14,6]{U:dp}
         reduced.append(scatter_grads({self.head_weight: d_head_weight}, 2, self.dp))  # f64[14@dp,6]
-        d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
+        d_x = d_head @ head_weight                                       # f64[4@dp,8,6]
         del x, d_head_weight, d_head, head_weight
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
             if following is not None:
-                following.regather()                                # hidden behind this block's backward
-            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
-            finish(before)                                          # reduced behind this block's backward
+                following.regather()                                     # hidden behind this block's backward
+            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
+            finish(before)                                               # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_x, ids_1, 14, -1, scale_grad_by_freq=False)           # f64[14,6]{U:dp}
+            d_x, ids_1, 14, -1, scale_grad_by_freq=False)                # f64[14,6]{U:dp}
         reduced.append(scatter_grads({self.embed_weight: d_embed_weight}, 2, self.dp))  # f64[14@dp,6]
         del d_x, ids_1, d_embed_weight
-        loss_1_done.wait()                                          # hidden behind ones_like, d_log_softmax, d_reshape ...
+        loss_done.wait()                                                 # hidden behind d_log_softmax, d_reshape, d_head ...
         finish(reduced)
-        return loss_1
+        return loss
 
 
 Step = ToyStep

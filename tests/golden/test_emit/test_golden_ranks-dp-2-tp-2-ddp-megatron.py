@@ -128,7 +128,7 @@ class Block(nn.Module):
         grads[self.w1_weight] = weight_grad(d_w1, norm)  # f64[10@tp,6]{U:dp}
         grads[self.w1_bias] = d_w1.sum((0, 1))           # f64[10@tp]{U:dp}
         # norm
-        d_norm_done.wait()                               # hidden behind grads[self.w2_weight], grads[self.w2_bias], grads[self.w1_weight] ...
+        d_norm_done.wait()                               # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
         d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
         reduced.append(sum_grads(grads, self.dp))
@@ -151,73 +151,69 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         reduced = []
-        ids_1 = ids.chunk(2)[self.dp_rank]                           # i64[4@dp,8]
+        ids_1 = ids.chunk(2)[self.dp_rank]                               # i64[4@dp,8]
         # embed
-        window_1 = window(ids_1, self.tp_rank, 7)                    # i64[4@dp,8]
-        masked_embedding_1 = masked_embedding(self.embed_weight, window_1)  # f64[4@dp,8,6]{U:tp}
-        dist.all_reduce(masked_embedding_1, group=self.tp)           # f64[4@dp,8,6]; exposed
+        window_1 = window(ids_1, self.tp_rank, 7)                        # i64[4@dp,8]
+        x = masked_embedding(self.embed_weight, window_1)                # f64[4@dp,8,6]{U:tp}
+        dist.all_reduce(x, group=self.tp)                                # f64[4@dp,8,6]; exposed
         del ids_1
         # blocks
         blocks_saved = []
         for layer in self.blocks:
-            masked_embedding_1, saved = layer(masked_embedding_1)    # f64[4@dp,8,6]
+            x, saved = layer(x)                                          # f64[4@dp,8,6]
             blocks_saved.append(saved)
         del saved
         # head
-        head = F.linear(masked_embedding_1, self.head_weight)        # f64[4@dp,8,14@tp]
-        reshape = head.reshape(16, 7)                                # f64[32@dp,14@tp]
+        head = F.linear(x, self.head_weight)                             # f64[4@dp,8,14@tp]
+        reshape = head.reshape(16, 7)                                    # f64[32@dp,14@tp]
         del head
-        reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)        # i64[32@dp]
-        amax = torch.amax(reshape, 1, keepdim=True)                  # f64[32@dp,1]{M:tp}
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp)   # f64[32@dp,1]; exposed
-        sub = reshape - amax                                         # f64[32@dp,14@tp]
-        del amax, reshape
-        total = torch.exp(sub).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
-        dist.all_reduce(total, group=self.tp)                        # f64[32@dp,1]; exposed
-        sub_1 = sub - torch.log(total)                               # f64[32@dp,14@tp]
-        del sub, total
-        window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)  # i64[32@dp]
+        reshape_1 = labels.chunk(2)[self.dp_rank].reshape(16)            # i64[32@dp]
+        amax = torch.amax(reshape, 1, keepdim=True)                      # f64[32@dp,1]{M:tp}
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.tp)       # f64[32@dp,1]; exposed
+        reshape -= amax                                                  # f64[32@dp,14@tp]
+        total = torch.exp(reshape).sum(1, keepdim=True)                  # f64[32@dp,1]{U:tp}
+        dist.all_reduce(total, group=self.tp)                            # f64[32@dp,1]; exposed
+        reshape -= torch.log(total)                                      # f64[32@dp,14@tp]
+        window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)      # i64[32@dp]
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            sub_1, window_2, None, 2, -100)                          # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
-        dist.all_reduce(count, group=self.dp)                        # f64[]{U:tp}; exposed
-        dist.all_reduce(count, group=self.tp)                        # f64[]; exposed
-        loss = nll_loss_forward / count                              # f64[]{U:dp}{U:tp}
-        loss_1 = loss.clone()
-        loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]{U:tp}
-        ones_like = torch.ones_like(loss)                            # f64[]
-        d_div = ones_like / count                                    # f64[]
-        d_sub = torch.ops.aten.nll_loss_backward(d_div, sub_1, window_2, None, 2, -100, count)  # f64[32@dp,14@tp]
-        d_total = d_sub.sum(1, keepdim=True)                         # f64[32@dp,1]{U:tp}
+            reshape, window_2, None, 2, -100)                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
+        dist.all_reduce(count, group=self.dp)                            # f64[]{U:tp}; exposed
+        dist.all_reduce(count, group=self.tp)                            # f64[]; exposed
+        loss = nll_loss_forward / count                                  # f64[]{U:dp}{U:tp}
+        loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]{U:tp}
+        d_div = torch.ones_like(loss) / count                            # f64[]
+        d_sub = torch.ops.aten.nll_loss_backward(d_div, reshape, window_2, None, 2, -100, count)  # f64[32@dp,14@tp]
+        d_total = d_sub.sum(1, keepdim=True)                             # f64[32@dp,1]{U:tp}
         d_total_done = dist.all_reduce(d_total, group=self.tp, async_op=True)  # f64[32@dp,1]
-        d_exp = torch.exp(sub_1)                                     # f64[32@dp,14@tp]
-        del reshape_1, window_2, sub_1
-        d_total_done.wait()                                          # exposed: its result is needed next
-        d_sub_1 = d_sub - d_exp * d_total                            # f64[32@dp,14@tp]
-        del d_exp, d_sub, d_total, d_total_done
-        d_head = d_sub_1.reshape(2, 8, 7)                            # f64[4@dp,8,14@tp]
-        del d_sub_1
-        d_blocks_1 = d_head @ self.head_weight                       # f64[4@dp,8,6]{U:tp}
-        d_blocks_1_done = dist.all_reduce(d_blocks_1, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        d_head_weight = weight_grad(d_head, masked_embedding_1)      # f64[14@tp,6]{U:dp}
-        del d_head, masked_embedding_1
+        d_exp = torch.exp(reshape)                                       # f64[32@dp,14@tp]
+        del amax, total, reshape_1, window_2, reshape
+        d_total_done.wait()                                              # exposed: its result is needed next
+        d_sub -= d_exp * d_total                                         # f64[32@dp,14@tp]
+        del d_exp, d_total, d_total_done
+        d_head = d_sub.reshape(2, 8, 7)                                  # f64[4@dp,8,14@tp]
+        del d_sub
+        d_x = d_head @ self.head_weight                                  # f64[4@dp,8,6]{U:tp}
+        d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)    # f64[4@dp,8,6]
+        d_head_weight = weight_grad(d_head, x)                           # f64[14@tp,6]{U:dp}
+        del d_head, x
         reduced.append(sum_grads({self.head_weight: d_head_weight}, self.dp))  # f64[14@tp,6]
-        d_blocks_1_done.wait()                                       # hidden behind d_head_weight
+        d_x_done.wait()                                                  # hidden behind d_head_weight
         del d_head_weight
         # blocks
         for layer in reversed(self.blocks):
             before, reduced = reduced, []
-            d_blocks_1 = layer.backward(d_blocks_1, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
-            finish(before)                                           # reduced behind this block's backward
+            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
+            finish(before)                                               # reduced behind this block's backward
         # embed
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
-            d_blocks_1, window_1, 7, -1, scale_grad_by_freq=False)   # f64[14@tp,6]{U:dp}
-        del d_blocks_1, window_1, d_blocks_1_done
+            d_x, window_1, 7, -1, scale_grad_by_freq=False)              # f64[14@tp,6]{U:dp}
+        del d_x, window_1, d_x_done
         reduced.append(sum_grads({self.embed_weight: d_embed_weight}, self.dp))  # f64[14@tp,6]
         del d_embed_weight
-        loss_1_done.wait()                                           # hidden behind ones_like, d_sub, d_total ...
-        dist.all_reduce(loss_1, group=self.tp)                       # f64[]; exposed
+        loss_done.wait()                                                 # hidden behind d_sub, d_total, d_head ...
+        dist.all_reduce(loss, group=self.tp)                             # f64[]; exposed
         finish(reduced)
-        return loss_1
+        return loss
 
 
 Step = ToyStep

@@ -178,10 +178,9 @@ class Stage3(nn.Module):
         self.saved = {}
         self.kept, self.left = {}, {}
         self.losses = []
-        ne_f64 = (labels.reshape(240) != -100).to(torch.float64)  # f64[240]
-        total = ne_f64.sum(0)                                     # f64[]
-        self.labels = labels                                      # i64[24,10]
-        self.total = total                                        # f64[]
+        total = (labels.reshape(240) != -100).to(torch.float64).sum(0)  # f64[]
+        self.labels = labels                                            # i64[24,10]
+        self.total = total                                              # f64[]
 
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
@@ -200,8 +199,7 @@ class Stage3(nn.Module):
     def backward(self, i: int) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         reshape, log_softmax, loss = self.saved.pop(i)
-        ones_like = torch.ones_like(loss)                            # f64[]
-        d_div = ones_like / self.total                               # f64[]
+        d_div = torch.ones_like(loss) / self.total                   # f64[]
         d_log_softmax = torch.ops.aten.nll_loss_backward(
             d_div, log_softmax, reshape, None, 2, -100, self.total)  # f64[240@mb,14]
         d_reshape = torch.ops.aten._log_softmax_backward_data(
