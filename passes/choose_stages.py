@@ -32,13 +32,14 @@ def choose_schedule(graph: Graph, plan: Plan) -> Plan:
 
 
 def choose_stages(graph: Graph, plan: Plan) -> Plan:
-    """The plan with ``stages``, for a graph as traced; a plan that names them stays as it is.
+    """The plan with ``stages``, for a graph as traced; a plan that names them, or is of no
+    pipeline, stays as it is.
 
     PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
     """
-    chunks = plan.chunks or _usual_chunks(plan.schedule)
-    if plan.stages:
+    if plan.stages or not plan.schedule:
         return plan
+    chunks = plan.chunks or _usual_chunks(plan.schedule)
     like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
     if like.stages == 1:
         return plan
