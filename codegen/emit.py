@@ -295,9 +295,9 @@ def dtype_name(node: fx.Node) -> str:
     return str(value(node).dtype).removeprefix("torch.")
 
 
-def read(path: str) -> str:
+def read(path: str, owner: str = "self") -> str:
     """``layers.0.w`` as Python reads it: ``self.layers[0].w``."""
-    return "self." + re.sub(r"\.(\d+)\.", r"[\1].", path)
+    return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
 
 
 def _spread(cls: BlockClass, name: str, relative: bool) -> str:

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+Link = tuple[dist.ProcessGroup, int, int, int]  # communicator, from rank, to rank, first tag
+
 
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
-    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int,
-                 likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
-        self.group, self.source, _ = link
-        self.tag, self.likes = tag, likes
+    def __init__(self, link: Link, likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.group, self.source, _, self.tag = link
+        self.likes = likes
 
     def begin(self, num: int, device: torch.device) -> None:
         """Begin a step of `num` microbatches."""
@@ -49,9 +50,9 @@ class Inbox:
 class Outbox:
     """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
 
-    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int, bound: int) -> None:
-        self.group, _, self.target = link
-        self.tag, self.bound = tag, bound
+    def __init__(self, link: Link, bound: int) -> None:
+        self.group, _, self.target, self.tag = link
+        self.bound = bound
         self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
@@ -94,18 +95,18 @@ class Nothing:
 
 
 def link_groups(
-    pp: dist.ProcessGroup, links: dict[int, tuple[int, int]]
-) -> dict[int, tuple[dist.ProcessGroup, int, int]]:
-    """By tag the communicator of each link from rank to rank, and both ends as global ranks.
+    pp: dist.ProcessGroup, links: dict[tuple[str, int], tuple[int, int]]
+) -> dict[tuple[str, int], Link]:
+    """Every link, from rank to rank.
 
-    On NCCL each link has its own; both ends make theirs in the order of tags.
+    On NCCL each has a communicator of its own; both ends make theirs in the order of names.
     """
     alone = dist.get_backend(pp) == "nccl"
     found = {}
-    for tag, ends in sorted(links.items()):
+    for (what, stage), ends in sorted(links.items()):
         source, target = (dist.get_global_rank(pp, rank) for rank in ends)
         group = dist.new_group([source, target], use_local_synchronization=True) if alone else pp
-        found[tag] = (group, source, target)
+        found[what, stage] = (group, source, target, 64 * (2 * stage + (what == "d")))
     return found
 
 

@@ -180,6 +180,7 @@ class _File:
             helpers=self.helpers.text(),
             blocks=blocks,
             stages=values,
+            links="link_groups" in self.helpers.used,
             reduces=any("Reduced" in f["signature"] for b in blocks for f in b["functions"]),
             name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,

@@ -70,8 +70,10 @@ def _by_rank(name: str, remark: str, entries: Sequence[Line], over: str) -> str:
     for entry in entries:
         code = f"{entry.code}," + (f"  # {entry.remark}" if entry.remark else "")
         rows.append("        " + code.replace("\n", "\n    "))
-    inner = [f"    {RANK}: {{", *rows, "    }"] if rows else [f"    {RANK}: {{}}"]
-    return "\n".join([f"{name} = {{  # {remark}", *inner, f"    for {over}", "}"])
+    if not rows:
+        return f"{name} = {{{RANK}: {{}} for {over}}}  # {remark}"
+    inner = [f"    {RANK}: {{", *rows, "    }", f"    for {over}"]
+    return "\n".join([f"{name} = {{  # {remark}", *inner, "}"])
 
 
 def _ranks(steps: Mapping[int, RankStep]) -> Iterable[str]:

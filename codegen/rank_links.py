@@ -20,7 +20,7 @@ LINKS = {
     "x_in": "by stage: where a forward's `x` comes from and goes to",
     "d_in": "and a backward's `d`, the gradient of `x`",
 }
-TAGS = 64  # tensors that may pass from one stage to the next
+TAGS = 64  # of a link, one for each tensor that may pass: `link_groups` counts by as many
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,12 @@ class RankLinks:
         rank_of = self.schedule.rank_of
         if rank_of[source] == rank_of[target]:
             return f"{self.helpers.use('Shelf')}()"
-        tag = _tag(source, phase)
+        link = f"links[{_link(target, phase)}]"
         if inward:
             likes = [_like(n) for n in received(self.graphs[target], phase)]
-            box = self.helpers.use("Inbox")
-            return f"{box}(links[{tag}], {tag}, [{', '.join(likes)}])"
+            return f"{self.helpers.use('Inbox')}({link}, [{', '.join(likes)}])"
         channel = self.wiring.channels[2 * source + (BACKWARD if phase == "B" else FORWARD)]
-        bound = self.wiring.bounds[channel]
-        return f"{self.helpers.use('Outbox')}(links[{tag}], {tag}, bound={bound})"
+        return f"{self.helpers.use('Outbox')}({link}, bound={self.wiring.bounds[channel]})"
 
     def _groups(self) -> Iterator[Line]:
         """The communicators of all links that begin or end on this rank."""
@@ -103,11 +101,11 @@ class RankLinks:
                 ranks = tuple(rank_of[stage] for stage in ends)
                 used = received(self.graphs[ends[1]], phase) and (phase == "F" or self.trains)
                 if used and self.rank in ranks and len({*ranks}) > 1:
-                    found[_tag(ends[0], phase)] = ranks
+                    found[_link(ends[1], phase)] = ranks
         if found:
-            entries = ", ".join(f"{tag}: {ranks}" for tag, ranks in sorted(found.items()))
+            entries = ", ".join(f"({link}): {ranks}" for link, ranks in found.items())
             call = f"{self.helpers.use('link_groups')}(self.{PP}, {{{entries}}})"
-            yield Line(f"links = {call}", "by tag: from rank, to rank")
+            yield Line(f"links = {call}", "to which stage: from rank, to rank")
 
     def each(self, kind: str, call: str) -> Iterator[Line]:
         """A call of every link of a kind, each of which leads to another rank."""
@@ -124,9 +122,9 @@ class RankLinks:
             yield Line(f"link.{call}", indent=1)
 
 
-def _tag(source: int, phase: str) -> int:
-    """What tells the transfers that stage ``source`` makes from others."""
-    return TAGS * (2 * source + (phase == "B"))
+def _link(target: int, phase: Phase) -> str:
+    """What programs call the link to a stage: ``"x", 2``."""
+    return f"{literal('d' if phase == 'B' else 'x')}, {target}"
 
 
 def _like(node: fx.Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from partc.codegen.emit import read
 from partc.codegen.rank_links import RankLinks
 from partc.codegen.stages import StageText, has_phase
 from partc.codegen.text import Line
@@ -86,7 +87,7 @@ class RankStep:
     def _path(self, name: str, number: int) -> str:
         """Where a parameter is found."""
         stage = self.stages[number]
-        return f"self.{stage.attribute}.{stage.attributes[stage.graph.params[name]]}"
+        return read(stage.attributes[stage.graph.params[name]], f"self.{stage.attribute}")
 
     # step ------------------------------------------------------------------------------------
     def step(self) -> Iterator[Line]:
@@ -108,7 +109,7 @@ class RankStep:
             for name in sorted(stage.lent):
                 owner = next(s for s in self.stages.values() if name in s.graph.buffers)
                 mine, theirs = (
-                    f"self.{s.attribute}.{s.attributes[s.graph.buffers[name]]}"
+                    read(s.attributes[s.graph.buffers[name]], f"self.{s.attribute}")
                     for s in (stage, owner)
                 )
                 yield Line(f"{mine} = {theirs}")

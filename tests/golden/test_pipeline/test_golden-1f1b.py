@@ -34,6 +34,8 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((24, 10), "int64"),
 }
 
+Link = tuple[dist.ProcessGroup, int, int, int]  # communicator, from rank, to rank, first tag
+
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Add to a parameter's gradient, as autograd does."""
@@ -52,10 +54,9 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
-    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int,
-                 likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:  # fmt: skip
-        self.group, self.source, _ = link
-        self.tag, self.likes = tag, likes
+    def __init__(self, link: Link, likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.group, self.source, _, self.tag = link
+        self.likes = likes
 
     def begin(self, num: int, device: torch.device) -> None:
         """Begin a step of `num` microbatches."""
@@ -85,9 +86,9 @@ class Inbox:
 class Outbox:
     """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
 
-    def __init__(self, link: tuple[dist.ProcessGroup, int, int], tag: int, bound: int) -> None:
-        self.group, _, self.target = link
-        self.tag, self.bound = tag, bound
+    def __init__(self, link: Link, bound: int) -> None:
+        self.group, _, self.target, self.tag = link
+        self.bound = bound
         self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
@@ -117,17 +118,17 @@ class Nothing:
 
 
 def link_groups(pp: dist.ProcessGroup,
-                links: dict[int, tuple[int, int]]) -> dict[int, tuple[dist.ProcessGroup, int, int]]:
-    """By tag the communicator of each link from rank to rank, and both ends as global ranks.
+                links: dict[tuple[str, int], tuple[int, int]]) -> dict[tuple[str, int], Link]:
+    """Every link, from rank to rank.
 
-    On NCCL each link has its own; both ends make theirs in the order of tags.
+    On NCCL each has a communicator of its own; both ends make theirs in the order of names.
     """
     alone = dist.get_backend(pp) == "nccl"
     found = {}
-    for tag, ends in sorted(links.items()):
+    for (what, stage), ends in sorted(links.items()):
         source, target = (dist.get_global_rank(pp, rank) for rank in ends)
         group = dist.new_group([source, target], use_local_synchronization=True) if alone else pp
-        found[tag] = (group, source, target)
+        found[what, stage] = (group, source, target, 64 * (2 * stage + (what == "d")))
     return found
 
 
@@ -200,12 +201,12 @@ class ToyStep(nn.Module):
         self.pp = mesh.get_group("pp")
         self.stage0 = Stage0(mesh)
         self.stages = {0: self.stage0}
-        links = link_groups(self.pp, {0: (0, 1), 192: (1, 0)})  # by tag: from rank, to rank
+        links = link_groups(self.pp, {("x", 1): (0, 1), ("d", 0): (1, 0)})  # to which stage: from rank, to rank
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing()}
-        self.x_out = {0: Outbox(links[0], 0, bound=1)}
+        self.x_out = {0: Outbox(links["x", 1], bound=1)}
         # and a backward's `d`, the gradient of `x`
-        self.d_in = {0: Inbox(links[192], 192, [((3, 10, 12), torch.float64)])}
+        self.d_in = {0: Inbox(links["d", 0], [((3, 10, 12), torch.float64)])}
         self.d_out = {0: Nothing()}
 
     def F(self, stage: int, i: int) -> None:
