@@ -36,9 +36,10 @@ def choose_stages(graph: Graph, plan: Plan) -> Plan:
 
     PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
     """
-    chunks = plan.chunks or _usual_chunks(plan.schedule)
-    if plan.stages:
+    assert plan.mesh is not None
+    if plan.stages or not is_pipeline(plan, plan.mesh):
         return plan
+    chunks = plan.chunks or _usual_chunks(plan.schedule)
     like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
     if like.stages == 1:
         return plan
