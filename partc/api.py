@@ -37,6 +37,7 @@ from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.pipeline_cost import pipeline_cost
 from partc.plan import Plan
+from partc.prediction import Work
 from partc.program import Program
 from partc.role import Role, dtype_name
 from partc.schedule_stages import schedule_stages
@@ -141,11 +142,12 @@ def compile_stage(
     graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
 ) -> Program:
     """The rest of ``compile`` for one stage: every rank runs the same role."""
+    work = Work.of(graph)
     full, local = partition(graph, plan, strict=strict)
     check_plan(local, full)
     check(local)
     source = emit(local, header=header(local, full))
-    cost = cost_report(local, role=Role.load(source, ROLE))
+    cost = cost_report(local, role=Role.load(source, ROLE), work=work)
     check_memory(cost.peaks(), full.memory_bytes)
     return Program(
         plan=str(full),
@@ -169,7 +171,7 @@ def compile_pipeline(
     Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
     would wait for whom.
     """
-    mesh = graph.mesh
+    mesh, work = graph.mesh, Work.of(graph)
     full, local = localize(graph, plan, strict=strict)
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
@@ -184,7 +186,7 @@ def compile_pipeline(
     }
     name_of = {rank: name for name, ranks in files.items() for rank in ranks}
     roles = [Role.load(sources[name_of[rank]], name_of[rank], rank) for rank in range(order.ranks)]
-    cost = pipeline_cost(graphs, stages.costs, step, roles, mesh)
+    cost = pipeline_cost(graphs, stages.costs, step, roles, mesh, work=work)
     check_memory(cost.peaks(), full.memory_bytes)
     at = [name_of[coords.get(PP, 0)] for coords in mesh.all_coords()]
     return Program(

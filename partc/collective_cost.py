@@ -33,7 +33,7 @@ OF_LIBRARY: dict[str, dict[str, tuple[str, ...]]] = {
     "gloo": {
         "all_reduce": ("ring",),
         "all_gather": ("ring",),
-        "reduce_scatter": ("pairwise",),  # gloo's own moves twice as much; programs exchange
+        "reduce_scatter": ("all_reduce",),  # twice the bytes that it would have to move
         "all_to_all": ("pairwise",),
         "broadcast": ("tree",),
         "send": ("direct",),
@@ -116,13 +116,14 @@ def _estimates(
     if not group.hops:
         return (Estimate("nothing", 0.0, 0.0),)
     small = group.small()
+    slower, thinner = group.hops[-1].level.factors.get(kind, (1.0, 1.0))
     found = []
     for name in names:
         for suffix, each in (("", group), ("_small", small)):
             line = FORMULAS[kind][name](each) if each else None
             if line is not None:
-                starts_s = start_s * _num_starts(kind, name, len(group.hops))
-                found.append(Estimate(name + suffix, starts_s + line[0], line[1]))
+                latency_s = start_s * _num_starts(kind, name, len(group.hops)) + line[0]
+                found.append(Estimate(name + suffix, slower * latency_s, thinner * line[1]))
     return tuple(found)
 
 

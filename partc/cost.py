@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 
+from partc.amounts import Row, amount, table
 from partc.dry_run import dry_run
 from partc.graph import Graph
 from partc.memory_limit import Peak
@@ -16,9 +16,9 @@ from partc.passes.flops import total_flops
 from partc.passes.memory import MemoryCurve, StateBytes, memory_curve, state_bytes
 from partc.passes.storage import replay
 from partc.passes.symbolic import SymbolicCosts
+from partc.prediction import Prediction, Work, predict
 from partc.role import Role
 
-Row = tuple[str, str, str]  # what, how much, remark
 TOP = 5  # holders of memory that a report names
 
 
@@ -38,6 +38,7 @@ class CostReport:
     moved_bytes: int
     traffic: tuple[Traffic, ...]
     symbolic: SymbolicCosts = field(default_factory=SymbolicCosts)
+    prediction: Prediction | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -58,8 +59,9 @@ class CostReport:
     def __str__(self) -> str:
         title = f"cost of {self.model}, per rank and step"
         lines = [title + (f"    mesh {self.mesh}" if self.mesh else "")]
-        for rows in (self._memory(), self._work(), self._sent(), self._formulas()):
-            lines += ["", *_table(rows)] if rows else []
+        step = self.prediction.rows() if self.prediction else []
+        for rows in (self._memory(), self._work(), self._sent(), step, self._formulas()):
+            lines += ["", *table(rows)] if rows else []
         return "\n".join(lines) + "\n"
 
     def _memory(self) -> list[Row]:
@@ -130,6 +132,7 @@ class CostReport:
             "flops": self.flops,
             "moved_bytes": self.moved_bytes,
             "traffic": [vars(t).copy() for t in self.traffic],
+            "prediction": self.prediction.as_json() if self.prediction else None,
             "formulas": {name: str(expr) for name, expr in texts.items() if expr is not None}
             | {f"sent_bytes {axis} {kind}": str(e) for (axis, kind), e in found.sent_bytes.items()},
         }
@@ -140,10 +143,12 @@ def cost_report(
     optimizer: str = "adamw",
     symbolic: SymbolicCosts | None = None,
     role: Role | None = None,
+    work: Work | None = None,
 ) -> CostReport:
     """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one.
 
-    With a role, live memory is that of its program; else that of the graph run in node order.
+    With a role, live memory is that of its program; else that of the graph run in node order. With
+    the work of the whole step its time is predicted, on the machines under the graph's mesh.
     """
     ran = replay(graph)
     curve = memory_curve(graph, ran)
@@ -161,6 +166,7 @@ def cost_report(
         moved_bytes=total_moved_bytes(graph, ran),
         traffic=tuple(traffic(graph)),
         symbolic=symbolic or SymbolicCosts(),
+        prediction=predict(graph, ran, work, graph.mesh, optimizer=optimizer) if work else None,
     )
 
 
@@ -177,20 +183,6 @@ def _live_of_program(role: Role) -> Live:
     return ran.peak_bytes, f"line {ran.line}", [(str(h), h.num_bytes) for h in ran.holders]
 
 
-def amount(number: int, unit: str) -> str:
-    """``1536`` bytes as ``1.54 kB``; the unit stands apart so that columns align."""
-    for prefix, size in (("P", 10**15), ("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 1000)):
-        if number >= size:
-            return f"{number / size:.2f} {prefix}{unit}"
-    return f"{number} {unit}"
-
-
 def _short(expr: sympy.Expr) -> str:
     """As a sum or as a product, whichever is the shorter text."""
     return min(str(expr), str(sympy.factor(expr)), key=len)
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    """Rows in columns, the middle one to the right."""
-    wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    return [f"  {a:<{wide[0]}}  {b:>{wide[1]}}  {c}".rstrip() for a, b, c in rows]

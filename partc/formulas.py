@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -14,6 +15,7 @@ from partc.cost import CostReport, cost_report
 from partc.graph import Graph
 from partc.passes.symbolic import symbolic_costs
 from partc.plan import Plan
+from partc.prediction import Prediction
 from partc.program import Program
 from partc.trace import trace
 
@@ -42,7 +44,9 @@ def cost_with_formulas(
     steps = {symbol: gcd(size, pieces) for symbol, size in sizes.items()}
     local = at(sizes)
     costs = symbolic_costs(local, at, sizes, steps)
-    return cost_report(local, symbolic=costs, role=program.role(0))
+    report = cost_report(local, symbolic=costs, role=program.role(0))
+    predicted = program.cost.as_json()["prediction"]  # for machines that a saved mesh does not name
+    return replace(report, prediction=Prediction.of_json(predicted))
 
 
 def _sizes(inputs: Sequence[Tensor]) -> dict[str, int]:

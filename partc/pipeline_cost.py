@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import fx
 
+from partc.amounts import amount, table, time_text
 from partc.collective_cost import cheapest
-from partc.cost import TOP, amount
+from partc.cost import TOP
 from partc.dry_run import DryRun, dry_run
 from partc.graph import Graph, Phase, held, value
 from partc.memory_limit import Holders, Peak
@@ -22,9 +23,11 @@ from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops
 from partc.passes.memory import STATE_COPIES
 from partc.passes.storage import Replay, Storage, replay
+from partc.pipeline_prediction import predict_pipeline
 from partc.pipeline_step import Step, plan_step
+from partc.prediction import Prediction, Work
 from partc.role import Role
-from partc.roofline import phase_seconds
+from partc.roofline import Spent, phase_times
 from partc.schedules import Schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link, StepCosts
@@ -35,24 +38,41 @@ DRY_RUN_ACTIONS = 256  # of a rank; a longer program's peak is that of the simul
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage; compute and times are of one microbatch.
+    """One stage; compute and times are of one microbatch, but for those of phases S and E.
 
     ``activation_bytes`` are held from a microbatch's forward to its backward, ``waiting_bytes``
     from there to its weight gradients. ``sent_bytes`` go to the next stage, its gradient comes
-    back. ``closing_s`` is for the sums over ranks once per step.
+    back. ``spent`` says by phase where the time goes.
     """
 
     forward_flops: int
     backward_flops: int
     weight_flops: int
     moved_bytes: int
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    closing_s: float
+    spent: Mapping[Phase, Spent]
     activation_bytes: int
     waiting_bytes: int
     sent_bytes: int
+
+    @property
+    def forward_s(self) -> float:
+        return self._seconds("F")
+
+    @property
+    def backward_s(self) -> float:
+        return self._seconds("B")
+
+    @property
+    def weight_s(self) -> float:
+        return self._seconds("W")
+
+    @property
+    def closing_s(self) -> float:
+        """Of the sums over ranks that end the step."""
+        return self._seconds("E")
+
+    def _seconds(self, phase: Phase) -> float:
+        return self.spent[phase].seconds if phase in self.spent else 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +127,7 @@ class PipelineCost:
     ranks: tuple[RankCost, ...]
     closing: tuple[Closing, ...]
     step_s: float
+    prediction: Prediction
 
     def peaks(self) -> list[Peak]:
         """The peak of every pipeline rank."""
@@ -137,9 +158,9 @@ class PipelineCost:
         ):
             lines += [f"  {heading}", *_columns(rows), ""]
         lines += [
-            f"  step {time_text(self.step_s)}, bubble {self.bubble:.1%}: {self.schedule}, "
-            f"{self.microbatches} microbatches",
-            f"  times are a roofline's ({self.device})",
+            f"  {self.schedule}, {self.microbatches} microbatches: {time_text(self.step_s)}, "
+            f"bubble {self.bubble:.1%}; then the optimizer",
+            *table(self.prediction.rows()),
         ]
         return "\n".join(lines) + "\n"
 
@@ -179,9 +200,10 @@ class PipelineCost:
             rank["holders"] = tuple((who, size) for who, size in rank["holders"])
         return cls(**own | {
             "link": Link(*own["link"]),
-            "stages": tuple(StageCost(**stage) for stage in own["stages"]),
+            "stages": tuple(map(_stage_of_json, own["stages"])),
             "ranks": tuple(RankCost(**rank) for rank in ranks),
             "closing": tuple(Closing(**each) for each in closing),
+            "prediction": Prediction.of_json(own["prediction"]),
         })  # fmt: skip
 
     def plan_step(self, schedule: Schedule) -> Step:
@@ -229,9 +251,11 @@ def pipeline_cost(
     roles: Sequence[Role],
     mesh: Mesh,
     *,
+    work: Work,
     optimizer: str = "adamw",
 ) -> PipelineCost:
     """The costs of a planned step; ``roles`` are the programs of pipeline ranks 0, 1, ..."""
+    trained = [_trained_bytes(graphs, step.schedule.stages_of(r)) for r in range(len(roles))]
     return PipelineCost(
         model=graphs[0].model,
         mesh=str(mesh),
@@ -248,13 +272,16 @@ def pipeline_cost(
             for each in step.wiring.collectives
         ),
         step_s=step.simulated.makespan,
+        prediction=predict_pipeline(
+            [stage.spent for stage in stages], step, trained, work, mesh, optimizer=optimizer,
+            flops=sum(s.forward_flops + s.backward_flops + s.weight_flops for s in stages),
+        ),
     )  # fmt: skip
 
 
 # stages -------------------------------------------------------------------------------------------
 def _stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
     ran = replay(graph)
-    seconds = phase_seconds(graph, ran, mesh)
     flops: dict[Phase, int] = {}
     moved = 0
     for node in graph.calls():
@@ -267,14 +294,16 @@ def _stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
         backward_flops=flops.get("B", 0),
         weight_flops=flops.get("W", 0),
         moved_bytes=moved,
-        forward_s=seconds.get("F", 0.0),
-        backward_s=seconds.get("B", 0.0),
-        weight_s=seconds.get("W", 0.0),
-        closing_s=seconds.get("E", 0.0),
+        spent=phase_times(graph, ran, mesh),
         activation_bytes=activation,
         waiting_bytes=waiting,
         sent_bytes=sum(_num_bytes(n) for n in graph.outputs.sent.values() if _is(n, "F")),
     )
+
+
+def _stage_of_json(stage: Mapping[str, Any]) -> StageCost:
+    spent = {phase: Spent.of_json(each) for phase, each in stage["spent"].items()}
+    return StageCost(**{**stage, "spent": spent})
 
 
 def _held_bytes(graph: Graph, ran: Replay) -> tuple[int, int]:
@@ -328,7 +357,7 @@ def _rank_cost(
     params = {name: node for graph in mine for name, node in graph.params.items()}
     grads = {name: node for graph in mine for name, node in graph.grads.items()}
     buffers = {name: node for graph in mine for name, node in graph.buffers.items()}
-    trained = sum(_num_bytes(node) for name, node in params.items() if name in grads)
+    trained = _trained_bytes(graphs, stages)
     of_grads, in_flight = sum(map(_num_bytes, grads.values())), int(simulated.peaks[rank])
     long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
     ran = None if long else dry_run(role, role.mesh.first_rank(rank))
@@ -346,19 +375,18 @@ def _rank_cost(
     )
 
 
+def _trained_bytes(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
+    """Bytes of the parameters with gradients of some stages, each once."""
+    params = {name: node for stage in stages for name, node in graphs[stage].params.items()}
+    trained = {name for stage in stages for name in graphs[stage].grads}
+    return sum(_num_bytes(node) for name, node in params.items() if name in trained)
+
+
 def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:
     """Who holds most: lines of the program, or what the simulation knows."""
     if ran is None:
         return ("gradients", grads), ("activations and messages in flight", in_flight)
     return tuple((str(each), each.num_bytes) for each in ran.holders[:TOP])
-
-
-def time_text(seconds: float) -> str:
-    """``0.0015`` as ``1.5 ms``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from partc.amounts import time_text
 from partc.errors import UsageError
-from partc.pipeline_cost import PipelineCost, time_text
+from partc.pipeline_cost import PipelineCost
 from partc.pipeline_step import Step
 from partc.plan import Plan
 from partc.program import Program

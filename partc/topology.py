@@ -14,6 +14,7 @@ from partc.topology_checks import (
     check_keys,
     check_name,
     check_number,
+    check_pair,
     check_points,
     check_whole,
     refusal,
@@ -22,7 +23,8 @@ from partc.topology_checks import (
 Points = tuple[tuple[float, float], ...]  # amount of work, fraction of the peak; amounts ascend
 
 DTYPES = ("bf16", "f16", "f32", "f64", "tf32", "f8")
-WORK = ("matmul", "attention", "pointwise")  # the first two by FLOPs of a call, the last by bytes
+WORK = ("matmul", "attention", "pointwise", "optimizer")  # two by FLOPs of a call, two by bytes
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 LIBRARIES = ("nccl", "gloo")
 TERA, PETA = 1e12, 1e15
 
@@ -91,9 +93,21 @@ class Device:
         """
         if not flops and not num_bytes:
             return 0.0
-        arithmetic = flops / (self.peak(dtype) * self.fraction(work, flops))
-        memory = num_bytes / (self.memory_bytes_per_s * self.fraction("pointwise", num_bytes))
-        return max(self.launch_s, arithmetic, memory)
+        return max(self.parts(flops, dtype, num_bytes, work).values())
+
+    def parts(
+        self, flops: float, dtype: str, num_bytes: float, work: str = "matmul"
+    ) -> dict[str, float]:
+        """The seconds that a call's arithmetic, memory traffic and launch take, each by itself."""
+        return {
+            "arithmetic": flops / (self.peak(dtype) * self.fraction(work, flops)),
+            "memory": self.memory_seconds(num_bytes),
+            "launches": self.launch_s,
+        }
+
+    def memory_seconds(self, num_bytes: float, work: str = "pointwise") -> float:
+        """The time in which so many bytes are read and written."""
+        return num_bytes / (self.memory_bytes_per_s * self.fraction(work, num_bytes))
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,9 @@ class Level:
     enter the level than it carries when all units send. Where its switches sum (NVLS, SHARP),
     ``in_network`` is the fraction of ``bytes_per_s`` at which an all_reduce goes through them (0:
     they cannot) and ``in_network_s`` what it takes beside. ``direct`` links join pairs without a
-    switch: m of n units have (m - 1) / (n - 1) of the bytes/s.
+    switch: m of n units have (m - 1) / (n - 1) of the bytes/s. ``factors`` has measurements: by
+    how much the latency and the seconds per byte of a collective over the level (as the outermost
+    that it crosses) are those of its formula.
     """
 
     name: str
@@ -120,6 +136,7 @@ class Level:
     in_network: float = 0.0
     in_network_s: float = 0.0
     direct: bool = False
+    factors: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         where = f"level {self.name}"
@@ -143,6 +160,9 @@ class Level:
         if not isinstance(self.direct, bool) or (self.direct and self.size == 1):
             why = "it is true or false, and true only where there are pairs"
             raise refusal(f"{where}, direct", f"{self.direct!r} cannot be", why)
+        check_keys(f"{where}, factors", self.factors, COLLECTIVES)
+        for kind, pair in self.factors.items():
+            check_pair(f"{where}, factors.{kind}", pair, 1e3)
 
     @property
     def reduces_in_network(self) -> bool:
@@ -180,6 +200,8 @@ class Topology:
     first.
 
     ``start_s`` is what a collective takes beside its messages: launching it, waking the peers.
+    ``contention`` is which part of a transfer's time the computing beside it loses: 0 where links
+    move data by themselves, 1 where nothing can be hidden, as processors that are busy move it.
     ``library`` says whose algorithms there are (``LIBRARIES``). ``notes`` are for readers.
     """
 
@@ -187,6 +209,7 @@ class Topology:
     groups: tuple[tuple[Device, int], ...]
     levels: tuple[Level, ...]
     start_s: float = 0.0
+    contention: float = 0.0
     library: str = "nccl"
     notes: tuple[str, ...] = ()
 
@@ -208,6 +231,8 @@ class Topology:
             )
         if self.start_s != 0:
             check_number(f"{where}, start_s", self.start_s, 1.0)
+        if self.contention != 0:
+            check_number(f"{where}, contention", self.contention, 1.0)
         if self.library not in LIBRARIES:
             raise refusal(
                 f"{where}, library", f"{self.library!r} is unknown", f"known are {LIBRARIES}"

@@ -36,6 +36,14 @@ def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
             raise refusal(where, f"{key!r} is unknown", f"known are {', '.join(known)}")
 
 
+def check_pair(where: str, pair: Any, most: float) -> None:
+    """PlanError unless ``pair`` is two numbers above 0 and at most ``most``."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise refusal(where, f"{pair!r} is no pair", "it is a pair of numbers")
+    for number in pair:
+        check_number(where, number, most)
+
+
 def check_points(where: str, points: Any) -> None:
     """PlanError unless ``points`` are pairs (work, fraction): work ascends, no fraction is above
     1, and more work never takes less time.

@@ -14,7 +14,8 @@ from partc.topology import Device, Level, Points, Topology
 from partc.topology_checks import check_keys, refusal
 
 T = TypeVar("T", Device, Level)
-TOPOLOGY_KEYS = ("name", "library", "start_s", "notes", "devices", "levels")
+NUMBERS = ("start_s", "contention")
+TOPOLOGY_KEYS = ("name", "library", *NUMBERS, "notes", "devices", "levels")
 
 
 def shipped() -> tuple[str, ...]:
@@ -66,7 +67,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 def topology_of(table: Mapping[str, Any], where: str) -> Topology:
     """The topology that a table describes."""
     check_keys(where, table, TOPOLOGY_KEYS)
-    given = {key: table[key] for key in ("name", "library", "start_s") if key in table}
+    given = {key: table[key] for key in ("name", "library", *NUMBERS) if key in table}
     if "name" not in given:
         raise refusal(where, "name is missing", "a topology has one")
     try:
@@ -93,7 +94,11 @@ def _group(entry: Mapping[str, Any]) -> tuple[Device, int]:
 
 
 def _level(entry: Mapping[str, Any]) -> Level:
-    return _made(Level, entry)
+    own = dict(entry)
+    if not isinstance(own.get("factors", {}), Mapping):
+        raise refusal(f"level {own.get('name', '')}", "factors is not a table", "it is one")
+    own["factors"] = {kind: _pair(pair) for kind, pair in own.get("factors", {}).items()}
+    return _made(Level, own)
 
 
 def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
@@ -112,7 +117,12 @@ def _points(points: Any) -> Any:
     """Lists of lists as a table of points; anything else as it is, to be refused by name."""
     if not isinstance(points, list):
         return points
-    return tuple(tuple(point) if isinstance(point, list) else point for point in points)
+    return tuple(map(_pair, points))
+
+
+def _pair(pair: Any) -> Any:
+    """A list as a tuple; anything else as it is."""
+    return tuple(pair) if isinstance(pair, list) else pair
 
 
 def _tables(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
@@ -140,12 +150,17 @@ def write_topology(topology: Topology) -> str:
     """The TOML form."""
     lines = [f"name = {_text(topology.name)}", f"library = {_text(topology.library)}"]
     lines += [f"start_s = {_number(topology.start_s)}"]
+    if topology.contention:
+        lines += [f"contention = {_number(topology.contention)}"]
     if topology.notes:
         lines += ["notes = [", *(f"    {_text(note)}," for note in topology.notes), "]"]
     for device, count in topology.groups:
         lines += ["", "[[devices]]", *_device_lines(device, count)]
     for level in topology.levels:
         lines += ["", "[[levels]]", *_plain_lines(level)]
+        if level.factors:
+            factors = (f"{kind} = {_pair_text(pair)}" for kind, pair in level.factors.items())
+            lines += ["[levels.factors]", *factors]
     return "\n".join(lines) + "\n"
 
 
@@ -174,8 +189,11 @@ def _plain_lines(entry: Device | Level) -> list[str]:
 
 
 def _points_text(points: Points) -> str:
-    pairs = (f"[{_number(work)}, {_number(fraction)}]" for work, fraction in points)
-    return f"[{', '.join(pairs)}]"
+    return f"[{', '.join(map(_pair_text, points))}]"
+
+
+def _pair_text(pair: tuple[float, float]) -> str:
+    return f"[{_number(pair[0])}, {_number(pair[1])}]"
 
 
 def _number(number: float) -> str:

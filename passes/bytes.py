@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, held, tensor_args
-from partc.moves import kind_of
+from partc.graph import Graph, held, results_of, tensor_args
+from partc.moves import kind_of, moves
 from partc.passes.storage import Replay, replay
 
 
@@ -51,6 +51,30 @@ def sent_bytes(node: fx.Node) -> int:
 def put_in_bytes(node: fx.Node) -> int:
     """Bytes of one rank's operands of a collective."""
     return sum(_num_bytes(held(operand)) for operand in tensor_args(node))
+
+
+def packed_bytes(node: fx.Node) -> int:
+    """Bytes read and written to lay a collective's operands side by side, before it starts."""
+    targets = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
+    together = len(tensor_args(node)) > 1
+    if node.target is collectives.all_to_all:
+        cut = (node.kwargs["to_dim"], node.kwargs.get("to_outer", 1)) != (0, 1)
+    else:
+        cut = node.target in targets and _is_cut_inside(node)
+    return 2 * put_in_bytes(node) if together or cut else 0
+
+
+def unpacked_bytes(node: fx.Node) -> int:
+    """Bytes read and written to make the whole of what has arrived, after the wait."""
+    gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
+    if node.target not in gathers or not _is_cut_inside(node):
+        return 0
+    return 2 * sum(_num_bytes(fake) for fake in results_of(node) if fake is not None)
+
+
+def _is_cut_inside(node: fx.Node) -> bool:
+    """Whether what a collective gathers or scatters is not in a row of pieces on dim 0."""
+    return any((m.kwargs["dim"], m.kwargs.get("outer", 1)) != (0, 1) for m in moves(node))
 
 
 def sent_share(kind: str, num: Any) -> tuple[Any, Any]:

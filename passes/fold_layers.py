@@ -76,14 +76,14 @@ def _lists(graph: Graph) -> dict[str, dict[int, _Block]]:
         if node.op == "output":
             continue
         known = value(node)
-        path, index = _member(known.module if node.op == "call_function" else known.name)
+        path, index = list_member(known.module if node.op == "call_function" else known.name)
         if path:
             block = found.setdefault(path, {}).setdefault(index, _Block(f"{path}.{index}."))
             (block.calls[known.phase] if node.op == "call_function" else block.own).append(node)
     return {path: dict(sorted(blocks.items())) for path, blocks in found.items()}
 
 
-def _member(path: str) -> tuple[str, int]:
+def list_member(path: str) -> tuple[str, int]:
     """The list that a path leads through first, and which member of it: ``("model.layers", 3)``."""
     parts = path.split(".")
     for i, part in enumerate(parts):
