@@ -36,8 +36,9 @@ def choose_stages(graph: Graph, plan: Plan) -> Plan:
 
     PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
     """
+    assert plan.mesh is not None
     chunks = plan.chunks or _usual_chunks(plan.schedule)
-    if plan.stages:
+    if plan.stages or not is_pipeline(plan, plan.mesh):
         return plan
     like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
     if like.stages == 1:
