@@ -10,6 +10,7 @@ from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
 from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_draws import merge_draws
+from partc.passes.merge_given import merge_given
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
 from partc.passes.open_means import open_means
@@ -33,6 +34,7 @@ PASSES = (
     squeeze_sums,
     cancel_transposes,
     drop_noops,
+    merge_given,
 )
 
 

@@ -52,7 +52,7 @@ class Prices:
         self.final = _final_layouts(self.graph, self.plan, self.axis)
 
     def price(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float | None:
-        if not self._fits(node, operands, strategy):
+        if not self.fits(node, operands, strategy):
             return None
         cost = 0.0
         for operand, want in zip(operands, strategy.ins, strict=True):
@@ -60,7 +60,7 @@ class Prices:
             if moved is None:
                 return None
             cost += moved
-        return cost + self._finishing(node, strategy) + self._local(node, operands, strategy)
+        return cost + self._finishing(node, strategy) + self.local(node, operands, strategy)
 
     def _move(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
@@ -148,7 +148,7 @@ class Prices:
             cost += ratio * tilt * self._bytes(node) if layout.kind in "UM" or final else 0.0
         return cost
 
-    def _local(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float:
+    def local(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float:
         """The bytes read and written on each rank, as a share of network bytes."""
         cost = 0.0
         for other, layout in zip(operands, strategy.ins, strict=True):
@@ -172,7 +172,7 @@ class Prices:
             if axis != self.axis and strategy.outs and strategy.outs[0].kind == "cut"
         )
 
-    def _fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
+    def fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
         """Whether the cuts divide what the axes decided before have left of each operand and
         result.
         """

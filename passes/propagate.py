@@ -27,6 +27,7 @@ from partc.graph import (
     update,
     value,
 )
+from partc.passes.cut_given import cut_given
 from partc.passes.local_batch_norm import local_batch_norm, of_each_microbatch
 from partc.passes.microbatches import MB, given
 from partc.passes.open_ops import open_op, opens
@@ -57,6 +58,7 @@ def propagate(
             walk = _AxisWalk(graph, plan, axis, choices, strict, warnings)
             opened |= walk.run()
         if not opened:
+            cut_given(graph, plan, choices)
             _write(graph, plan, choices)
             return choices
 

@@ -1,0 +1,63 @@
+"""Compute what follows from the step's inputs alone once: masks, positions, scalars.
+
+Blocks that each make the same mask from the same positions come to read one, which then stands in
+none of them. What the backward computes again on purpose stays its own.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from partc.graph import Graph, drop_dead, held, is_tensor, replace_by, tensor_args, update, value
+from partc.passes.microbatches import given
+
+
+def merge_given(graph: Graph) -> None:
+    """Equal calls on equal operands become one, if these follow from inputs and constants."""
+    known = given(graph)
+    first: dict[str, fx.Node] = {}
+    path: dict[fx.Node, str] = {}  # the module that a value now stands in
+    for node in list(graph.calls()):
+        if node not in known or _is_filled_later(node, known):
+            continue
+        kept = first.setdefault(_text(node), node)
+        path[kept] = _outside(path.get(kept, value(node).module), value(node).module)
+        if kept is not node:
+            replace_by(node, kept)
+    drop_dead(graph)
+    _lift(graph, path)
+
+
+def _is_filled_later(node: fx.Node, known: set[fx.Node]) -> bool:
+    """Whether a call makes a tensor of constants for others to write into: it is as cheap to make
+    again as to keep."""
+    is_small = is_tensor(node) and held(node).numel() == 1
+    return not tensor_args(node) and not is_small and not known.issuperset(node.users)
+
+
+def _text(node: fx.Node) -> str:
+    return f"{value(node).phase} {node.target} {node.args} {node.kwargs}"
+
+
+def _outside(path: str, other: str) -> str:
+    """A module, or what holds the list of blocks if it stands in one that the other does not.
+
+    >>> _outside("model.layers.0.attn", "model.layers.1.attn")
+    'model'
+    """
+    parts, others = path.split("."), other.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit() and others[: i + 1] != parts[: i + 1]:
+            return ".".join(parts[: max(i - 1, 0)])
+    return path
+
+
+def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
+    """Let values, and what they are made of, stand in no block that is not all their readers'."""
+    for node in reversed(list(graph.calls())):
+        if path.get(node, value(node).module) != value(node).module:
+            update(node, module=path[node], calls=())
+            for operand in tensor_args(node):
+                if operand.op == "call_function":
+                    own = path.get(operand, value(operand).module)
+                    path[operand] = _outside(own, path[node])
