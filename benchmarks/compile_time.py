@@ -27,9 +27,10 @@ from benchmarks.machine import machine
 from partc import api
 
 MESH, PLAN, BATCH = "dp=8,tp=8", "fsdp+megatron", 8
-WIDTHS: dict[int, dict[str, int]] = {  # by number of layers: Llama-3-8B and 70B
+WIDTHS: dict[int, dict[str, int]] = {  # by number of layers: Llama-3-8B, 70B and 405B
     32: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     80: {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    126: {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
 }
 
 

@@ -98,15 +98,29 @@ def _profiles(graph: Graph, devices: int, mesh: Mesh) -> dict[str, Profile]:
 
 
 def _search(space: Space, estimators: dict[str, Estimator], limit: float) -> Choice:
+    """Estimate candidates in the order of their bounds, until none left can be among the best."""
+    bounds = [
+        (_of(one, estimators).bound_s(one), i, one) for i, one in enumerate(space.candidates())
+    ]
     found: list[Ranked] = []
     too_large: list[Ranked] = []
-    for one in space.candidates():
-        each = Ranked(one, estimators[one.word if one.tp > 1 else ""].estimate(one))
-        (found if each.estimate.peak_bytes <= limit else too_large).append(each)
+    for bound, _, one in sorted(bounds, key=lambda entry: entry[:2]):
+        if len(found) == KEPT and bound >= found[-1].estimate.step_s:
+            break
+        each = Ranked(one, _of(one, estimators).estimate(one))
+        if each.estimate.peak_bytes > limit:
+            too_large.append(each)
+            continue
+        found.append(each)
+        found.sort(key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes))
+        del found[KEPT:]
     if not found:
         raise _nothing_fits(too_large, limit, space)
-    found.sort(key=lambda each: (each.estimate.step_s, each.estimate.peak_bytes))
-    return Choice(tuple(found[:KEPT]), len(found) + len(too_large), limit)
+    return Choice(tuple(found), len(bounds), limit)
+
+
+def _of(one: Candidate, estimators: dict[str, Estimator]) -> Estimator:
+    return estimators[one.word if one.tp > 1 else ""]
 
 
 def _nothing_fits(tried: list[Ranked], limit: float, space: Space) -> PlanError:

@@ -128,6 +128,14 @@ class Estimator:
         }
         return Estimate(seconds, self._bytes(one, stages))
 
+    def bound_s(self, one: Candidate) -> float:
+        """Less than a step can take: stages as even as they could be, no weights to move."""
+        times = self.unit_times(one, one.mesh(self.topology))
+        chain = list(self.profile.chain)
+        turn = float(times.exposed[chain].sum()) / (one.pp * one.chunks)
+        grads = float(times.weight_grads[chain].sum()) / (one.pp * one.chunks)
+        return one.microbatches * one.chunks * turn + _bubble(one, turn, grads)
+
     # time --------------------------------------------------------------------------------------
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
         pieces = one.data_ranks * one.microbatches
