@@ -53,24 +53,29 @@ def emit(graph: Graph, *, header: str) -> str:
     helpers = Helpers()
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    printed = {layer for side in sides for layer in side.run.layers}
-    for fold in graph.folds:
-        if f"{fold.path}.{fold.first}" not in printed:
-            raise Unfolded(f"{fold.path} stands in line")
     text = RoleText(graph, header, items, sides, helpers).text()
     check_source(text)
     return text
 
 
 def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
-    """The items of the step and how its loops are fed; a run that no text feeds stands in line."""
+    """The items of the step and how its loops are fed; a run that no text feeds stands in line.
+
+    Unfolded if blocks that the graph leaves out would have to stand there.
+    """
     given_up: set[Run] = set()
     while True:
         items = arrange(graph, {run.layers for run in given_up})
         try:
-            return items, interfaces(graph, [item for item in items if isinstance(item, Loop)])
+            sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
         except Unfit as unfit:
             given_up.add(unfit.run)
+            continue
+        printed = {layer for side in sides for layer in side.run.layers}
+        for fold in graph.folds:
+            if f"{fold.path}.{fold.first}" not in printed:
+                raise Unfolded(f"{fold.path} stands in line")
+        return items, sides
 
 
 @dataclass

@@ -120,9 +120,8 @@ class _Job:
 
     def with_plan(self, mesh: Mesh, plan: Plan, graph: Graph | None = None) -> Program:
         """Compile a plan; ``graph`` is the model as traced, if it has been."""
-        several = is_pipeline(plan, mesh)
-        compile_rest = compile_pipeline if several else compile_stage
-        if graph is None or (several and graph.folds):
+        compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
+        if graph is None or (graph.folds and PP in mesh.names):
             graph = self._traced(mesh, plan)
         graph.mesh = mesh
         fingerprint = Fingerprint.of(self.model)
@@ -134,7 +133,8 @@ class _Job:
             return compile_rest(graph, plan, fingerprint, strict=self.strict)
 
     def _traced(self, mesh: Mesh, plan: Plan) -> Graph:
-        fold = not is_pipeline(plan, mesh) and not plan.names_blocks
+        staged = bool(plan.stages or plan.order) or PP in mesh.names
+        fold = not staged and not plan.names_blocks
         return trace(self.model, self.inputs, self.loss, fold=fold)
 
 
@@ -173,6 +173,7 @@ def compile_pipeline(
     """
     mesh, work = graph.mesh, Work.of(graph)
     full, local = localize(graph, plan, strict=strict)
+    check_plan(local, full)
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
     for stage in graphs:

@@ -286,8 +286,9 @@ def _stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
     moved = 0
     for node in graph.calls():
         phase = value(node).phase
-        flops[phase] = flops.get(phase, 0) + node_flops(node)
-        moved += moved_bytes(node, ran) if phase in "FBW" else 0
+        times = graph.times(node)
+        flops[phase] = flops.get(phase, 0) + times * node_flops(node)
+        moved += times * moved_bytes(node, ran) if phase in "FBW" else 0
     activation, waiting = _held_bytes(graph, ran)
     return StageCost(
         forward_flops=flops.get("F", 0),
@@ -316,7 +317,7 @@ def _held_bytes(graph: Graph, ran: Replay) -> tuple[int, int]:
             continue
         for storage, size in ran.storages(node).items():
             made.setdefault(storage, value(node).phase)
-            sizes.setdefault(storage, size)
+            sizes.setdefault(storage, graph.times(node) * size)
         for operand in node.all_input_nodes:
             for storage in ran.storages(operand):
                 read.setdefault(storage, set()).add(value(node).phase)
@@ -354,19 +355,19 @@ def _rank_cost(
     stages = schedule.stages_of(rank)
     mine = [graphs[stage] for stage in stages]
     # a parameter of several of the rank's stages is there once
-    params = {name: node for graph in mine for name, node in graph.params.items()}
-    grads = {name: node for graph in mine for name, node in graph.grads.items()}
-    buffers = {name: node for graph in mine for name, node in graph.buffers.items()}
+    params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
+    grads = {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
+    buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
     trained = _trained_bytes(graphs, stages)
-    of_grads, in_flight = sum(map(_num_bytes, grads.values())), int(simulated.peaks[rank])
+    of_grads, in_flight = sum(grads.values()), int(simulated.peaks[rank])
     long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
     ran = None if long else dry_run(role, role.mesh.first_rank(rank))
     return RankCost(
         stages=stages,
-        params=sum(map(_num_bytes, params.values())),
+        params=sum(params.values()),
         grads=of_grads,
         optimizer=STATE_COPIES[optimizer] * trained,
-        buffers_and_inputs=sum(map(_num_bytes, [*buffers.values(), *graphs[0].inputs.values()])),
+        buffers_and_inputs=sum(buffers.values()) + sum(map(_num_bytes, graphs[0].inputs.values())),
         in_flight=in_flight,
         live=0 if ran is None else ran.peak_bytes,
         holders=_holders(ran, of_grads, in_flight),
@@ -377,9 +378,16 @@ def _rank_cost(
 
 def _trained_bytes(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
     """Bytes of the parameters with gradients of some stages, each once."""
-    params = {name: node for stage in stages for name, node in graphs[stage].params.items()}
-    trained = {name for stage in stages for name in graphs[stage].grads}
-    return sum(_num_bytes(node) for name, node in params.items() if name in trained)
+    mine = [graphs[stage] for stage in stages]
+    params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
+    trained = {name for graph in mine for name in graph.grads}
+    return sum(size for name, size in params.items() if name in trained)
+
+
+def _sizes(graph: Graph, named: Mapping[str, fx.Node]) -> dict[str, int]:
+    """Bytes of parameters, gradients or buffers by name, of blocks that are left out as well."""
+    places = {**graph.params, **graph.buffers}
+    return {name: graph.times(places[name]) * _num_bytes(node) for name, node in named.items()}
 
 
 def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:

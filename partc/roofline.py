@@ -20,6 +20,7 @@ from partc.mesh import Mesh
 from partc.moves import kind_of
 from partc.passes.bytes import moved_bytes, packed_bytes, put_in_bytes, unpacked_bytes
 from partc.passes.flops import node_flops, op_name
+from partc.passes.fold_layers import unfolded_calls
 from partc.passes.storage import Replay
 from partc.sharding import DTYPE_NAMES
 from partc.topology import Device
@@ -68,7 +69,7 @@ def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
     """
     clocks: dict[Phase, Clock] = {}
     spent: dict[Phase, Spent] = {}
-    for node in graph.calls():
+    for node in unfolded_calls(graph):
         phase = value(node).phase
         clocks.setdefault(phase, Clock(mesh, ran)).run(node, spent.setdefault(phase, Spent()))
     return spent

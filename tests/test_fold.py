@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
+import partc.api
 from partc.api import partition, read_plan
 from partc.check import check
 from partc.codegen.emit import emit
@@ -131,3 +132,26 @@ def test_a_folded_plan_replays() -> None:
     again = partc.compile(case.model, "dp=2", case.inputs, loss=case.loss, plan=first.plan)
     assert (again.plan, again.sources) == (first.plan, first.sources)
     assert str(again.cost) == str(first.cost)
+
+
+def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = deep("llama")
+
+    def made() -> partc.Program:
+        return partc.compile(
+            case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp", microbatches=2
+        )
+
+    folded = made()
+    traced: list[tuple[Fold, ...]] = []
+
+    def whole(*args: Any, fold: bool = False) -> Graph:
+        graph = trace(*args)
+        traced.append(graph.folds)
+        return graph
+
+    monkeypatch.setattr(partc.api, "trace", whole)
+    unfolded = made()
+    assert traced == [()]
+    assert (folded.plan, folded.sources) == (unfolded.plan, unfolded.sources)
+    assert str(folded.cost) == str(unfolded.cost)

@@ -1,0 +1,120 @@
+"""``plan="auto"`` finds what an expert would write, for the reasons that an expert would give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import partc
+from partc.errors import PlanError
+from partc.graph import Graph
+from partc.mesh import Mesh
+from partc.passes.search.choose_plan import Choice, choose_plan
+from partc.plan import Plan
+from partc.trace import trace
+
+AUTO = Plan(preset="auto")
+
+
+def llama(layers: int = 6, width: int = 4096, vocab: int = 32000, seq: int = 2048) -> nn.Module:
+    """A Llama of real widths in bf16 on the meta device."""
+    config: Any = LlamaConfig(
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=7 * width // 2,
+        num_attention_heads=width // 128, num_key_value_heads=8, vocab_size=vocab,
+        max_position_embeddings=seq, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).train()
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids, labels=ids).loss
+    return loss
+
+
+def tokens(batch: int, seq: int = 2048) -> Tensor:
+    return torch.zeros(batch, seq, dtype=torch.long, device="meta")
+
+
+def traced(model: nn.Module, batch: int) -> Graph:
+    return trace(model, (tokens(batch),), loss_of, fold=True)
+
+
+@pytest.fixture(scope="module")
+def small() -> Graph:
+    """Half a billion parameters, 256 sequences."""
+    return traced(llama(layers=6, width=2048), 256)
+
+
+@pytest.fixture(scope="module")
+def large() -> Graph:
+    """Seven billion parameters, 32 sequences."""
+    return traced(llama(layers=32, width=4096), 32)
+
+
+def best(graph: Graph, machine: str, devices: int, **plan: Any) -> Choice:
+    return choose_plan(graph, Mesh.load(machine, devices), AUTO.changed(**plan))
+
+
+def test_what_fits_is_replicated(small: Graph) -> None:
+    one = best(small, "dgx-h100", 8).ranked[0].candidate
+    assert (one.tp, one.pp, one.microbatches) == (1, 1, 1)
+    assert one.data in ("ddp", "zero1")
+
+
+def test_parameters_are_sharded_where_they_do_not_fit(large: Graph) -> None:
+    one = best(large, "dgx-h100", 8, memory_bytes=40_000_000_000).ranked[0].candidate
+    assert one.data in ("fsdp", "zero1")
+    assert one.pp == 1
+
+
+def test_slow_links_between_machines_keep_shards_inside(large: Graph) -> None:
+    found = best(large, "p4d-ethernet", 32, memory_bytes=30_000_000_000)
+    one = found.ranked[0].candidate
+    assert one.pp > 1 or one.replicate > 1 or one.tp > 1  # no gather of all weights between them
+    whole = [r for r in found.ranked if r.candidate.data == "fsdp" and r.candidate.shard == 32]
+    assert found.ranked[0] not in whole
+
+
+def test_few_samples_on_many_devices_cut_tensors_inside_a_machine(large: Graph) -> None:
+    one = best(large, "dgx-h100", 128).ranked[0].candidate
+    assert one.tp in (2, 4, 8)  # data ranks cannot be more than samples
+    assert one.word == "megatron-sp"
+
+
+def test_bounds_leave_out_nothing_better(large: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = best(large, "dgx-h100", 32)
+    monkeypatch.setattr("partc.passes.search.choose_plan.KEPT", 10**6)
+    every = best(large, "dgx-h100", 32)
+    assert len(every.ranked) > 100
+    assert every.ranked[: len(found.ranked)] == found.ranked
+
+
+def test_pins_stay(large: Graph) -> None:
+    mesh = Mesh((("dp", 4), ("tp", 2)), Mesh.load("dgx-h100", 8).topology)
+    found = choose_plan(large, mesh, AUTO.changed(microbatches=2))
+    assert {r.candidate.microbatches for r in found.ranked} == {2}
+    assert {str(r.candidate.mesh(None)) for r in found.ranked} == {"dp=4 tp=2"}
+
+
+def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:
+    with pytest.raises(PlanError, match=r"the least is [\d.]+ GB: ") as error:
+        best(large, "dgx-h100", 8, memory_bytes=3_000_000_000)
+    assert "more devices" in str(error.value)
+
+
+def test_the_program_needs_what_was_estimated() -> None:
+    model = llama(layers=5, width=2048)
+    mesh = Mesh.load("dgx-h100", 8)
+    graph = traced(model, 64)
+    estimate = choose_plan(graph, mesh, AUTO).ranked[0].estimate
+    program = partc.compile(model, mesh, (tokens(64),), loss=loss_of)
+    cost: Any = program.cost
+    assert cost.peak_bytes == pytest.approx(estimate.peak_bytes, rel=0.1)
+    again = partc.compile(model, mesh, (tokens(64),), loss=loss_of, plan=program.plan)
+    assert (again.plan, again.sources) == (program.plan, program.sources)
