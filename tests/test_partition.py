@@ -206,6 +206,33 @@ def test_slips_in_plans_are_named(mesh: str, plan: str | Plan, words: str) -> No
         partitioned(mesh, plan)
 
 
+class Padded(nn.Module):
+    """An embedding whose row 1 has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 6, padding_idx=1)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.table(ids))
+        return y
+
+
+def test_padding_is_one_row_of_a_table_that_two_axes_cut() -> None:
+    torch.manual_seed(2)
+    model, ids = Padded().double(), torch.arange(16).reshape(2, 8)
+    plan = Plan(params={"table.weight": {"x": cut(0), "y": cut(0)}})
+
+    def loss(m: nn.Module, given: Tensor) -> Tensor:
+        squares: Tensor = m(given) ** 2
+        return squares.mean()
+
+    program = partc.compile(model, "x=2,y=2", (ids,), loss=loss, plan=plan)
+    assert "ignore=1" in program.source()
+    partc.verify(program, model, (ids,), loss).check(1e-11)
+
+
 class Residual(nn.Module):
     """A residual around two square weights, for many tokens."""
 

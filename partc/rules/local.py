@@ -153,15 +153,16 @@ class _Localizer:
         arguments = arguments_of(self.node.target, self.args, self.kwargs)
         name, rows = self._indices()
         ignore = arguments.get(windowed.ignore)
+        extra = {} if ignore is None or ignore < 0 else {"ignore": ignore}
         window = arguments[name]
         whole = window
         for axis in sorted(axes, key=self.mesh.names.index, reverse=True):
             num = self.mesh.size(axis)
             rows //= num
             index = self._rank_on(axis, whole)
-            extra = {} if ignore is None or ignore < 0 else {"ignore": ignore}
             extra |= {} if windowed.outside == -1 else {"outside": windowed.outside}
             window = self._once(whole, ops.window, window, index, rows, **extra)
+            extra = {}  # the next one counts rows of this one, not of the whole
         self._set({name: window} | ({windowed.ignore: windowed.outside} if windowed.ignore else {}))
         if windowed.target is None:
             return self.write(self.node.target, *self.args, **self.kwargs)
