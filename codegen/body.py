@@ -44,7 +44,7 @@ class Body(Transfers):
             return []
         before = self.parts(node)
         statement = self.statement(node)
-        statement.lines[:0] = [Line(f"{name} = {{}}") for name in self.joint.begun()]
+        statement.lines[:0] = [self._collected(start) for start in self.joint.begun()]
         statement.lines += [line for n in statement.binds for line in self._stores(n)]
         statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
@@ -82,6 +82,9 @@ class Body(Transfers):
             return transfer
         if not is_tensor(node):
             return self._several(node)
+        if part := self.joint.part(node, self.scope):
+            self.seen[node] = Text(part)
+            return Statement([Line(self._write(part, node), comment(typed(node)))])
         if node in self.stored and not node.users.keys() - {self.graph.fx.output_node()}:
             return self._last_store(node)
         into = self.accumulated.get(node)
@@ -118,6 +121,23 @@ class Body(Transfers):
         return Statement(lines, binds=bound)
 
     # gradients -------------------------------------------------------------------------------
+    def _collected(self, start: fx.Node) -> Line:
+        """The dict of the gradients that a reduction moves, or their room in what is sent."""
+        name, params = self.joint.names[start], self.joint.params[start]
+        if name not in self.joint.rooms:
+            return Line(f"{name} = {{}}")
+        everything = sorted(params) == sorted(self.own)
+        room_for = "[*self.parameters()]" if everything else f"[{', '.join(params)}]"
+        call = f"{self.helpers.use('room')}({room_for})"
+        return Line(f"{self.joint.rooms[name]}, {name} = {call}")
+
+    def _write(self, part: str, node: fx.Node) -> str:
+        """The statement that writes a gradient to its part of what is sent."""
+        if node.target is ops.weight_grad:
+            d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
+            return f"{self.helpers.use('write_weight_grad')}({part}, {d_y}, {x})"
+        return f"{part}.copy_({self.expression(node).at(NONE)})"
+
     def _stores(self, node: fx.Node) -> list[Line]:
         """Adds a value that is a final gradient to its parameters."""
         return [

@@ -247,7 +247,7 @@ class BlockClass:
         )
         return Body(
             self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
-            device, prefix=group.layer, adds=self.adds,
+            device, prefix=group.layer, adds=self.adds, own=self._params(),
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:

@@ -30,7 +30,7 @@ class Expressions:
 
     ``seen`` has the texts of what comes from outside: parameters, arguments; ``wishes`` what values
     would like to be called; ``kept`` what is read outside; ``stored`` the parameters, as texts,
-    whose final gradient a node is.
+    whose final gradient a node is; ``own`` all parameters of the module, as texts.
     """
 
     graph: Graph
@@ -44,6 +44,7 @@ class Expressions:
     device: str = "self.device"
     prefix: str = ""
     adds: tuple[str, str] = ADDS  # the functions that add to a gradient
+    own: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         wished = {n: self.wishes.get(n, "") for n in self.order}

@@ -1,7 +1,8 @@
 """The dicts in which a generated function collects the gradients that one transfer reduces.
 
 ``grads[self.w] = ...`` binds a gradient at its place; a reduction that goes on with all results of
-another uses the same dict again.
+another uses the same dict again. Gradients that are summed over ranks last thing in the step are
+written straight into the memory that is sent: ``flat, grads = room([self.w, ...])``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from partc import collectives
 from partc.codegen.equal import ends_step
 from partc.codegen.names import Scope
 from partc.graph import Graph, tensor_args
-from partc.moves import Move, carried, kind_of, moves
+from partc.moves import Move, carried, moves
 
 REDUCTIONS = (
     collectives.all_reduce,
@@ -26,8 +27,9 @@ REDUCTIONS = (
 
 class JointGrads:
     """``params`` has per reduction the parameters, as texts, whose gradients it is on the way to:
-    joined ones, and single last ones where the program joins others of their kind;
-    ``place`` the joined reduction and parameter of each gradient that nothing else reads.
+    joined ones, and single scattered last ones where the program joins others of their kind;
+    ``place`` the joined reduction and parameter of each gradient that nothing else reads;
+    ``rooms`` the name of what is sent, per dict whose tensors are its parts.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class JointGrads:
             found = [self._param(move.result, stored) for move in moves(start)]
             if None not in found:
                 self.params[start] = [param for param in found if param is not None]
-        joined = {kind_of(n) for n in graph.calls() if n.target in collectives.JOINED}
+        scatters = any(n.target is collectives.reduce_scatter_joined for n in graph.calls())
         for start in list(self.params):
-            last = ends_step(graph, next(iter(start.users)))
-            if start.target not in collectives.JOINED and not (last and kind_of(start) in joined):
+            last = scatters and ends_step(graph, next(iter(start.users)))
+            alone = start.target is collectives.reduce_scatter
+            if start.target not in collectives.JOINED and not (last and alone):
                 del self.params[start]
         self.place = {
             operand: (start, param)
@@ -51,9 +54,11 @@ class JointGrads:
             for operand, param in zip(tensor_args(start), params, strict=True)
             if set(operand.users) == {start}
         }
+        self.graph = graph
         self.names: dict[fx.Node, str] = {}
+        self.rooms: dict[str, str] = {}
         self.entries: dict[str, list[str]] = {}  # parameters, in the order in which they came in
-        self.fresh: list[str] = []
+        self.fresh: list[fx.Node] = []
 
     def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
         """The parameter whose gradient a reduction's result is, or becomes by the next one."""
@@ -71,10 +76,17 @@ class JointGrads:
             if source is not None:
                 self.names[start] = self.names[source]
             else:
-                self.names[start] = scope.fresh("grads")
-                self.entries[self.names[start]] = []
-                self.fresh.append(self.names[start])
+                name = self.names[start] = scope.fresh("grads")
+                self.entries[name] = []
+                if self._ends_in_place(start):
+                    self.rooms[name] = scope.fresh("flat")
+                self.fresh.append(start)
         return self.names[start]
+
+    def _ends_in_place(self, start: fx.Node) -> bool:
+        """Whether a reduction gives the step's gradients, each as large as its parameter."""
+        whole = start.target is collectives.all_reduce_joined
+        return whole and ends_step(self.graph, next(iter(start.users)))
 
     def _source(self, start: fx.Node) -> fx.Node | None:
         """The reduction before, if this one goes on with all its results and nothing else."""
@@ -88,19 +100,29 @@ class JointGrads:
         wait = node.all_input_nodes[0] if carried(node) is not None else node
         return wait.all_input_nodes[0] if wait.target is collectives.wait else None
 
-    def begun(self) -> list[str]:
-        """The dicts that were named since the last call."""
+    def begun(self) -> list[fx.Node]:
+        """The reductions whose dict was named since the last call."""
         begun, self.fresh = self.fresh, []
         return begun
 
     def entry(self, node: fx.Node, scope: Scope) -> str:
         """Where a value that is about to be bound is collected, "" if it is not."""
+        return "" if self.has_room(node, scope) else self._entry(node, scope)
+
+    def part(self, node: fx.Node, scope: Scope) -> str:
+        """Where a value is written that a room has been made for, "" if there is none."""
+        return self._entry(node, scope) if self.has_room(node, scope) else ""
+
+    def _entry(self, node: fx.Node, scope: Scope) -> str:
         if node not in self.place:
             return ""
         start, param = self.place[node]
         name = self.name(start, scope)
         self.entries[name].append(param)
         return f"{name}[{param}]"
+
+    def has_room(self, node: fx.Node, scope: Scope) -> bool:
+        return node in self.place and self.name(self.place[node][0], scope) in self.rooms
 
     def missing(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
         """What a reduction moves and was bound elsewhere, each with its place in the dict."""

@@ -34,6 +34,13 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
         weight.grad.addmm_(d_y.T, x)
 
 
+def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Memory for gradients that leave in one transfer, and the part of it that each has."""
+    sizes = [p.numel() for p in params]
+    flat = params[0].new_empty(sum(sizes))
+    return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
+
+
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     for grads, done in reduced:
@@ -162,6 +169,11 @@ def piece(x: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     """Gradient of the weight in ``y = x @ weight.T``."""
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
+    """Write the gradient of the weight in ``y = x @ weight.T``."""
+    torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
 
 
 def dropout_mask(x: Tensor, p: float, rng: torch.Generator) -> Tensor:

@@ -57,12 +57,15 @@ class Transfers(Expressions):
             lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
             self.at_once.add(node)
             return Statement(lines, binds=[node])
+        waited = self._waited(node)
+        grads = "" if waited is None else f"{{{self.stored[waited][0]}: {name}}}"
+        if grads and overwrites:
+            call = c10d.all_reduce(node, name, at_once=False)
+            lines.append(Line(f"reduced.append(({grads}, {call}))", comment(typed(node))))
+            return Statement(lines, binds=[node])
         self.scope.taken.add(f"{name}_done")
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
-        if (waited := self._waited(node)) is not None:
-            lines.append(
-                Line(f"reduced.append(({{{self.stored[waited][0]}: {name}}}, {name}_done))")
-            )
+        lines += [Line(f"reduced.append(({grads}, {name}_done))")] if grads else []
         return Statement(lines, binds=[node])
 
     def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
@@ -115,24 +118,28 @@ class Transfers(Expressions):
 
     def _reduce(self, node: fx.Node) -> Statement:
         """The start of a reduction of gradients, which stand in a dict by their parameters."""
-        ends, lines = self._waited(node) is not None, []
-        if node.target in collectives.JOINED:
-            grads = self.joint.name(node, self.scope)
-            for operand, entry in self.joint.missing(node):
-                lines.append(Line(f"{entry} = {self.text(operand)}"))
-        else:
+        if node.target not in collectives.JOINED:
             x = self.text(tensor_args(node)[0])
-            copied = node.target is collectives.all_reduce and node not in self.in_place
-            x = Text(f"{x.at(ATOM)}.clone()") if copied else x
-            grads = f"{{{self.joint.params[node][0]}: {x}}}"
-        call = c10d.transfer(node, grads, self.joint.in_order(node), self.helpers)
-        if ends:
-            remark = comment(typed(node)) if is_tensor(node) else ""
-            return Statement([*lines, Line(f"reduced.append({call})", remark)])
+            call = self._moved(node, f"{{{self.joint.params[node][0]}: {x}}}")
+            return Statement([Line(f"reduced.append({call})", comment(typed(node)))])
+        grads = self.joint.name(node, self.scope)
+        put = "{}.copy_({})" if grads in self.joint.rooms else "{} = {}"
+        missing = self.joint.missing(node)
+        lines = [Line(put.format(entry, self.text(operand))) for operand, entry in missing]
+        if grads in self.joint.rooms:
+            done = c10d.all_reduce(node, self.joint.rooms[grads], at_once=False)
+            return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
+        call = self._moved(node, grads)
+        if self._waited(node) is not None:
+            return Statement([*lines, Line(f"reduced.append({call})")])
         self.seen[node] = Text(grads)
         self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
         self.scope.taken.add(f"{grads}_done")
         return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
+
+    def _moved(self, node: fx.Node, grads: str) -> str:
+        """The call that reduces a dict of gradients."""
+        return c10d.transfer(node, grads, self.joint.in_order(node), self.helpers)
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
         """What is computed between start and wait."""

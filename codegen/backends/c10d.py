@@ -31,7 +31,7 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     k: dict[str, Any] = dict(node.kwargs)
     group = f"self.{k['axis']}"
     if node.target is collectives.all_reduce:
-        return f"{done} = {all_reduce(node, name).removesuffix(')')}, async_op=True)"
+        return f"{done} = {all_reduce(node, name, at_once=False)}"
     operands = [str(x), str(k["num"]), group]
     if node.target is collectives.all_gather:
         call = helpers.use("gather")
@@ -44,10 +44,11 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     return f"{name}, {done} = {call}({', '.join(operands)})"
 
 
-def all_reduce(node: fx.Node, name: str) -> str:
-    """The statement that finishes a sum, or a maximum, before the next one runs."""
+def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
+    """The call that starts a sum, or a maximum, and finishes it ``at_once``."""
     op = ", op=dist.ReduceOp.MAX" if node.kwargs.get("op", "sum") == "max" else ""
-    return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']})"
+    later = "" if at_once else ", async_op=True"
+    return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']}{later})"
 
 
 def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers) -> str:
