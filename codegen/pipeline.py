@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from string import ascii_uppercase
 from typing import Any
 
 from partc.codegen.by_rank import RANK, merged
@@ -30,6 +31,7 @@ from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
 from partc.tied import Tied
 
+LETTERS = ascii_uppercase  # tell the stages of a rank apart where their numbers are several
 Lines = Callable[[RankStep], Iterator[Line]]
 
 
@@ -89,23 +91,21 @@ class Pipeline:
 
     def _stages(self, ranks: Sequence[int], helpers: Helpers) -> list[StageText]:
         """The texts of the stages, from the first rank's graphs."""
-        mine = self.schedule.stages_of(ranks[0])
-        shared = len(ranks) > 1
-        letters = [chr(ord("A") + i) for i in range(len(mine))] if len(mine) > 1 else [""]
-        texts = []
-        for number, letter, own in zip(
-            mine, letters, zip(*self._numbers(ranks).values(), strict=True), strict=True
-        ):
-            titles = {rank: [Line(f"Stage {n}")] for rank, n in zip(ranks, own, strict=True)}
-            (title,) = merged(titles) or [Line("")]
-            graph = self.graphs[number]
-            texts.append(
-                stage_text(
-                    graph, letter if shared else str(number), title.code, helpers, self.join_mb,
-                    lent=self._lent(mine, number), layers=Layers.of(graph) if shared else None,
-                )
-            )  # fmt: skip
-        return texts
+        mine, shared = self.schedule.stages_of(ranks[0]), len(ranks) > 1
+        numbers = self._numbers(ranks)
+        titles = merged({rank: [Line(f"Stage {n}") for n in numbers[rank]] for rank in ranks})
+        assert titles is not None, f"the stages of ranks {ranks} are not linear in the rank"
+        labels = [str(number) for number in mine]
+        if shared:
+            labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
+        return [
+            stage_text(
+                self.graphs[number], label, title.code, helpers, self.join_mb,
+                lent=self._lent(mine, number),
+                layers=Layers.of(self.graphs[number]) if shared else None,
+            )
+            for number, label, title in zip(mine, labels, titles, strict=True)
+        ]  # fmt: skip
 
     def _lent(self, mine: Sequence[int], stage: int) -> frozenset[str]:
         """The buffers of a stage that an earlier stage of the same rank holds for both."""
@@ -129,7 +129,7 @@ class Pipeline:
     def _rank_key(self, rank: int) -> Any:
         mine = self.schedule.stages_of(rank)
         lent = [sorted(self._lent(mine, stage)) for stage in mine]
-        if any(self._keys[stage] is None for stage in mine):
+        if any(self._keys[stage] is None for stage in mine) or len(mine) > len(LETTERS):
             return None
         return [self._keys[stage] for stage in mine], lent
 
@@ -141,6 +141,7 @@ class Pipeline:
     def _order(self, rank: int) -> Iterator[Line]:
         """All in which ranks with equal stages may differ."""
         links = self._links(rank, Helpers())
+        yield from (Line(f"Stage {number}") for number in self.schedule.stages_of(rank))
         yield from links.made()
         yield from links.each("Inbox", "begin()")
         yield from turn_lines(actions_of(self.graphs, self.schedule, rank))

@@ -37,7 +37,7 @@ def pipeline_tables(steps: Mapping[int, RankStep], declared: str) -> list[str]:
         for constant, rows in stored.items():
             name = stage.table(constant)
             if rows or name in declared:
-                own.append(_own_table(name, stage, rows))
+                own.append(_own_table(stage, constant, rows))
                 read = f"{name}[{RANK}]" if stage.varies(constant) else name
                 every = f'**{{f"{stage.attribute}.{{name}}": row for name, row in {read}.items()}}'
                 entries[constant].append(Line(every))
@@ -55,10 +55,10 @@ def pipeline_tables(steps: Mapping[int, RankStep], declared: str) -> list[str]:
     return [*(_ranks(steps) if shared else []), *blocks, *own, *whole]
 
 
-def _own_table(name: str, stage: StageText, rows: Sequence[Line]) -> str:
+def _own_table(stage: StageText, constant: str, rows: Sequence[Line]) -> str:
     """What one stage itself has: parameters and buffers that stand in no other table."""
-    remark = f"of {stage.title[0].lower()}{stage.title[1:]}"
-    if not stage.varies(name.rpartition("_")[2]):
+    name, remark = stage.table(constant), f"of {stage.title[0].lower()}{stage.title[1:]}"
+    if not stage.varies(constant):
         return table(name, remark, rows)
     over = f"{RANK}, {FIRST} in {_first(stage)}.items()"
     return _by_rank(name, f"{remark}, by {RANK}", rows, over)
@@ -79,12 +79,12 @@ def _by_rank(name: str, remark: str, entries: Sequence[Line], over: str) -> str:
 def _ranks(steps: Mapping[int, RankStep]) -> Iterable[str]:
     """Which ranks run the file, and where the layers of their stages begin."""
     yield f"{RANKS} = {tuple(steps)}  # the pipeline ranks that run this file"
+    first = next(iter(steps.values()))
     numbers = zip(*(step.stages for step in steps.values()), strict=True)
-    for stage, own in zip(next(iter(steps.values())).stages.values(), numbers, strict=True):
-        graphs = next(iter(steps.values())).graphs
-        layers = [Layers.of(graphs[number]) for number in own]
-        firsts = {r: each.first for r, each in zip(steps, layers, strict=True) if each is not None}
-        path = comment(stage.layers.path) if stage.layers is not None else ""
+    for stage, own in zip(first.stages.values(), numbers, strict=True):
+        layers = [Layers.of(first.graphs[number]) for number in own]
+        firsts = {rank: each.first for rank, each in zip(steps, layers, strict=True) if each}
+        path = comment(stage.layers.path) if stage.layers else ""
         remark = f"by {RANK}: {FIRST}, its first of {path or 'the layers'}"
         rows = wrap(f"{_first(stage)} = {firsts}", 0, len(remark) + 4)
         yield "\n".join([*rows[:-1], f"{rows[-1]}  # {remark}"])
