@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ Run = Callable[..., Any]
 class Scale:
     """How much is measured."""
 
-    effort: Effort = Effort(samples=7, seconds=0.3)
+    effort: Effort = field(default_factory=Effort)
     links_s: float = LINKS_S
     most_bytes: int = 64 * MIB
 

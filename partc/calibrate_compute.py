@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from partc.measured import Measured
@@ -19,14 +21,17 @@ HEADS = {  # batch, heads, sequence, size of a head
 }
 KIB, MIB = 2**10, 2**20
 SUMS = (4 * KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes read and written
+KEPT_BYTES, MOST_KEPT = 64 * MIB, 256  # of results that are kept, and how many
+LARGE_BYTES = 32 * MIB  # of what glibc gives back to the system, unless it has done so before
 PARAMETERS = (256 * KIB, 4 * MIB, 32 * MIB)  # bytes, in NUM_PARAMETERS tensors
 NUM_PARAMETERS = 8
 
 
 def measure_compute(watch: Stopwatch) -> list[Measured]:
     """Products, attention, sums, the optimizer's step and a launch."""
-    parts = (_launch, _matmuls, _attention, _sums, _optimizer)
+    parts = (_launch, _matmuls, _attention, _sums, _functions, _optimizer)
     with torch.no_grad():
+        watch.rand(LARGE_BYTES // 4)  # from here on glibc keeps what is freed, as after a step
         return [measured for part in parts for measured in part(watch)]
 
 
@@ -62,16 +67,32 @@ def _attention(watch: Stopwatch) -> Iterator[Measured]:
 
 
 def _sums(watch: Stopwatch) -> Iterator[Measured]:
-    """Each result is the next operand, and new memory, as in a program."""
+    """As in a step one operand was just made, the other long ago, and results are kept."""
     for num_bytes in SUMS:
         n = num_bytes // 12
-        y = watch.rand(n)
-        results = [watch.rand(n)]
+        kept = _kept(watch, n)
 
-        def add(y=y, results=results) -> None:  # type: ignore[no-untyped-def]
-            results[0] = results[0] + y
+        def add(kept=kept) -> None:  # type: ignore[no-untyped-def]
+            kept.append(kept[-1] + kept[0])
 
         yield watch.time("pointwise", f"f32[{n}] + f32[{n}]", 12 * n, add)
+
+
+def _functions(watch: Stopwatch) -> Iterator[Measured]:
+    for num_bytes in SUMS:
+        n = num_bytes // 8
+        kept = _kept(watch, n)
+
+        def silu(kept=kept) -> None:  # type: ignore[no-untyped-def]
+            kept.append(F.silu(kept[-1]))
+
+        yield watch.time("functions", f"silu(f32[{n}])", 8 * n, silu)
+
+
+def _kept(watch: Stopwatch, n: int) -> deque[Tensor]:
+    """Memory for results, so much that what is oldest is in no cache."""
+    num = max(2, min(MOST_KEPT, KEPT_BYTES // (4 * n)))
+    return deque((watch.rand(n) for _ in range(num)), maxlen=num)
 
 
 def _optimizer(watch: Stopwatch) -> Iterator[Measured]:

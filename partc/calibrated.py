@@ -22,7 +22,7 @@ FITS = 4.0  # times off a line: more is none
 NUM_NAMED = 3
 LEVELS = ("node", "between nodes")
 WATTS = {"gloo": 15.0, "nccl": 500.0}
-BYTES_OF = ("pointwise", "optimizer")
+BYTES_OF = ("pointwise", "functions", "optimizer")
 DIGITS = 4
 
 
@@ -227,11 +227,8 @@ def _comments(found: Found, levels: Sequence[dict[str, Line]]) -> Iterable[str]:
         yield f"{each}{', NOISY' if each.is_noisy else ''}"
     for number, lines in enumerate(levels):
         for kind, line in lines.items():
-            mbytes = 1e-6 / line.s_per_byte
-            yield (
-                f"{kind}, {LEVELS[number]}: {1e6 * line.latency_s:.4g} us + n / ({mbytes:.4g} MB/s), "
-                f"off by {line.worst - 1:.0%} at most"
-            )
+            took = f"{1e6 * line.latency_s:.4g} us + n / ({1e-6 / line.s_per_byte:.4g} MB/s)"
+            yield f"{kind}, {LEVELS[number]}: {took}, off by {line.worst - 1:.0%} at most"
 
 
 def _short(number: float) -> float:

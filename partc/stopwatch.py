@@ -24,7 +24,7 @@ class Effort:
     """How often a thing is measured, and for how long at most."""
 
     samples: int = 7
-    seconds: float = 1.0
+    seconds: float = 0.3
 
     def num_samples(self, seconds: float) -> int:
         """How many samples of so many seconds there is time for, three at least."""
