@@ -142,18 +142,18 @@ def compile_stage(
     graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
 ) -> Program:
     """The rest of ``compile`` for one stage: every rank runs the same role."""
-    work = Work.of(graph)
+    mesh, work = graph.mesh, Work.of(graph)
     full, local = partition(graph, plan, strict=strict)
     check_plan(local, full)
     check(local)
     source = emit(local, header=header(local, full))
-    cost = cost_report(local, role=Role.load(source, ROLE), work=work)
+    cost = cost_report(local, role=Role.load(source, ROLE), work=work, mesh=mesh)
     check_memory(cost.peaks(), full.memory_bytes)
     return Program(
         plan=str(full),
-        mesh=graph.mesh,
+        mesh=mesh,
         sources={ROLE: source},
-        roles=((graph.mesh.num_ranks, ROLE),),
+        roles=((mesh.num_ranks, ROLE),),
         cost=cost,
         model=graph.model,
         fingerprint=fingerprint,

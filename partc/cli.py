@@ -1,4 +1,4 @@
-"""The command line: ``partc compile | explain | simulate | verify | check | diff``.
+"""The command line: ``partc compile | explain | simulate | calibrate | verify | check | diff``.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
 0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted.
@@ -23,6 +23,8 @@ examples:
   partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
   partc simulate build/ --svg step.svg --trace step.json
   partc verify build/ --model mypackage.train:setup
+  partc calibrate --ranks 4 -o mesh.toml         or on several machines
+  torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
   torchrun --nproc-per-node 4 build/run.py
 """
 
@@ -97,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("folder")
     made.add_argument("--trace", metavar="FILE", help="write a Chrome trace (JSON)")
     made.add_argument("--svg", metavar="FILE", help="write a picture")
+    made = command("calibrate", commands.calibrate_command)
+    made.add_argument("--ranks", type=int, help="processes to start; under torchrun leave it out")
+    made.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
+    made.add_argument("-o", "--out", metavar="FILE", help="where to write; stdout if left out")
+    made.add_argument("--keep-noisy", action="store_true", help="do not refuse what varies a lot")
     made = command("verify", commands.verify_command)
     made.add_argument("folder")
     made.add_argument("--model", required=True, help="the model that was compiled")

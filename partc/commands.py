@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import sys
 import threading
 import time
@@ -75,15 +76,41 @@ def explain_command(args: argparse.Namespace) -> int:
 
 
 def simulate_command(args: argparse.Namespace) -> int:
-    """Show the predicted step of a saved pipeline: a grid, its time, bubble and peaks."""
+    """Show the predicted step of a saved program; of a pipeline its grid, bubble and peaks."""
+    from partc.prediction import Prediction
     from partc.program import load
     from partc.saved_step import saved_step
 
-    step = saved_step(load(args.folder), args.folder)
+    program = load(args.folder)
+    saved = program.cost.as_json()
+    if saved and not program.schedule and not (args.trace or args.svg):
+        prediction = Prediction.of_json(saved["prediction"])
+        _tell(args, str(prediction), prediction.as_json())
+        return 0
+    step = saved_step(program, args.folder)
     for path, text in ((args.trace, step.trace), (args.svg, step.svg)):
         if path:
             atomic_write(Path(path), text())
     _tell(args, str(step), step.as_json())
+    return 0
+
+
+def calibrate_command(args: argparse.Namespace) -> int:
+    """Measure this machine's devices and links, as a mesh.toml that predictions rest on."""
+    from partc.calibrate import calibrate
+
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks
+
+    def tell(line: str) -> None:
+        if first:
+            print(line, file=sys.stderr, flush=True)
+
+    found = calibrate(args.ranks, args.backend, keep_noisy=args.keep_noisy, tell=tell)
+    if first and args.out:
+        atomic_write(Path(args.out), str(found))
+    if first:
+        told = {"out": args.out, "toml": str(found.topology), "measured": list(found.comments)}
+        _tell(args, args.out or str(found), told)
     return 0
 
 

@@ -11,6 +11,7 @@ from partc.amounts import Row, amount, table
 from partc.dry_run import dry_run
 from partc.graph import Graph
 from partc.memory_limit import Peak
+from partc.mesh import Mesh
 from partc.passes.bytes import Traffic, total_moved_bytes, traffic
 from partc.passes.flops import total_flops
 from partc.passes.memory import MemoryCurve, StateBytes, memory_curve, state_bytes
@@ -144,13 +145,15 @@ def cost_report(
     symbolic: SymbolicCosts | None = None,
     role: Role | None = None,
     work: Work | None = None,
+    mesh: Mesh | None = None,
 ) -> CostReport:
     """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one.
 
     With a role, live memory is that of its program; else that of the graph run in node order. With
-    the work of the whole step its time is predicted, on the machines under the graph's mesh.
+    the work of the whole step its time is predicted, on the machines under ``mesh``.
     """
     ran = replay(graph)
+    over = mesh or graph.mesh
     curve = memory_curve(graph, ran)
     live, at, holders = _live_of_program(role) if role else _live_of_graph(curve)
     return CostReport(
@@ -166,7 +169,7 @@ def cost_report(
         moved_bytes=total_moved_bytes(graph, ran),
         traffic=tuple(traffic(graph)),
         symbolic=symbolic or SymbolicCosts(),
-        prediction=predict(graph, ran, work, graph.mesh, optimizer=optimizer) if work else None,
+        prediction=predict(graph, ran, work, over, optimizer=optimizer) if work else None,
     )
 
 

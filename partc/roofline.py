@@ -25,6 +25,15 @@ from partc.passes.storage import Replay
 from partc.sharding import DTYPE_NAMES
 from partc.topology import Device
 
+FUNCTIONS = frozenset(
+    f"aten.{name}{suffix}"
+    for name in (
+        "exp", "log", "erf", "sin", "cos", "tanh", "sigmoid", "silu", "gelu", "mish", "elu",
+        "softplus", "log_sigmoid_forward", "log_sigmoid", "_softmax", "_log_softmax", "pow",
+    )
+    for suffix in ("", "_backward", "_backward_data")
+)  # fmt: skip
+
 
 @dataclass
 class Spent:
@@ -153,6 +162,7 @@ def _longest(node: fx.Node, num_bytes: int, device: Device) -> tuple[str, float]
     flops = node_flops(node)
     if not flops and not num_bytes:
         return "launches", 0.0
-    work = "attention" if "attention" in op_name(node) else "matmul"
+    name = op_name(node)
+    work = "attention" if "attention" in name else "functions" if name in FUNCTIONS else "matmul"
     parts = device.parts(flops, dtype_of(node), num_bytes, work)
     return max(parts.items(), key=lambda part: part[1])

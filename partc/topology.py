@@ -23,7 +23,9 @@ from partc.topology_checks import (
 Points = tuple[tuple[float, float], ...]  # amount of work, fraction of the peak; amounts ascend
 
 DTYPES = ("bf16", "f16", "f32", "f64", "tf32", "f8")
-WORK = ("matmul", "attention", "pointwise", "optimizer")  # two by FLOPs of a call, two by bytes
+# The first two by FLOPs of a call, the others by bytes; functions are pointwise ops that evaluate
+# exponentials and their like, which processors without units for them are slow at.
+WORK = ("matmul", "attention", "pointwise", "functions", "optimizer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 LIBRARIES = ("nccl", "gloo")
 TERA, PETA = 1e12, 1e15
@@ -76,9 +78,11 @@ class Device:
     def fraction(self, work: str, amount: float) -> float:
         """The fraction of the peak that a call of ``amount`` FLOPs (or bytes) reaches.
 
-        Between two points the time is a straight line, beyond them the fraction stays.
+        Between two points the time is a straight line, beyond them the fraction stays. Where there
+        are no points of functions or the optimizer, those of pointwise work are taken.
         """
-        points = self.efficiency.get(work, ((1.0, 1.0),))
+        like = "pointwise" if work in ("functions", "optimizer") else work
+        points = self.efficiency.get(work) or self.efficiency.get(like) or ((1.0, 1.0),)
         if amount <= points[0][0]:
             return points[0][1]
         for (less, low), (more, high) in pairwise(points):
@@ -101,7 +105,7 @@ class Device:
         """The seconds that a call's arithmetic, memory traffic and launch take, each by itself."""
         return {
             "arithmetic": flops / (self.peak(dtype) * self.fraction(work, flops)),
-            "memory": self.memory_seconds(num_bytes),
+            "memory": self.memory_seconds(num_bytes, work if work in WORK[2:] else "pointwise"),
             "launches": self.launch_s,
         }
 

@@ -1,0 +1,128 @@
+"""``partc calibrate``: what the ranks of this machine compute and move, as a mesh.toml.
+
+Measured are times of calls as generated programs make them, on all ranks at once. From these come
+rates by size, and for each collective the latency and bandwidth that explain its times best
+(``partc/measured.py``). What cannot be, or varies too much, is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partc.calibrate_compute import measure_compute
+from partc.calibrate_links import MIB, level_groups, measure_contention, measure_links
+from partc.calibrated import Fitted, Found, check_found, fitted_topology
+from partc.errors import UsageError
+from partc.processes import Processes
+from partc.stopwatch import Effort, Stopwatch
+from partc.topology import LIBRARIES
+
+TIMEOUT_S = 300.0
+LINKS_S = 24.0  # for the collectives of one level
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    effort: Effort = field(default_factory=Effort)
+    links_s: float = LINKS_S
+    most_bytes: int = 64 * MIB
+
+
+def calibrate(
+    ranks: int | None = None,
+    backend: str = "gloo",
+    *,
+    keep_noisy: bool = False,
+    scale: Scale | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Fitted:
+    """Measure ``ranks`` new processes of this machine, by default two, or under torchrun its ranks.
+
+    ``tell`` hears what is measured. RunError if measurements cannot be right, or vary by more than
+    half and are not to be kept; UsageError for a backend or number of ranks that cannot be.
+    """
+    scale = scale or Scale()
+    if backend not in LIBRARIES:
+        raise UsageError(
+            where=f"backend {backend!r}",
+            what="it cannot be measured",
+            why=f"known are {', '.join(LIBRARIES)}",
+            do="Take one of these.",
+        )
+    with _ranks(ranks, backend, scale.effort) as (num, run):
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", num))
+        groups = level_groups(num, local) if num > 1 else []
+        device, memory_bytes = run(_device, local)
+        tell("products, attention, sums, optimizer ...")
+        compute = run(measure_compute)
+        links = []
+        for number, level in enumerate(groups):
+            tell(f"collectives of {len(level[0])} ranks, level {number} ...")
+            links.append(run(measure_links, level, scale.links_s / len(groups), scale.most_bytes))
+        tell("computing beside a transfer ...")
+        beside = run(measure_contention, groups[0]) if groups else []
+    found = Found(
+        name=f"{num} ranks over {backend}",
+        library=backend,
+        device=device,
+        memory_bytes=memory_bytes,
+        ranks=num,
+        sizes=tuple(len(level[0]) for level in groups),
+        compute=tuple(compute),
+        links=tuple(map(tuple, links)),
+        beside=tuple(beside),
+    )
+    check_found(found, keep_noisy)
+    return fitted_topology(found)
+
+
+@contextmanager
+def _ranks(ranks: int | None, backend: str, effort: Effort) -> Iterator[tuple[int, Run]]:
+    """How many ranks there are, and what runs a function on all of them and gives what it found."""
+    if "RANK" not in os.environ:
+        num = ranks or 2
+        with Processes(num, timeout=TIMEOUT_S, quiet=True) as world:
+            yield (
+                num,
+                lambda function, *given: world.run(_measure, backend, effort, function, *given)[0],
+            )
+        return
+    num = int(os.environ["WORLD_SIZE"])
+    if ranks not in (None, num):
+        raise UsageError(
+            where=f"--ranks {ranks}",
+            what="that is not how many there are",
+            why=f"torchrun has started {num}",
+            do="Leave it out under torchrun.",
+        )
+    dist.init_process_group("gloo")
+    try:
+        yield num, partial(_measure, backend, effort)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(backend: str, effort: Effort, function: Run, *given: Any) -> Any:
+    """One rank's part; what it finds, all ranks find."""
+    return function(Stopwatch(backend, effort), *given)
+
+
+def _device(watch: Stopwatch, num_local: int) -> tuple[str, int]:
+    """What to call the ranks' devices, and the memory that each has."""
+    if watch.device.type == "cuda":
+        known = torch.cuda.get_device_properties(watch.device)
+        return known.name, known.total_memory
+    threads = torch.get_num_threads()
+    name = f"CPU process of {'one thread' if threads == 1 else f'{threads} threads'}"
+    return name, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_local
