@@ -18,6 +18,7 @@ from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
+from partc.passes.free_fills import free_fills
 from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_given import merge_given
 from partc.passes.merge_reshapes import merge_reshapes
@@ -216,6 +217,22 @@ forward (loss)
 outputs
   result c = c
   result d = d
+""",
+    ),
+    "free_fills": (
+        free_fills,
+        """\
+graph M
+param w : f64[4,6]
+input x : i64[4,6]
+forward (loss)
+  one = new_ones(x, [], dtype=bool) : bool[]
+  seven = new_full(x, [4, 6], 7) : i64[4,6]
+  zeros = new_zeros(w, [4, 6]) : f64[4,6]
+  sum = add.Tensor(seven, zeros) : f64[4,6]
+  all = mul.Tensor(sum, one) : f64[4,6]
+outputs
+  result all = all
 """,
     ),
     "merge_given": (
