@@ -8,6 +8,7 @@ from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
+from partc.passes.free_fills import free_fills
 from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_given import merge_given
@@ -34,6 +35,7 @@ PASSES = (
     squeeze_sums,
     cancel_transposes,
     drop_noops,
+    free_fills,
     merge_given,
 )
 

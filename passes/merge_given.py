@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from partc.graph import Graph, drop_dead, held, is_tensor, replace_by, tensor_args, update, value
+from partc.graph import (
+    Graph,
+    Value,
+    drop_dead,
+    held,
+    is_tensor,
+    replace_by,
+    tensor_args,
+    update,
+    value,
+)
 from partc.passes.microbatches import given
 
 
@@ -54,10 +64,18 @@ def _outside(path: str, other: str) -> str:
 
 def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
     """Let values, and what they are made of, stand in no block that is not all their readers'."""
+    lifted: dict[fx.Node, Value] = {}
     for node in reversed(list(graph.calls())):
-        if path.get(node, value(node).module) != value(node).module:
-            update(node, module=path[node], calls=())
-            for operand in tensor_args(node):
-                if operand.op == "call_function":
-                    own = path.get(operand, value(operand).module)
-                    path[operand] = _outside(own, path[node])
+        before = value(node)
+        if path.get(node, before.module) == before.module:
+            continue
+        lifted[node] = before
+        update(node, module=path[node], calls=())
+        for operand in tensor_args(node):
+            if operand.op == "call_function":
+                own = path.get(operand, value(operand).module)
+                path[operand] = _outside(own, path[node])
+    left = {(value(n).module, value(n).source) for n in graph.calls()}
+    for node, before in lifted.items():
+        if (before.module, before.source) in left:  # the line's result is what stays in the block
+            update(node, source=before.source.partition(": ")[0])

@@ -18,7 +18,9 @@ from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
+from partc.passes.free_fills import free_fills
 from partc.passes.join_scatters import join_scatters
+from partc.passes.merge_given import merge_given
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
 from partc.passes.open_means import open_means
@@ -215,6 +217,58 @@ forward (loss)
 outputs
   result c = c
   result d = d
+""",
+    ),
+    "free_fills": (
+        free_fills,
+        """\
+graph M
+param w : f64[4,6]
+input x : i64[4,6]
+forward (loss)
+  one = new_ones(x, [], dtype=bool) : bool[]
+  seven = new_full(x, [4, 6], 7) : i64[4,6]
+  zeros = new_zeros(w, [4, 6]) : f64[4,6]
+  sum = add.Tensor(seven, zeros) : f64[4,6]
+  all = mul.Tensor(sum, one) : f64[4,6]
+outputs
+  result all = all
+""",
+    ),
+    "merge_given": (
+        merge_given,
+        """\
+graph M
+param w : f64[4,4]
+forward model.layers.0.attn
+  places_0 = arange(4) : i64[4]
+  rows_0 = unsqueeze(places_0, 1) : i64[4,1]
+  seen_0 = le.Tensor(places_0, rows_0) : bool[4,4]
+  zero_0 = scalar_tensor(0.0, dtype=f64) : f64[]
+  hidden_0 = scalar_tensor(-9.0, dtype=f64) : f64[]
+  mask_0 = where.self(seen_0, zero_0, hidden_0) : f64[4,4]
+  scores_0 = add.Tensor(w, mask_0) : f64[4,4]
+  rest_0 = zeros([4, 4], dtype=f64) : f64[4,4]
+  filled_0 = slice_scatter(rest_0, scores_0) : f64[4,4]
+forward model.layers.1.attn
+  places_1 = arange(4) : i64[4]
+  rows_1 = unsqueeze(places_1, 1) : i64[4,1]
+  seen_1 = le.Tensor(places_1, rows_1) : bool[4,4]
+  zero_1 = scalar_tensor(0.0, dtype=f64) : f64[]
+  hidden_1 = scalar_tensor(-9.0, dtype=f64) : f64[]
+  mask_1 = where.self(seen_1, zero_1, hidden_1) : f64[4,4]
+  scores_1 = add.Tensor(w, mask_1) : f64[4,4]
+  rest_1 = zeros([4, 4], dtype=f64) : f64[4,4]
+  filled_1 = slice_scatter(rest_1, scores_1) : f64[4,4]
+backward model.layers.1.attn
+  zero = scalar_tensor(0.0, dtype=f64) : f64[]
+  d_scores_1 = where.self(seen_1, filled_1, zero) : f64[4,4]
+backward model.layers.0.attn
+  zero_2 = scalar_tensor(0.0, dtype=f64) : f64[]
+  d_scores_0 = where.self(seen_0, filled_0, zero_2) : f64[4,4]
+outputs
+  result a = d_scores_0
+  result b = d_scores_1
 """,
     ),
     "narrow_expands": (
