@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.fake_calls import FakeCalls, tensors_in
@@ -58,7 +58,7 @@ def dry_run(role: Role, rank: int = 0) -> DryRun:
         with watch:
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
     del kept
-    holders = [Holder(line, _text(file, line), size) for size, line in watch.at_peak]
+    holders = [Holder(p.line, _text(file, p.line), p.num_bytes) for p in watch.at_peak()]
     return DryRun(watch.peak_bytes, watch.peak_line, tuple(_joined(holders)))
 
 
@@ -89,52 +89,68 @@ def _joined(holders: Sequence[Holder]) -> list[Holder]:
     return sorted(found, key=lambda h: (-h.num_bytes, h.line))
 
 
+@dataclass
+class _Piece:
+    """One storage: its bytes, the line that made it, and between which calls it was alive."""
+
+    num_bytes: int
+    line: int
+    born: int
+    died: int | None = None
+
+
 class _Live(TorchDispatchMode):
-    """Counts the bytes of storages that are alive after every op."""
+    """Counts the bytes of storages that are alive after every op; a storage tells when it dies."""
 
     def __init__(self, file: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.file = file
         self.run = FakeCalls(_with_workspace)
         self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
-        self.known: dict[int, tuple[StorageWeakRef, int, int]] = {}  # some may have died since
-        self.total = 0  # bytes of all that are known
-        self.peak_bytes = self.peak_line = 0
-        self.at_peak: list[tuple[int, int]] = []
+        self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Piece]] = {}
+        self.pieces: list[_Piece] = []
+        self.calls = self.total = 0
+        self.peak_bytes = self.peak_line = self.peak_call = 0
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Do not count these."""
         self.outside += tensors
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.known[storage._cdata] = StorageWeakRef(storage), 0, 0
+            self._add(tensor.untyped_storage(), counts=False)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result, workspace_bytes = self.run(func, args, kwargs or {})
+        self.calls += 1
         for tensor in tensors_in(result):
             self._add(tensor.untyped_storage())
-        self._note(workspace_bytes)
+        if self.total + workspace_bytes > self.peak_bytes:
+            self.peak_bytes = self.total + workspace_bytes
+            self.peak_line, self.peak_call = self._line(), self.calls
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        """Know a storage, perhaps at the address of one that has died."""
-        before = self.known.get(storage._cdata)
-        if before is None or before[0].expired():
-            self.total += storage.nbytes() - (before[1] if before is not None else 0)
-            entry = StorageWeakRef(storage), storage.nbytes(), self._line()
-            self.known[storage._cdata] = entry
+    def _add(self, storage: torch.UntypedStorage, *, counts: bool = True) -> None:
+        key = storage._cdata
+        if key not in self.alive:
+            piece = _Piece(storage.nbytes() if counts else 0, self._line(), self.calls)
+            self.alive[key] = weakref.ref(storage, lambda _: self._died(key)), piece
+            self.total += piece.num_bytes
+            self.pieces.append(piece)
 
-    def _note(self, extra: int) -> None:
-        """Look who is alive only where it could be the most so far."""
-        if self.total + extra <= self.peak_bytes:
-            return
-        self.known = {key: entry for key, entry in self.known.items() if not entry[0].expired()}
-        self.total = sum(size for _, size, _ in self.known.values())
-        if self.total + extra > self.peak_bytes:
-            self.peak_bytes, self.peak_line = self.total + extra, self._line()
-            self.at_peak = [(size, line) for _, size, line in self.known.values() if size]
+    def _died(self, key: int) -> None:
+        _, piece = self.alive.pop(key)
+        piece.died = self.calls
+        self.total -= piece.num_bytes
+
+    def at_peak(self) -> list[_Piece]:
+        """What was alive when most was."""
+        at = self.peak_call
+        return [
+            piece
+            for piece in self.pieces
+            if piece.num_bytes and piece.born <= at and (piece.died is None or piece.died >= at)
+        ]
 
     def _line(self) -> int:
         """The line of the program that is being executed."""
