@@ -17,7 +17,7 @@ from partc.codegen.names import Scope, is_given
 from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
-from partc.codegen.text import Text
+from partc.codegen.text import COMPARE, Text
 from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
 from partc.quoting import literal
 
@@ -89,9 +89,13 @@ class Expressions:
         texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
         if node.target is ops.dropout_mask:
             texts.append(f"self.{generator(self.graph, node)}")
+        named = dict(node.kwargs)
+        if node.target is ops.window and "ignore" in named:
+            ids = self.text(node.all_input_nodes[0]).at(COMPARE + 1)
+            texts[0] = f"torch.where({ids} == {literal(named.pop('ignore'))}, -1, {ids})"
         texts += [
             f"{k}={self.text(a) if isinstance(a, fx.Node) else literal(a)}"
-            for k, a in node.kwargs.items()
+            for k, a in named.items()
         ]
         return Text(f"{name}({', '.join(texts)})")
 

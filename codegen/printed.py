@@ -176,6 +176,12 @@ def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
     torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
 
 
+def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
+    """Indices counted from rank ``index``'s first row of ``rows``; others become ``outside``."""
+    local = ids - index * rows
+    return torch.where((local >= 0) & (local < rows), local, outside)
+
+
 def dropout_mask(x: Tensor, p: float, rng: torch.Generator) -> Tensor:
     """0 with probability ``p``, else ``1 / (1 - p)``: dropout is ``x * mask``."""
     return torch.empty_like(x).bernoulli_(1 - p, generator=rng).div_(1 - p)

@@ -16,7 +16,7 @@ from partc.codegen.slots import Interface, Slot
 from partc.codegen.statements import Statement
 from partc.codegen.text import Line, Text
 from partc.graph import Phase, typed
-from partc.moves import gathers_param
+from partc.moves import carried, gathers_param
 from partc.quoting import comment
 
 CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
@@ -93,14 +93,14 @@ class StepBody(Body):
                     self.wishes |= dict.fromkeys(self._in_place_of(first), name)
 
     def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
-        """A value and those before it whose memory it takes over, by a transfer in place."""
+        """A value and those before it that only a transfer reads: it takes over their name."""
         while node in self.place:
             yield node
-            moved = node.target is collectives.wait or node in self.in_place
-            operand = node.all_input_nodes[0] if moved else None
-            if operand is None or len(operand.users) > 1:
+            before = carried(node)
+            copies = node.target is collectives.all_reduce and node not in self.in_place
+            if before is None or len(before.users) > 1 or copies:
                 return
-            node = operand
+            node = before
 
     def _variable_name(self, side: Interface, slot: Slot) -> str:
         """``x`` and ``d_x`` for what runs through the blocks."""
