@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from partc.api import compile
 from partc.cost import cost_report
@@ -80,3 +82,13 @@ def test_generated_programs(name: str, mesh: str, plan: str) -> None:
 
 def test_report_of_a_program(golden: Callable[..., None]) -> None:
     golden(str(cost_report(mlp(), role=Role.load(SOURCE, "hand.py"))))
+
+
+def test_gradients_are_made_in_the_memory_that_is_sent() -> None:
+    """A copy of a layer's gradients would be more than everything else that is held."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)))
+    batch = (torch.randn(4, 64),)
+    program = compile(blocks, "dp=2", batch, loss=lambda m, x: m(x).square().mean(), plan="ddp")
+    ran = dry_run(program.role(0))
+    grads = sum(p.nbytes for p in blocks.parameters())
+    assert grads < ran.peak_bytes < 1.25 * grads

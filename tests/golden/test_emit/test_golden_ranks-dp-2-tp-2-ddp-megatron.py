@@ -40,6 +40,13 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
     return torch.empty(shape, dtype=DTYPES[dtype])
 
 
+def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Memory for gradients that leave in one transfer, and the part of it that each has."""
+    sizes = [p.numel() for p in params]
+    flat = params[0].new_empty(sum(sizes))
+    return flat, {p: x.view(p.shape) for p, x in zip(params, flat.split(sizes), strict=True)}
+
+
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     for grads, done in reduced:
@@ -49,25 +56,14 @@ def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     reduced.clear()
 
 
-def sum_grads(grads: dict[nn.Parameter, Tensor],
-              group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
-    """Start to sum gradients over the group in one transfer; `grads` is left empty."""
-    flat = side_by_side([x.flatten() for x in grads.values()], 0)
-    done = dist.all_reduce(flat, group=group, async_op=True)
-    parts = flat.split([x.numel() for x in grads.values()])
-    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
-    grads.clear()
-    return sums, done
-
-
-def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
-    """Tensors in one memory; one alone stays where it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     """Gradient of the weight in `y = x @ weight.T`."""
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
+    """Write the gradient of the weight in `y = x @ weight.T`."""
+    torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
 
 
 def window(ids: Tensor, index: int, rows: int, ignore: int | None = None,
@@ -115,24 +111,27 @@ class Block(nn.Module):
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         w1, gelu, norm, x, mean, rstd = saved
         # w2
-        d_gelu = d_y @ self.w2_weight                    # f64[4@dp,8,10@tp]
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4@dp,8,10@tp]
+        d_gelu = d_y @ self.w2_weight                         # f64[4@dp,8,10@tp]
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)       # f64[4@dp,8,10@tp]
         # w1
-        d_norm = d_w1 @ self.w1_weight                   # f64[4@dp,8,6]{U:tp}
+        d_norm = d_w1 @ self.w1_weight                        # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         # w2
-        grads = {}
-        grads[self.w2_weight] = weight_grad(d_y, gelu)   # f64[6,10@tp]{U:dp}
-        grads[self.w2_bias] = d_y.sum((0, 1))            # f64[6]{U:dp}
+        flat, grads = room([*self.parameters()])
+        write_weight_grad(grads[self.w2_weight], d_y, gelu)   # f64[6,10@tp]{U:dp}
+        grads[self.w2_bias].copy_(d_y.sum((0, 1)))            # f64[6]{U:dp}
         # w1
-        grads[self.w1_weight] = weight_grad(d_w1, norm)  # f64[10@tp,6]{U:dp}
-        grads[self.w1_bias] = d_w1.sum((0, 1))           # f64[10@tp]{U:dp}
+        write_weight_grad(grads[self.w1_weight], d_w1, norm)  # f64[10@tp,6]{U:dp}
+        grads[self.w1_bias].copy_(d_w1.sum((0, 1)))           # f64[10@tp]{U:dp}
         # norm
-        d_norm_done.wait()                               # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
-        d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
-        reduced.append(sum_grads(grads, self.dp))
-        d_x += d_y                                       # f64[4@dp,8,6]
+        d_norm_done.wait()                                    # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
+        d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
+        )                                                     # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        grads[self.norm_weight].copy_(d_norm_weight)
+        grads[self.norm_bias].copy_(d_norm_bias)
+        reduced.append((grads, dist.all_reduce(flat, group=self.dp, async_op=True)))
+        d_x += d_y                                            # f64[4@dp,8,6]
         return d_x
 
 
@@ -196,7 +195,9 @@ class ToyStep(nn.Module):
         d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)    # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, x)                           # f64[14@tp,6]{U:dp}
         del d_head, x
-        reduced.append(sum_grads({self.head_weight: d_head_weight}, self.dp))  # f64[14@tp,6]
+        reduced.append(
+            ({self.head_weight: d_head_weight},
+             dist.all_reduce(d_head_weight, group=self.dp, async_op=True)))  # f64[14@tp,6]
         d_x_done.wait()                                                  # hidden behind d_head_weight
         del d_head_weight
         # blocks
@@ -208,7 +209,9 @@ class ToyStep(nn.Module):
         d_embed_weight = torch.ops.aten.embedding_dense_backward(
             d_x, window_1, 7, -1, scale_grad_by_freq=False)              # f64[14@tp,6]{U:dp}
         del d_x, window_1, d_x_done
-        reduced.append(sum_grads({self.embed_weight: d_embed_weight}, self.dp))  # f64[14@tp,6]
+        reduced.append(
+            ({self.embed_weight: d_embed_weight},
+             dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)))  # f64[14@tp,6]
         del d_embed_weight
         loss_done.wait()                                                 # hidden behind d_sub, d_total, d_head ...
         dist.all_reduce(loss, group=self.tp)                             # f64[]; exposed
