@@ -18,6 +18,7 @@ import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -89,7 +90,8 @@ def record(
             grads = _backward(outcome, held, names) if train else []
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
-    with _untouched(model), module_scopes(model), _quiet_generator(), _quiet_log():
+    unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
+    with _untouched(model), module_scopes(model), _quiet_generator(), _quiet_log(), unprinted:
         make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
         recording.module = make(params, buffers, fakes)
     return recording

@@ -152,7 +152,8 @@ def _made(result: Any, operands: Sequence[Tensor], memories: list[torch.UntypedS
         number = [*addresses, memory._cdata].index(memory._cdata)
         return _Made(Form.of(result, memory), number, same)
     if isinstance(result, list | tuple):
-        return type(result)([_made(each, operands, memories) for each in result])
+        parts = [_made(each, operands, memories) for each in result]
+        return parts if isinstance(result, list) else tuple(parts)
     return result
 
 
@@ -166,5 +167,6 @@ def _again(made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedSt
         mode = operands[0].fake_mode  # type: ignore[attr-defined]
         return made.form.over(memories[made.memory], mode)
     if isinstance(made, list | tuple):
-        return type(made)([_again(each, operands, memories) for each in made])
+        parts = [_again(each, operands, memories) for each in made]
+        return parts if isinstance(made, list) else tuple(parts)
     return made

@@ -183,6 +183,19 @@ def test_windows_of_indices(change: str) -> None:
         check(graph)
 
 
+@pytest.mark.parametrize("at", [1, 3])
+def test_one_of_several_equal_calls_is_wrong(at: int) -> None:
+    """Equal calls are checked once; one that only looks equal is not taken for them."""
+    b = Build("dp=2")
+    x = b.tensor("input", "x", [8, 12])
+    mine = b.collective(collectives.keep_piece, x, "dp", dim=0, after=cut(0))
+    y = b(aten.sum.dim_IntList, mine, [0], dp=U)
+    for i in range(4):
+        y = b(aten.mul.Tensor, y, 2, dp=U if i < at else R)
+    with pytest.raises(CheckError, match=r"no rule of aten.mul.Tensor takes \(U\) to \(R\)"):
+        check(b.done(results={"y": y}))
+
+
 def test_reduced_before_the_last_contribution() -> None:
     b = Build("dp=2")
     x = b.tensor("input", "x", [8, 12])

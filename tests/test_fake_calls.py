@@ -1,0 +1,125 @@
+"""A call that comes again gives what executing it would give, memory included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from partc import collectives, ops
+from partc.fake_calls import FakeCalls, Form, tensors_in
+
+aten = torch.ops.aten
+
+
+class Counted(FakeCalls):
+    """Notes for every execution how many there have been."""
+
+    def __init__(self) -> None:
+        super().__init__(self.executed)
+        self.times = 0
+
+    def executed(self, target: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
+        self.times += 1
+        return target(*args, **kwargs), self.times
+
+
+@pytest.fixture(autouse=True)
+def fakes() -> Iterator[None]:
+    with torch.no_grad(), FakeTensorMode():
+        yield
+
+
+def shown(result: Any, args: Sequence[Any]) -> list[Any]:
+    """The forms of a result, whether it is an operand, and which memory it shares with what."""
+    tensors = [*tensors_in(result), *tensors_in(args)]
+    memories = [t.untyped_storage()._cdata for t in tensors]
+    return [
+        (Form.of(t, t.untyped_storage()), memories.index(memory), [t is arg for arg in args])
+        for t, memory in zip(tensors, memories, strict=True)
+    ]
+
+
+def x() -> Tensor:
+    """A view that starts inside of its memory."""
+    return torch.empty(10, 6)[2:].T
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "new": (aten.add.Tensor, lambda: (x(), x()), {"alpha": 2}),
+    "view": (aten.transpose.int, lambda: (x(), 0, 1), {}),
+    "operand itself": (aten.add_.Tensor, lambda: (x(), 1.0), {}),
+    "views of one new memory": (
+        collectives.reduce_scatter_joined,
+        lambda: ([x(), x()],),
+        {"axis": "tp", "num": 2, "dims": [0, 1], "outers": [1, 1]},
+    ),
+    "views of one operand": (aten.split.Tensor, lambda: (x(), 2), {}),
+    "a named tuple": (torch.max, lambda: (x(), 0), {}),
+    "absent results": (
+        aten.native_layer_norm_backward.default,
+        lambda: (
+            x(), x(), [8], torch.empty(6, 1), torch.empty(6, 1), None, None, [True, False, False]
+        ),
+        {},
+    ),
+    "several ops": (ops.weight_grad, lambda: (torch.empty(2, 3, 4), torch.empty(2, 3, 5)), {}),
+    "a number": (collectives.axis_index, lambda: (x(),), {"axis": "tp", "num": 2}),
+    "a slice": (torch.Tensor.__getitem__, lambda: (x(), slice(1, 3)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_time_is_as_the_first(name: str) -> None:
+    target, operands, kwargs = CALLS[name]
+    calls = Counted()
+    first, second = operands(), operands()
+    expected = shown(calls(target, first, kwargs)[0], first)
+    assert shown(calls(target, second, kwargs)[0], second) == expected
+    assert calls.times == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: (x(), 1), lambda: (x(), 1.0)),
+        (lambda: (x(), True), lambda: (x(), 1)),
+        (lambda: (x(), x()), lambda: (y := x(), y)),
+        (lambda: (x(), x()), lambda: (x(), x().contiguous())),
+        (lambda: (x(), 1), lambda: (x().contiguous(), 1)),
+        (lambda: (x(), 1), lambda: (x().to(torch.bfloat16), 1)),
+        (lambda: (x(), 1), lambda: (torch.empty(10, 6)[:8].T, 1)),
+    ],
+)
+def test_what_differs_is_executed(one: Callable[[], Any], other: Callable[[], Any]) -> None:
+    calls = Counted()
+    calls(torch.add, one(), {})
+    calls(torch.add, other(), {})
+    assert calls.times == 2
+
+
+def test_two_operands_share_memory_or_not() -> None:
+    """A result over the second operand's memory is found there, wherever that lies."""
+    calls = Counted()
+
+    def second(a: Tensor, b: Tensor) -> Tensor:
+        return b.T
+
+    for a, b in ((x(), x()), (x(), x())):
+        result, _ = calls(second, (a, b), {})
+        assert result.untyped_storage()._cdata == b.untyped_storage()._cdata
+    assert calls.times == 1
+
+
+def test_what_no_form_describes_is_always_executed() -> None:
+    calls = Counted()
+    for _ in range(2):
+        conjugate, _ = calls(torch.conj, (torch.empty(3, dtype=torch.complex64),), {})
+        assert conjugate.is_conj()
+    for _ in range(2):
+        calls(aten.t_.default, (x(),), {})
+    assert calls.times == 4
