@@ -8,9 +8,10 @@ from torch import Tensor
 import partc
 from benchmarks.measure import Side, norm_over_ranks
 from benchmarks.workload import Pipeline, Size, build_batch, build_model, loss_of, stage_starts
+from partc.mesh import Mesh
 
 
-def compile_to(folder: str, size: Size, mesh: str, plan: str, cut: Pipeline | None) -> None:
+def compile_to(folder: str, size: Size, mesh: str | Mesh, plan: str, cut: Pipeline | None) -> None:
     """Compile the size's training step and save its sources in ``folder``."""
     with torch.device("meta"):
         model = build_model(size)

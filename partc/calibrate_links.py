@@ -36,7 +36,8 @@ def measure_links(
 
     Sizes end at ``most_bytes``, or where ``until_s`` seconds are over.
     """
-    start, found = time.perf_counter(), []
+    start = time.perf_counter()
+    found: list[Measured] = []
     with watch.groups(groups) as group:
         for num_bytes in (size for size in SIZES if size <= most_bytes):
             if watch.agreed([time.perf_counter() - start])[0] > until_s:
