@@ -36,7 +36,7 @@ class _Segment:
     @property
     def ends_backward(self) -> bool:
         """Whether gradients that were on their way before it are finished behind it."""
-        return bool(self.block) and is_backward(self.calls[-1])
+        return bool(self.block and self.calls) and is_backward(self.calls[-1])
 
 
 def step_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[str, Spent]:
