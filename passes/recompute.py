@@ -1,29 +1,36 @@
-"""Compute cheap values again in the backward instead of keeping them.
+"""What the backward computes again instead of keeping it, as ``plan.recompute`` says.
 
-Those are sums, products, casts and views of what is kept anyway: they cost little time and most of
-the activation memory. Results of ``exp``, ``tanh`` and the like are kept. A value is recomputed
-only inside the block, and on the pipeline stage, that made it.
+``cheap``: sums, products, casts and views of what is kept anyway cost little time and most of the
+activation memory; results of ``exp``, ``tanh`` and the like are kept. ``attention`` (selective
+recomputation, Korthikanti et al. 2022, arXiv 2205.05198): also what stands between the projections
+of an attention, where it takes few FLOPs per byte. ``block`` (full recomputation, Chen et al. 2016,
+arXiv 1604.06174): a block of a stack keeps what enters it. A list of module paths does so for these
+modules; the rest is as with ``cheap``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
 
+from partc import collectives, ops
 from partc.graph import (
     Graph,
     block_of,
     held,
     is_tensor,
-    set_held,
-    set_value,
-    stage_of,
+    is_weight,
+    results_of,
     tensor_args,
     value,
 )
-from partc.passes.assign_stages import ANYWHERE
+from partc.passes.copy_forward import Copies
+from partc.passes.flops import node_flops
+from partc.passes.recompute_regions import recompute_regions
+from partc.passes.replay_masks import note_draws
+from partc.plan import Plan
 
 aten = torch.ops.aten
 _VIEWS = (
@@ -55,43 +62,48 @@ _CHEAP = frozenset(
         aten.relu.default,
     }
 )
+# An H100 computes 989e12 bf16 FLOP in the time in which it moves 3.35e12 bytes: what takes fewer
+# FLOPs per byte is computed again in about the time in which it would be read.
+FLOPS_PER_BYTE = 300
 
 
-def recompute(graph: Graph) -> Graph:
-    """Give the backward its own copies of cheap forward values, in place."""
-    again = _recomputable(graph)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.calls()):
-        if value(node).phase == "B":
-            for operand in tensor_args(node):
-                if operand in again and _together(operand, node):
-                    node.replace_input_with(operand, _copy(graph, operand, node, again, copies))
+def recompute(graph: Graph, plan: Plan) -> Graph:
+    """Give the backward of a local graph its own copies of what ``plan`` recomputes, in place.
+
+    Runs before waits are placed. PlanError where a path of the plan names no module that runs.
+    """
+    if plan.recompute == "none":
+        return graph
+    recompute_regions(graph, plan)
+    inside = _attention_cores(graph) if plan.recompute == "attention" else {}
+    draws = note_draws(graph, [n for n in inside if n.target is ops.dropout_mask])
+    Copies(graph, _recomputable(graph, inside, draws), block_of, draws).insert()
     return graph
 
 
-def _recomputable(graph: Graph) -> set[fx.Node]:
+def _recomputable(
+    graph: Graph, inside: Collection[fx.Node], draws: Collection[fx.Node]
+) -> set[fx.Node]:
     """Forward values that the backward reads and that follow cheaply from what is kept anyway."""
+    serves = Copies(graph, (), block_of).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
-    again: set[fx.Node] = set()
+    again: set[fx.Node] = set(draws)
+
+    def at_hand(operand: fx.Node, node: fx.Node) -> bool:
+        """Whether the backward has an operand anyway, or computes it again in the same block."""
+        kept = operand.op == "placeholder" or operand in saved
+        return kept or (operand in again and serves(operand, node))
+
     for node in graph.calls():
-        if value(node).phase != "F" or node.target not in _CHEAP or not is_tensor(node):
+        if value(node).phase != "F" or not (node in inside or _is_cheap(node)):
             continue
-        if all(_at_hand(o, node, saved, again) for o in tensor_args(node)):
+        if all(at_hand(operand, node) for operand in tensor_args(node)):
             again.add(node)
     return {n for n in again if n not in saved or _pays(n)}
 
 
-def _at_hand(operand: fx.Node, node: fx.Node, saved: set[fx.Node], again: set[fx.Node]) -> bool:
-    """Whether the backward has an operand anyway, or computes it again in the same block."""
-    if operand.op == "placeholder" or operand in saved:
-        return True
-    return operand in again and _together(operand, node)
-
-
-def _together(operand: fx.Node, reader: fx.Node) -> bool:
-    """Whether both stand in one block and, in a pipeline, on one stage: others are sent values."""
-    stages = (ANYWHERE, stage_of(reader))
-    return block_of(operand) == block_of(reader) and stage_of(operand) in stages
+def _is_cheap(node: fx.Node) -> bool:
+    return node.target in _CHEAP and is_tensor(node)
 
 
 def _pays(node: fx.Node) -> bool:
@@ -103,24 +115,40 @@ def _read_backward(node: fx.Node) -> bool:
     return any(u.op == "call_function" and value(u).phase == "B" for u in node.users)
 
 
-def _copy(
-    graph: Graph,
-    node: fx.Node,
-    reader: fx.Node,
-    again: set[fx.Node],
-    copies: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    """The backward's copy of a value, written before its first reader, its own cheap operands
-    first.
+# between projections ------------------------------------------------------------------------------
+def _attention_cores(graph: Graph) -> dict[fx.Node, None]:
+    """Forward values around products of activations with activations, up to what reads a weight,
+    that take few FLOPs per byte.
     """
-    if node not in copies:
-        swap = {
-            o: _copy(graph, o, reader, again, copies)
-            for o in tensor_args(node)
-            if o in again and _together(o, node)
-        }
-        with graph.fx.inserting_before(reader):
-            copies[node] = graph.fx.node_copy(node, lambda n: swap.get(n, n))
-        set_value(copies[node], replace(value(node), phase="B"))
-        set_held(copies[node], held(node))
-    return copies[node]
+    calls = [n for n in graph.calls() if value(n).phase == "F" and not _reads_weight(n)]
+    free = {n for n in calls if n.target not in collectives.COLLECTIVES}
+    products = [n for n in calls if node_flops(n)]
+    core = {**_reached(products, free, tensor_args), **_reached(products, free, _readers)}
+    return {n: None for n in core if node_flops(n) <= FLOPS_PER_BYTE * _num_bytes(n)}
+
+
+def _reached(
+    start: Sequence[fx.Node], free: Collection[fx.Node], near: Callable[[fx.Node], list[fx.Node]]
+) -> dict[fx.Node, None]:
+    """What is reached from calls within their blocks, themselves among it."""
+    found: dict[fx.Node, None] = {}
+    todo = list(start)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found[node] = None
+            todo += [n for n in near(node) if n in free and block_of(n) == block_of(node)]
+    return found
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return list(node.users)
+
+
+def _reads_weight(node: fx.Node) -> bool:
+    return any(is_weight(operand) for operand in tensor_args(node))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """Bytes of all that a call gives."""
+    return sum(int(fake.nbytes) for fake in results_of(node) if fake is not None)
