@@ -29,7 +29,7 @@ from partc.graph import (
 from partc.passes.copy_forward import Copies
 from partc.passes.flops import node_flops
 from partc.passes.recompute_regions import recompute_regions
-from partc.passes.replay_masks import note_draws
+from partc.passes.replay_masks import draws_numbers, note_draws
 from partc.plan import Plan
 
 aten = torch.ops.aten
@@ -121,8 +121,8 @@ def _attention_cores(graph: Graph) -> dict[fx.Node, None]:
     that take few FLOPs per byte.
     """
     calls = [n for n in graph.calls() if value(n).phase == "F" and not _reads_weight(n)]
-    free = {n for n in calls if n.target not in collectives.COLLECTIVES}
-    products = [n for n in calls if node_flops(n)]
+    free = dict.fromkeys(n for n in calls if _repeats(n))
+    products = [n for n in free if node_flops(n)]
     core = {**_reached(products, free, tensor_args), **_reached(products, free, _readers)}
     return {n: None for n in core if node_flops(n) <= FLOPS_PER_BYTE * _num_bytes(n)}
 
@@ -139,6 +139,12 @@ def _reached(
             found[node] = None
             todo += [n for n in near(node) if n in free and block_of(n) == block_of(node)]
     return found
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a call may be made once more without communication, and gives the same."""
+    known = node.target is ops.dropout_mask or not draws_numbers(node)
+    return known and node.target not in collectives.COLLECTIVES
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

@@ -7,18 +7,17 @@ the step, and what others than the region read: that is at hand anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
 
-import torch
 from torch import fx
 
 from partc import ops
 from partc.errors import PlanError
-from partc.graph import Graph, is_weight, tensor_args, value
+from partc.graph import Graph, is_weight, picked, tensor_args, value
 from partc.moves import gathers_param
 from partc.passes.copy_forward import Copies, Home
 from partc.passes.fold_layers import list_member
-from partc.passes.replay_masks import note_draws
+from partc.passes.replay_masks import draws_numbers, note_draws
 from partc.passes.stage_units import blocks_of, prefixes
 from partc.plan import Plan, fits
 
@@ -77,11 +76,9 @@ def _check_pattern(graph: Graph, pattern: str) -> None:
 
 def _is_made_again(node: fx.Node, plan: Plan) -> bool:
     """Whether a call gives the same once more, and is not kept for the step anyway."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return False
-    if node.target is ops.drawn_mask or ops.drawn_mask in {o.target for o in tensor_args(node)}:
-        return False
-    return not (is_weight(node) and _is_whole_for_step(node, plan))
+    if node.target is operator.getitem:
+        return _is_made_again(picked(node)[0], plan)
+    return not draws_numbers(node) and not (is_weight(node) and _is_whole_for_step(node, plan))
 
 
 def _is_whole_for_step(weight: fx.Node, plan: Plan) -> bool:

@@ -50,6 +50,15 @@ def note_draws(graph: Graph, masks: Iterable[fx.Node]) -> dict[fx.Node, Draw]:
     return found
 
 
+def draws_numbers(node: fx.Node) -> bool:
+    """Whether a call gives something else each time; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return node.target in ops.DRAWS
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
 def replayed(graph: fx.Graph, mask: fx.Node, draw: Draw) -> fx.Node:
     """The call that draws a mask again, where the graph is being written."""
     fake = held(mask)
