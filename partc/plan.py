@@ -49,9 +49,10 @@ class Plan:
     ``"cheap"`` sums, products and views of what is saved anyway, ``"attention"`` also what stands
     between an attention's projections and takes few FLOPs per byte, ``"block"`` all that the blocks
     of a stack compute (they keep what enters them), ``"none"`` nothing. A tuple of module paths, or
-    patterns with ``*``, names modules that keep what enters them; the rest is cheap. ``join_mb`` is the most megabytes of weights or gradients
-    that share one transfer: a transfer costs time of its own, but several tensors in one have to be
-    copied together, and none of them leaves before the last is made. 0 joins nothing.
+    patterns with ``*``, names modules that keep what enters them; the rest is cheap.
+    ``join_mb`` is the most megabytes of weights or gradients that share one transfer: a transfer
+    costs time of its own, but several tensors in one have to be copied together, and none of them
+    leaves before the last is made. 0 joins nothing.
     ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
     that the plan replays without it; where it is empty, 1f1b for training and forward-only for
     inference. ``stages`` has the module path at which each pipeline stage but the first begins.
@@ -160,7 +161,7 @@ class Plan:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
-        lines += _words("recompute", self.recompute) + [f"join_mb = {self.join_mb:g}"]
+        lines += [*_words("recompute", self.recompute), f"join_mb = {self.join_mb:g}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
         if self.schedule:
