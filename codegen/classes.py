@@ -16,12 +16,13 @@ from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, wishes
 from partc.codegen.slots import Interface, Slot
-from partc.codegen.statements import with_sections
+from partc.codegen.statements import free_early, with_sections
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.transfers import weights_of
 from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
 from partc.moves import gathers_param, moves
+from partc.passes.flops import node_flops
 
 SAVED = "tuple[Tensor, ...]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
@@ -208,6 +209,8 @@ class BlockClass:
             arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
         statements = body.statements()
+        if self._repeats_forward(side):
+            statements = free_early(statements, body.text, body.kept)
         lines += with_sections(statements)
         lines += self._updates(side, body)
         lines.append(Line(f"return {self._returned(side, body)}"))
@@ -217,6 +220,15 @@ class BlockClass:
             "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
             "body": block(lines, 2),
         }
+
+    def _repeats_forward(self, side: Interface) -> bool:
+        """Whether a backward computes products of the forward again: it holds more than the
+        forward left it, so that its values are worth a ``del``.
+        """
+        known = {value(n).name for n in self.forward.group.nodes if node_flops(n)}
+        return side is not self.forward and any(
+            node_flops(n) and value(n).name in known for n in side.group.nodes
+        )
 
     def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
         """The weights that gathers give, ready to read, None where one is unread."""

@@ -87,8 +87,10 @@ class Expressions:
         """A call of a printed function."""
         name = self.helpers.use(node.target.__name__)  # type: ignore[union-attr]
         texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
-        if node.target is ops.dropout_mask:
+        if node.target in ops.DRAWS:
             texts.append(f"self.{generator(self.graph, node)}")
+        if node.target is ops.same_mask:
+            texts.append(self.device)
         named = dict(node.kwargs)
         if node.target is ops.window and "ignore" in named:
             ids = self.text(node.all_input_nodes[0]).at(COMPARE + 1)

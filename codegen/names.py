@@ -270,13 +270,15 @@ def _gradient_names(
     params = graph.params
     final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
-    known = {_origin(n): n for n in reversed(list(graph.calls())) if is_forward(n)}
+    forward = [n for n in reversed(list(graph.calls())) if value_or_none(n) and is_forward(n)]
+    known: dict[object, fx.Node] = {_origin(n): n for n in forward}
+    known |= {value(n).name: n for n in forward if value(n).name}
     for node in graph.calls():
         if is_forward(node):
             continue
         before = carried(node)
-        if _is_again(node, found) and before not in found:
-            again = before or known.get(_origin(node))
+        if _is_again(node, found, known) and before not in found:
+            again = before or known.get(value(node).name) or known.get(_origin(node))
             named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
             _follow_operands([node], named)
         elif node in final:
@@ -292,10 +294,12 @@ def _origin(node: fx.Node) -> tuple[object, ...]:
     return (node.target, value(node).module, value(node).source, shape)
 
 
-def _is_again(node: fx.Node, gradients: Mapping[fx.Node, str]) -> bool:
+def _is_again(
+    node: fx.Node, gradients: Mapping[fx.Node, str], known: Mapping[object, fx.Node]
+) -> bool:
     """Whether a backward node is no gradient but a forward value computed or gathered once more."""
     return (
-        bool(node.all_input_nodes)
+        (bool(node.all_input_nodes) or value(node).name in known)
         and not value(node).forward
         and gradients.keys().isdisjoint(node.all_input_nodes)
     )

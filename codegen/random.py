@@ -23,9 +23,7 @@ def generator(graph: Graph, mask: fx.Node) -> str:
 
 def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
     """The body of ``seed``; the modules in the lists ``blocks`` use the same generators."""
-    masks = {
-        generator(graph, n): _axes(graph, n) for n in graph.calls() if n.target is ops.dropout_mask
-    }
+    masks = {generator(graph, n): _axes(graph, n) for n in graph.calls() if n.target in ops.DRAWS}
     if not masks:
         return []
     lines = [Line("device = next(self.parameters()).device")]

@@ -98,7 +98,7 @@ def units_of(graph: Graph, place: Place) -> list[Unit]:
 def _is_movable(node: fx.Node) -> bool:
     """Whether a call needs nothing but its operands."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return not (random or moves(node) or node.target is ops.dropout_mask)
+    return not (random or moves(node) or node.target in (*ops.DRAWS, ops.same_mask))
 
 
 def moves(node: fx.Node) -> bool:

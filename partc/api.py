@@ -225,10 +225,7 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     warnings = list(full.notes)
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
-    local = fuse_bias(insert_collectives(graph, full, choices))
-    if full.recompute == "cheap":
-        recompute(local)
-    return full, local
+    return full, recompute(fuse_bias(insert_collectives(graph, full, choices)), full)
 
 
 def with_local_statistics(plan: Plan, graph: Graph) -> Plan:

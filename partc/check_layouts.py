@@ -20,6 +20,7 @@ from partc.graph import (
     is_tensor,
     layout_on,
     literals,
+    picked,
     results_of,
     tensor_args,
     typed,
@@ -47,6 +48,8 @@ def check_layouts(graph: Graph) -> None:
                 _check_moves(node, graph.mesh)
             elif node.target is ops.window:
                 _check_window(node, graph.mesh)
+            elif node.target in (ops.drawn_mask, ops.same_mask):
+                _check_mask(node)
             elif node.target not in (operator.getitem, collectives.axis_index):
                 circumstances = _circumstances(node)
                 if circumstances not in sound:
@@ -208,6 +211,21 @@ def _check_window(node: fx.Node, mesh: Mesh) -> None:
     if operand.target is ops.window and operand.args[2] != rows * int(str(index.kwargs["num"])):
         why = f"{rows} rows on each rank are not the {operand.args[2]} of the window before"
         raise _wrong(node, why, "Divide the rows by one axis after the other.")
+
+
+def _check_mask(node: fx.Node) -> None:
+    """A mask is cut as what it is drawn for, and lies the same when it is drawn again."""
+    (operand,) = tensor_args(node)
+    if node.target is ops.drawn_mask:
+        (mask, _), cuts = results(node, 2), dict(value(operand).sharding.cuts())
+        layouts = {} if mask is None else dict(value(mask).sharding.layouts)
+        if mask is not None and layouts != cuts:
+            raise _wrong(node, "a mask is cut as its value is", "Give it these cuts.")
+        return
+    drawn = picked(operand)[0] if operand.target is operator.getitem else operand
+    first = results(drawn, 2)[0] if drawn.target is ops.drawn_mask else None
+    if first is None or typed(first) != typed(node) or drawn.args[1] != node.args[1]:
+        raise _wrong(node, "it is not the mask that was drawn from this state", "Copy that one.")
 
 
 def _check_rows(

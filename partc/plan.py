@@ -45,10 +45,14 @@ class Plan:
     ``gather`` says along which axes stored cuts are gathered before use, and how long the whole
     lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
     names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
-    parallelism). ``recompute="cheap"`` computes sums, products and views of what is saved again in
-    the backward instead of saving them. ``join_mb`` is the most megabytes of weights or gradients
-    that share one transfer: a transfer costs time of its own, but several tensors in one have to be
-    copied together, and none of them leaves before the last is made. 0 joins nothing.
+    parallelism). ``recompute`` says what the backward computes again instead of keeping it:
+    ``"cheap"`` sums, products and views of what is saved anyway, ``"attention"`` also what stands
+    between an attention's projections and takes few FLOPs per byte, ``"block"`` all that the blocks
+    of a stack compute (they keep what enters them), ``"none"`` nothing. A tuple of module paths, or
+    patterns with ``*``, names modules that keep what enters them; the rest is cheap.
+    ``join_mb`` is the most megabytes of weights or gradients that share one transfer: a transfer
+    costs time of its own, but several tensors in one have to be copied together, and none of them
+    leaves before the last is made. 0 joins nothing.
     ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
     that the plan replays without it; where it is empty, 1f1b for training and forward-only for
     inference. ``stages`` has the module path at which each pipeline stage but the first begins.
@@ -65,7 +69,7 @@ class Plan:
     gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
     scatter: Mapping[str, int] = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
-    recompute: Literal["cheap", "none"] = "cheap"
+    recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     microbatches: int = 1
     schedule: str = ""
@@ -95,6 +99,8 @@ class Plan:
             }
         _check_words(table, where)
         lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
+        if isinstance(table.get("recompute"), list):
+            lists["recompute"] = tuple(table["recompute"])
         return cls(**{**table, "mesh": mesh, **lists})
 
     @classmethod
@@ -135,9 +141,14 @@ class Plan:
         return {axis: lay for axis, lay in self.stored(name).items() if axis not in self.gather}
 
     @property
+    def recompute_paths(self) -> tuple[str, ...]:
+        """The modules whose values are computed again, where the plan names some."""
+        return () if isinstance(self.recompute, str) else self.recompute
+
+    @property
     def names_blocks(self) -> bool:
         """Whether it tells blocks of a stack apart, by their numbers."""
-        names = (*self.params, *self.stages)
+        names = (*self.params, *self.stages, *self.recompute_paths)
         return any(
             re.fullmatch(r"\d+|.*\d.*\*.*|.*\*.*\d.*", p) for n in names for p in n.split(".")
         )
@@ -150,7 +161,7 @@ class Plan:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
-        lines += [f'recompute = "{self.recompute}"', f"join_mb = {self.join_mb:g}"]
+        lines += [*_words("recompute", self.recompute), f"join_mb = {self.join_mb:g}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
         if self.schedule:
@@ -234,6 +245,13 @@ def _write_cuts(cuts: Cuts) -> str:
     return "{ " + ", ".join(texts) + " }" if texts else "{}"
 
 
+def _words(name: str, given: str | tuple[str, ...]) -> list[str]:
+    """One word, or a list in one line."""
+    if isinstance(given, str):
+        return [f"{name} = {_quote(given)}"]
+    return [f"{name} = [{', '.join(map(_quote, given))}]"]
+
+
 def _list(name: str, texts: Iterable[str]) -> list[str]:
     rows = [f"    {_quote(text)}," for text in texts]
     return [f"{name} = [", *rows, "]"] if rows else []
@@ -257,13 +275,16 @@ def _escape(text: str) -> str:
 def _check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
         "batch_norm": ("global", "local"),
-        "recompute": ("cheap", "none"),
+        "recompute": ("cheap", "none", "attention", "block"),
         "reduce": ("step", "microbatch"),
     }
     for key, least in (("microbatches", 1), ("chunks", 0), ("memory_bytes", 0)):
         count = table.get(key, least)
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")
+    paths = table.get("recompute")
+    if isinstance(paths, list) and all(isinstance(path, str) and path for path in paths):
+        del allowed["recompute"]
     for key, words in allowed.items():
         if table.get(key, words[0]) not in words:
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")

@@ -1,29 +1,23 @@
-"""Compute cheap values again in the backward instead of keeping them.
+"""What the backward computes again instead of keeping it, as ``plan.recompute`` says.
 
-Those are sums, products, casts and views of what is kept anyway: they cost little time and most of
-the activation memory. Results of ``exp``, ``tanh`` and the like are kept. A value is recomputed
-only inside the block, and on the pipeline stage, that made it.
+``cheap``: sums, products, casts and views of what is kept anyway cost little time and most of the
+activation memory; results of ``exp``, ``tanh`` and the like are kept. ``attention`` (selective
+recomputation, Korthikanti et al. 2022, arXiv 2205.05198): also what stands between the projections
+of an attention, where it takes few FLOPs per byte. ``block`` (full recomputation, Chen et al. 2016,
+arXiv 1604.06174): a block of a stack keeps what enters it. A list of module paths does so for these
+modules; the rest is as with ``cheap``.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 
-from partc.graph import (
-    Graph,
-    block_of,
-    held,
-    is_tensor,
-    set_held,
-    set_value,
-    stage_of,
-    tensor_args,
-    value,
-)
-from partc.passes.assign_stages import ANYWHERE
+from partc.graph import Graph, block_of, held, is_tensor, tensor_args, value
+from partc.passes.copy_forward import Copies
+from partc.passes.recompute_attention import recompute_attention
+from partc.passes.recompute_regions import recompute_regions
+from partc.plan import Plan
 
 aten = torch.ops.aten
 _VIEWS = (
@@ -57,41 +51,37 @@ _CHEAP = frozenset(
 )
 
 
-def recompute(graph: Graph) -> Graph:
-    """Give the backward its own copies of cheap forward values, in place."""
-    again = _recomputable(graph)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.calls()):
-        if value(node).phase == "B":
-            for operand in tensor_args(node):
-                if operand in again and _together(operand, node):
-                    node.replace_input_with(operand, _copy(graph, operand, node, again, copies))
+def recompute(graph: Graph, plan: Plan) -> Graph:
+    """Give the backward of a local graph its own copies of what ``plan`` recomputes, in place.
+
+    Runs before waits are placed. PlanError where a path of the plan names no module that runs.
+    """
+    if plan.recompute == "none":
+        return graph
+    if plan.recompute == "attention":
+        recompute_attention(graph)
+    elif plan.recompute != "cheap":
+        recompute_regions(graph, plan)
+    Copies(graph, _recomputable(graph), block_of).insert()
     return graph
 
 
 def _recomputable(graph: Graph) -> set[fx.Node]:
     """Forward values that the backward reads and that follow cheaply from what is kept anyway."""
+    serves = Copies(graph, (), block_of).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
     again: set[fx.Node] = set()
+
+    def at_hand(operand: fx.Node, node: fx.Node) -> bool:
+        """Whether the backward has an operand anyway, or computes it again in the same block."""
+        kept = operand.op == "placeholder" or operand in saved
+        return kept or (operand in again and serves(operand, node))
+
     for node in graph.calls():
-        if value(node).phase != "F" or node.target not in _CHEAP or not is_tensor(node):
-            continue
-        if all(_at_hand(o, node, saved, again) for o in tensor_args(node)):
+        cheap = value(node).phase == "F" and node.target in _CHEAP and is_tensor(node)
+        if cheap and all(at_hand(operand, node) for operand in tensor_args(node)):
             again.add(node)
     return {n for n in again if n not in saved or _pays(n)}
-
-
-def _at_hand(operand: fx.Node, node: fx.Node, saved: set[fx.Node], again: set[fx.Node]) -> bool:
-    """Whether the backward has an operand anyway, or computes it again in the same block."""
-    if operand.op == "placeholder" or operand in saved:
-        return True
-    return operand in again and _together(operand, node)
-
-
-def _together(operand: fx.Node, reader: fx.Node) -> bool:
-    """Whether both stand in one block and, in a pipeline, on one stage: others are sent values."""
-    stages = (ANYWHERE, stage_of(reader))
-    return block_of(operand) == block_of(reader) and stage_of(operand) in stages
 
 
 def _pays(node: fx.Node) -> bool:
@@ -101,26 +91,3 @@ def _pays(node: fx.Node) -> bool:
 
 def _read_backward(node: fx.Node) -> bool:
     return any(u.op == "call_function" and value(u).phase == "B" for u in node.users)
-
-
-def _copy(
-    graph: Graph,
-    node: fx.Node,
-    reader: fx.Node,
-    again: set[fx.Node],
-    copies: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    """The backward's copy of a value, written before its first reader, its own cheap operands
-    first.
-    """
-    if node not in copies:
-        swap = {
-            o: _copy(graph, o, reader, again, copies)
-            for o in tensor_args(node)
-            if o in again and _together(o, node)
-        }
-        with graph.fx.inserting_before(reader):
-            copies[node] = graph.fx.node_copy(node, lambda n: swap.get(n, n))
-        set_value(copies[node], replace(value(node), phase="B"))
-        set_held(copies[node], held(node))
-    return copies[node]

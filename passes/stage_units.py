@@ -89,7 +89,7 @@ class _Chain:
             known = value(node)
             if known.phase != "F" or node in free or is_weight(node):
                 continue
-            inside = list(_prefixes(known.module))
+            inside = list(prefixes(known.module))
             path = next((p for p in inside if p in blocks), known.module)
             if not self.units or (path and path not in entered):
                 self.units.append(_Calls(path))
@@ -137,7 +137,7 @@ def blocks_of(graph: Graph) -> set[str]:
     """The paths of modules in lists that are alike: half of their parameters have equal shapes."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, node in graph.params.items():
-        for path in _prefixes(name):
+        for path in prefixes(name):
             if path.rpartition(".")[2].isdigit():
                 shapes.setdefault(path, {})[name.removeprefix(path)] = value(node).shape
     lists: dict[str, list[str]] = {}
@@ -155,7 +155,7 @@ def _alike(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -
     return 2 * sum(b.get(name) == shape for name, shape in a.items()) >= max(len(a), len(b))
 
 
-def _prefixes(path: str) -> Iterator[str]:
+def prefixes(path: str) -> Iterator[str]:
     """``"h"``, ``"h.0"``, ``"h.0.mlp"`` of ``"h.0.mlp"``."""
     parts = path.split(".") if path else []
     return (".".join(parts[: i + 1]) for i in range(len(parts)))

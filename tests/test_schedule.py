@@ -11,6 +11,7 @@ from partc.passes.fill_waits import fill_waits
 from partc.passes.place_waits import place_waits
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
+from partc.plan import Plan
 
 Golden = Callable[..., None]
 
@@ -91,7 +92,7 @@ def test_reductions_start_with_their_gradient_and_end_with_the_step() -> None:
 
 def test_cheap_values_are_computed_again() -> None:
     """The activation follows from ``up``, which is kept anyway: the backward makes its own."""
-    graph = recompute(parse_graph(LOCAL))
+    graph = recompute(parse_graph(LOCAL), Plan())
     d_down = next(n for n in graph.calls() if n.name == "d_down")
     again = d_down.args[1]
     assert again is not next(n for n in graph.calls() if n.name == "act")

@@ -129,7 +129,7 @@ def _representative(graph: Graph, word: str) -> tuple[Graph, Plan]:
     split_bias(copy)
     plan = complete(Plan(preset="+".join(filter(None, ["ddp", word]))), copy, copy.mesh)
     choices = propagate(copy, plan, warnings=[])
-    return recompute(fuse_bias(insert_collectives(copy, plan, choices))), plan
+    return recompute(fuse_bias(insert_collectives(copy, plan, choices)), plan), plan
 
 
 def copied(graph: Graph) -> Graph:
