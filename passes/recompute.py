@@ -59,7 +59,7 @@ _CHEAP = frozenset(
 
 def recompute(graph: Graph) -> Graph:
     """Give the backward its own copies of cheap forward values, in place."""
-    again = _recomputable(graph)
+    again = recomputable(graph)
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.calls()):
         if value(node).phase == "B":
@@ -69,7 +69,7 @@ def recompute(graph: Graph) -> Graph:
     return graph
 
 
-def _recomputable(graph: Graph) -> set[fx.Node]:
+def recomputable(graph: Graph) -> set[fx.Node]:
     """Forward values that the backward reads and that follow cheaply from what is kept anyway."""
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
     again: set[fx.Node] = set()
