@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -25,9 +25,9 @@ class CallCost:
     result, in which precision and kind of work (``partc/topology.py``).
     """
 
-    flops: int
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    flops: float
+    operands: tuple[float, ...]
+    results: tuple[float, ...]
     dtype: str
     work: str
 
@@ -43,6 +43,11 @@ class CallCost:
         dtype = "f32" if made is None else DTYPE_NAMES.get(made.dtype, "f8")
         work = "attention" if "attention" in op_name(node) else "matmul"
         return cls(int(node_flops(node)), tuple(operands), tuple(results), dtype, work)
+
+    def shrunk(self, share: float) -> CallCost:
+        """A share of the work."""
+        operands, results = (tuple(share * n for n in side) for side in (self.operands, self.results))
+        return replace(self, flops=self.flops * share, operands=operands, results=results)
 
     def seconds(
         self, ins: Sequence[int], outs: Sequence[int], lies: Transfers, device: Device

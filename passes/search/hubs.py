@@ -26,7 +26,7 @@ class Hub:
 
     @classmethod
     def of(
-        cls, num_bytes: int, made: Sequence[int], wanted: Sequence[int], lies: Transfers
+        cls, num_bytes: float, made: Sequence[int], wanted: Sequence[int], lies: Transfers
     ) -> Hub:
         """All that is worth having: layouts that some reader may want, and that cost something."""
         pairs = []
@@ -54,13 +54,13 @@ class Hub:
         same = np.array(outs)[:, None] == np.array(self.made)[None, :]
         return np.where(same, 0.0, np.inf)
 
-    def filled(self, num_bytes: int, lies: Transfers) -> Costs:
+    def filled(self, num_bytes: float, lies: Transfers) -> Costs:
         """f64[choices]: seconds to bring what was made into the other layout."""
         pairs = zip(self.made, self.other, strict=True)
         times = [0.0 if o == NONE else lies.seconds(num_bytes, m, o) for m, o in pairs]
         return np.array(times, np.float64)
 
-    def refilled(self, num_bytes: int, before: Hub, lies: Transfers) -> Costs:
+    def refilled(self, num_bytes: float, before: Hub, lies: Transfers) -> Costs:
         """f64[choices before, choices]: the same where an earlier hub of the value has its layouts
         at hand too.
         """
@@ -73,7 +73,7 @@ class Hub:
                     table[i, j] = min(costs, default=0.0)
         return table
 
-    def read(self, num_bytes: int, wants: tuple[int, ...], lies: Transfers) -> Costs:
+    def read(self, num_bytes: float, wants: tuple[int, ...], lies: Transfers) -> Costs:
         """f64[choices, reader's choices]: seconds from the nearer of the two to what is wanted."""
         direct = lies.table(num_bytes, self.made, wants)
         others = tuple(m if o == NONE else o for m, o in zip(self.made, self.other, strict=True))

@@ -48,14 +48,7 @@ class Opening:
         """All calls and transfers inside it, where other axes leave this share of every value."""
         total = 0.0
         for cost, ins, outs in self.calls:
-            part = CallCost(
-                int(cost.flops * share),
-                tuple(int(n * share) for n in cost.operands),
-                tuple(int(n * share) for n in cost.results),
-                cost.dtype,
-                cost.work,
-            )
-            total += part.seconds(ins, outs, lies, device)
+            total += cost.shrunk(share).seconds(ins, outs, lies, device)
         return total + sum(lies.seconds(n * share, have, want) for n, have, want in self.moves)
 
 

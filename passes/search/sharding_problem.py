@@ -12,41 +12,33 @@ Resource ``memory``: bytes of parameters, gradients, optimizer and what is kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
 from partc.graph import picked, value
 from partc.passes.memory import STATE_COPIES
-from partc.passes.price import Choices
+from partc.passes.search.decided import Decided, Life
 from partc.passes.search.hubs import Hub
 from partc.passes.search.pins import Pins
 from partc.passes.search.problem import Assignment, Costs, Problem
 from partc.passes.search.step_values import Reader, StepValues
 from partc.passes.search.tables import Tables
 from partc.passes.search.ways import CallWays, Ways
-from partc.sharding import Layout, R, cut
+from partc.sharding import R, cut
 
 MEMORY = "memory"
-Stored = dict[str, dict[str, Layout]]  # parameter -> axis -> layout
 _OPTIMIZER = "adamw"
 _Source = tuple[int, tuple[int, ...]]  # a variable, and by its choices how a value is made
 _At = tuple[int, Hub]  # a variable, and by its choices what is at hand
 
 
-@dataclass(frozen=True)
-class Decided:
-    """Choices for some axes: strategies of calls, stored layouts of parameters."""
-
-    choices: Choices = field(default_factory=dict)
-    stored: Stored = field(default_factory=dict)
-
-
 @dataclass
 class ShardingProblem:
     """``life`` says how long a gathered parameter lives (as in ``Plan.gather``); ``tie`` gives
-    equal blocks of a list one choice for all.
+    equal blocks of a list one choice for all. ``shrunk`` is the part of every value that is left
+    where nothing is known of other axes but that they cannot cut more: costs are bounds then.
     """
 
     values: StepValues
@@ -54,7 +46,8 @@ class ShardingProblem:
     pins: Pins
     axes: tuple[str, ...]
     decided: Decided
-    life: str = "use"
+    life: Life = "use"
+    shrunk: float = 1.0
     tie: bool = True
 
     def __post_init__(self) -> None:
@@ -167,7 +160,7 @@ class ShardingProblem:
     ) -> _At | None:
         """Readers read what a source makes; several of them through a hub, which is returned."""
         (v, outs), lies = source, self.pins.transfers(node)
-        num_bytes = self.values.num_bytes(node)
+        num_bytes = self._num_bytes(node)
         if not (shared or len(group) > 1 or (group and self.pins.gathers(node))):
             for reader in group:
                 w, wants = self._reader(reader)
@@ -185,7 +178,7 @@ class ShardingProblem:
     def _connect_again(self, node: fx.Node, before: _At, group: Sequence[Reader]) -> _At:
         """The backward reads what the forward has at hand; several readers through their own hub."""
         if len(group) > 1:
-            lies, num_bytes, (u, old) = self.pins.transfers(node), self.values.num_bytes(node), before
+            lies, num_bytes, (u, old) = self.pins.transfers(node), self._num_bytes(node), before
             h, hub = at = self._hub(node, group, old.made)
             table = self._once(
                 ("refill", num_bytes, old, hub, id(lies)),
@@ -199,7 +192,7 @@ class ShardingProblem:
     def _hub(self, node: fx.Node, group: Sequence[Reader], made: Sequence[int]) -> _At:
         """The variable of what is at hand for a group of readers."""
         wanted = tuple(dict.fromkeys(n for r in group for n in dict.fromkeys(self._reader(r)[1])))
-        lies, num_bytes = self.pins.transfers(node), self.values.num_bytes(node)
+        lies, num_bytes = self.pins.transfers(node), self._num_bytes(node)
         key = num_bytes, tuple(dict.fromkeys(made)), wanted, id(lies)
         if key not in self.hubs:
             self.hubs[key] = Hub.of(num_bytes, key[1], wanted, lies)
@@ -217,7 +210,7 @@ class ShardingProblem:
 
     def _read(self, node: fx.Node, at: _At, group: Sequence[Reader]) -> None:
         (h, hub), lies = at, self.pins.transfers(node)
-        num_bytes = self.values.num_bytes(node)
+        num_bytes = self._num_bytes(node)
         for reader in group:
             w, wants = self._reader(reader)
             key = "read", num_bytes, hub, wants, id(lies)
@@ -248,7 +241,7 @@ class ShardingProblem:
         """What the backward reads of the forward is kept, in all layouts it is at hand in; a
         gathered parameter that lives for the step beside its shard.
         """
-        num_bytes, times = self.values.num_bytes(node), self.values.graph.times(node)
+        num_bytes, times = self._num_bytes(node), self.values.graph.times(node)
         if value(node).kind == "param" and at is not None:
             h, hub = at
             key = "spare", num_bytes, hub
@@ -262,12 +255,15 @@ class ShardingProblem:
             self._weigh(*source, node)
 
     def _weigh(self, v: int, numbers: tuple[int, ...], node: fx.Node, copies: int = 1) -> None:
-        num_bytes = copies * self.values.num_bytes(node)
+        num_bytes = copies * self._num_bytes(node)
         weights = self._once(
             ("share", num_bytes, numbers),
             lambda: num_bytes * np.array([self.lies.share(n) for n in numbers]),
         )
         self.tables.weigh(v, weights, self.values.graph.times(node))
+
+    def _num_bytes(self, node: fx.Node) -> float:
+        return self.values.num_bytes(node) * self.shrunk
 
     def _once(self, key: Hashable, make: Callable[[], Costs]) -> Costs:
         """The table of a key: equal ones are one array, which the solver finds by identity."""

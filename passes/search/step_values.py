@@ -75,7 +75,13 @@ class StepValues:
 
     def alike(self, node: fx.Node) -> str:
         """A name that values have in common which do the same in equal blocks of a list."""
-        name = value(node).name if node.op == "placeholder" else self.names[node]
+        return self.alike_name(
+            value(node).name if node.op == "placeholder" else self.names[node]
+        )
+
+    @staticmethod
+    def alike_name(name: str) -> str:
+        """A name without the number of the outermost block."""
         return re.sub(r"(?<=\.)\d+(?=[.:])", "*", name, count=1)
 
     def times(self, node: fx.Node, reader: Reader) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -56,14 +56,21 @@ class CallWays:
     by_axis: dict[Hashable, list[Strategy]] = field(default_factory=dict)
     opened: dict[Hashable, list[Opening]] = field(default_factory=dict)
     made: dict[Hashable, Ways] = field(default_factory=dict)
+    part: float = 1.0  # of every call's time that counts
+    share: float = 1.0  # of every call's work that is left
 
     def __post_init__(self) -> None:
-        for node in self.graph.calls():
+        for node in () if self.kinds else self.graph.calls():
             if node.target is not operator.getitem:
                 kind = self.known.setdefault(_circumstances(node), len(self.known))
                 self.kinds[node] = kind
                 if kind not in self.costs:
                     self.costs[kind] = CallCost.of(node)
+
+    def shrunk(self, share: float, part: float) -> CallWays:
+        """The same with only this share of every call's work, of whose time only a part counts."""
+        costs = {kind: cost.shrunk(share) for kind, cost in self.costs.items()}
+        return replace(self, costs=costs, opened={}, made={}, part=part, share=share)
 
     def of(self, node: fx.Node, axes: Sequence[str], fixed: Choices) -> Ways:
         """The ways of a call on ``axes``, given how the other axes are decided."""
@@ -137,27 +144,33 @@ class CallWays:
             if strategy.variant == OPENED:
                 others = {a: s.outs[0] for a, s in every.items() if a != axis}
                 opening = next(o for o in self._openings(node, axis) if o.strategy == strategy)
-                share = self.lies.share(self.lies.number(others))
+                share = self.share * self.lies.share(self.lies.number(others))
                 times.append(opening.seconds(share, self.lies, self.device))
         own = self.costs[self.kinds[node]].seconds(ins, outs, self.lies, self.device)
-        return max(times, default=own)
+        return self.part * max(times, default=own)
 
     def _on_axis(
         self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
     ) -> list[Strategy]:
         """All-replicated, the rules' strategies, and the opened ones."""
-        known = self._strategies(node, self.lies.mesh.size(axis), wished)
+        known = self.strategies(node, axis, wished)
         whole = Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
         return [whole, *known, *(opening.strategy for opening in self._openings(node, axis))]
 
     def _openings(self, node: fx.Node, axis: str) -> list[Opening]:
         key = self.kinds[node], axis
         if key not in self.opened:
-            known = self._strategies(node, self.lies.mesh.size(axis), ())
+            known = self.strategies(node, axis, ())
             self.opened[key] = openings(node, axis, known, self.lies)
         return self.opened[key]
 
-    def _strategies(
+    def strategies(
+        self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
+    ) -> list[Strategy]:
+        """The rules' strategies of a call on one axis, with wished layouts by position."""
+        return self._by_size(node, self.lies.mesh.size(axis), wished)
+
+    def _by_size(
         self, node: fx.Node, num: int, wished: tuple[tuple[int, Layout], ...]
     ) -> list[Strategy]:
         key = self.kinds[node], num, wished
@@ -184,7 +197,7 @@ class CallWays:
         for turn in range(_ROUNDS):
             before = sum(map(len, wishes.values()))
             for node in reversed(calls) if turn % 2 else calls:
-                for strategy in self._strategies(node, num, _positions(node, wishes)):
+                for strategy in self._by_size(node, num, _positions(node, wishes)):
                     self._wish(node, strategy, wishes)
             if turn and sum(map(len, wishes.values())) == before:
                 break
