@@ -47,8 +47,8 @@ class ShardingProblem:
     axes: tuple[str, ...]
     decided: Decided
     life: Life = "use"
-    shrunk: float = 1.0
     tie: bool = True
+    shrunk: float = 1.0
 
     def __post_init__(self) -> None:
         self.lies = self.ways.lies
