@@ -48,8 +48,9 @@ class Plan:
     lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
     names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
     parallelism). ``values`` says how results of calls lie that do not follow from these, and how
-    single parameters lie in use (``partc/plan_values.py``). ``recompute="cheap"`` computes sums, products and views of what is saved again in
-    the backward instead of saving them. ``join_mb`` is the most megabytes of weights or gradients
+    single parameters lie in use (``partc/plan_values.py``). ``recompute="cheap"`` computes sums,
+    products and views of what is saved again in the backward instead of saving them. ``join_mb``
+    is the most megabytes of weights or gradients
     that share one transfer: a transfer costs time of its own, but several tensors in one have to be
     copied together, and none of them leaves before the last is made. 0 joins nothing.
     ``stages`` has the module path at which each pipeline stage but the first begins, ``schedule``
@@ -204,6 +205,11 @@ def fold_names(table: Mapping[str, Mapping[str, T]]) -> dict[str, Mapping[str, T
         return name
 
     return {fold(name): cuts for name, cuts in table.items()}
+
+
+def widest_pattern(name: str) -> str:
+    """A name with ``*`` for all its numbers."""
+    return next(_patterns(name))
 
 
 def _patterns(name: str) -> Iterator[str]:

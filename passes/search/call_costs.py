@@ -46,7 +46,9 @@ class CallCost:
 
     def shrunk(self, share: float) -> CallCost:
         """A share of the work."""
-        operands, results = (tuple(share * n for n in side) for side in (self.operands, self.results))
+        operands, results = (
+            tuple(share * n for n in side) for side in (self.operands, self.results)
+        )
         return replace(self, flops=self.flops * share, operands=operands, results=results)
 
     def seconds(

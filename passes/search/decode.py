@@ -16,13 +16,13 @@ from partc.graph import Graph, results_of, tensor_args, value
 from partc.mesh import Mesh
 from partc.passes.open_ops import opens
 from partc.passes.price import Choices
-from partc.passes.propagate import AxisWalk, propagate, whole_strategy
+from partc.passes.propagate import AxisWalk, Pins, propagate, whole_strategy
 from partc.passes.search.decided import Decided, Life
 from partc.passes.search.openings import OPENED
 from partc.passes.search.step_values import StepValues
 from partc.passes.search.ways import CallWays
-from partc.plan import Plan
-from partc.plan_values import Lies
+from partc.plan import Plan, widest_pattern
+from partc.plan_values import Lies, Values
 from partc.rules import Strategy
 from partc.sharding import Layout, R
 
@@ -84,9 +84,10 @@ def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strateg
         for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
             numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
             pairs = zip(shapes, numbers, strict=True)
-            if strategy.outs == (wanted,) and all(ways.lies.fits(s, n) for s, n in pairs):
-                if all(layout.kind in ("R", "cut") for layout in strategy.ins):
-                    return strategy
+            whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
+            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
+            if strategy.outs == (wanted,) and whole and fits:
+                return strategy
     return whole_strategy(node)
 
 
@@ -99,17 +100,23 @@ def _stated(decided: Decided, values: StepValues, mesh: Mesh, life: Life, pins: 
         inputs[name] = {a: layout for a, layout in cuts.items() if layout != R}
         if node not in values.free:
             inputs[name] = dict(pins.stored(name, pins.inputs))
-    used = {
-        name: {a: lay for a, lay in stored.items() if not _gathered(name, a, decided, values)}
+    used: Values = {
+        name: {a: Lies(x) for a, x in stored.items() if not _gathered(name, a, decided, values)}
         for name, stored in decided.stored.items()
     }
-    gather = {a: life for a in names if any(a in s and a not in used[n] for n, s in decided.stored.items())}
+    pairs = [(a, used[name]) for name, stored in decided.stored.items() for a in stored]
+    gather = {axis: life for axis in names if any(a == axis and a not in u for a, u in pairs)}
     plan = pins.changed(
-        mesh=mesh, params=decided.stored, inputs=inputs, gather={**gather, **pins.gather}, values={}
+        mesh=mesh,
+        preset="",
+        params=decided.stored,
+        inputs=inputs,
+        gather={**gather, **pins.gather},
+        values={},
     )
-    odd = {name: lays for name, lays in used.items() if dict(plan.used(name)) != lays}
-    entries = {name: {a: Lies(lay) for a, lay in lays.items()} for name, lays in odd.items()}
-    return plan.changed(values=_complete(entries, {n: {a: Lies(x) for a, x in u.items()} for n, u in used.items()}, values))
+    odd = [n for n, lies in used.items() if plan.used(n) != {a: x.out for a, x in lies.items()}]
+    patterns = dict.fromkeys(map(widest_pattern, odd))  # what they say holds of all that they fit
+    return plan.changed(values={n: u for n, u in used.items() if widest_pattern(n) in patterns})
 
 
 def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
@@ -121,18 +128,6 @@ def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> boo
         wants = R if made is None or reader.is_final else made.ins[reader.operand]
         phases.setdefault(reader.backward, set()).add(wants)
     return stored != R and all(R in w and stored not in w for w in phases.values())
-
-
-def _complete(
-    entries: Mapping[str, Mapping[str, Lies]],
-    every: Mapping[str, Mapping[str, Lies]],
-    values: StepValues,
-) -> dict[str, Mapping[str, Lies]]:
-    """The entries with those of the same values in the other blocks, so that a pattern for all of
-    them says nothing wrong.
-    """
-    alike = {values.alike_name(name) for name in entries}
-    return {n: entries.get(n, every[n]) for n in every if values.alike_name(n) in alike}
 
 
 # calls --------------------------------------------------------------------------------------------
@@ -164,42 +159,46 @@ def _pinned(plan: Plan, choices: Choices, values: StepValues) -> Plan:
     graph, twins = copy_graph(values.graph)
     wanted = {twins[node]: each for node, each in choices.items()}
     names = {twins[node]: name for node, name in values.names.items()}
-    pins: dict[fx.Node, dict[str, Lies]] = {}
+    pins: Pins = {}
     for _ in range(_WALKS):
-        before = len(pins), sum(lies.ins is not None for e in pins.values() for lies in e.values())
+        before = dict(pins)
         _walk(graph, plan, wanted, pins)
-        alike = {values.alike_name(names[node]) for node in pins}
-        for node, name in names.items():
-            if values.alike_name(name) in alike and node not in pins and node in wanted:
-                if not any(s.variant == OPENED for s in wanted[node].values()):
-                    pins[node] = _entry(wanted[node])
-        after = len(pins), sum(lies.ins is not None for e in pins.values() for lies in e.values())
-        if after == before:
+        if pins == before:
             break
-    entries = {names[n]: {a: lies for a, lies in e.items() if lies != Lies()} for n, e in pins.items()}
-    in_order = {name: entries[name] for name in names.values() if name in entries}
+        patterns = dict.fromkeys(widest_pattern(names[node]) for node in pins)
+        for node, name in names.items():
+            if widest_pattern(name) in patterns and node not in pins and _stays(node, wanted):
+                pins[node] = _entry(wanted[node])
+    kept = {names[n]: {a: x for a, x in lies.items() if x != Lies()} for n, lies in pins.items()}
+    in_order = {name: kept[name] for name in names.values() if name in kept}
     return plan.changed(values={**plan.values, **in_order})
+
+
+def _stays(node: fx.Node, wanted: Choices) -> bool:
+    """Whether a call was decided and is not opened."""
+    return node in wanted and all(s.variant != OPENED for s in wanted[node].values())
 
 
 def _entry(wanted: Mapping[str, Strategy]) -> dict[str, Lies]:
     return {axis: Lies(s.outs[0] if s.outs else R) for axis, s in wanted.items()}
 
 
-def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: dict[fx.Node, dict[str, Lies]]) -> None:
+def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins) -> None:
     """One propagation that does as wanted and notes where it would not have."""
     opened = True
     while opened:
         choices: Choices = {}
         opened = False
         for axis in graph.mesh.names:
-            walk = _Recorder(graph, plan, axis, choices, False, None, pins, wanted=wanted, noted=pins)
+            walk = _Recorder(graph, plan, axis, choices, False, None, pins, wanted=wanted)
             opened |= walk.run()
 
 
 @dataclass
 class _Recorder(AxisWalk):
+    """It does as ``wanted`` and adds to ``pins`` where it would not have."""
+
     wanted: Choices = field(default_factory=dict)
-    noted: dict[fx.Node, dict[str, Lies]] = field(default_factory=dict)
 
     def choose(self, node: fx.Node) -> Strategy:
         best = super().choose(node)
@@ -210,10 +209,11 @@ class _Recorder(AxisWalk):
             return best
         stays = opens(node) and node not in self.pins and self._gathers(node, want)
         if best != want or stays:
-            entry = self.noted.setdefault(node, _entry(self.wanted[node]))
+            entry = dict(self.pins.get(node, _entry(self.wanted[node])))
             if self.as_pinned(node, entry.get(self.axis, Lies())) != want:
                 entry[self.axis] = Lies(want.outs[0], want.ins)
                 assert self.as_pinned(node, entry[self.axis]) == want, f"{node}: {want}"
+            self.pins[node] = entry
         return want
 
 
@@ -227,5 +227,3 @@ def _check(plan: Plan, choices: Choices, graph: Graph) -> None:
         for axis, strategy in wanted.items():
             got = made.get(twins[node], {}).get(axis, whole_strategy(node))
             assert got == strategy, f"{node.name} on {axis}: {got}, not {strategy}"
-
-

@@ -17,8 +17,8 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Hub:
-    """Choices of what is at hand: ``made`` has the sharding a value is made in, ``other`` the one it
-    is brought into as well or ``NONE``. Both are numbers of ``Transfers``, by choice.
+    """Choices of what is at hand: ``made`` has the sharding a value is made in, ``other`` the one
+    it is brought into as well or ``NONE``. Both are numbers of ``Transfers``, by choice.
     """
 
     made: tuple[int, ...]
@@ -37,8 +37,9 @@ class Hub:
         return cls(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
 
     def labels(self, lies: Transfers) -> tuple[str, ...]:
-        names = [str(lies.shardings[n]) for n in self.made]
-        others = ["" if n == NONE else f" and {lies.shardings[n]}" for n in self.other]
+        """The choices in words."""
+        names = [lies.label(n) for n in self.made]
+        others = ["" if n == NONE else f" and {lies.label(n)}" for n in self.other]
         return tuple(a + b for a, b in zip(names, others, strict=True))
 
     def spare(self, lies: Transfers) -> Costs:

@@ -52,9 +52,7 @@ class Opening:
         return total + sum(lies.seconds(n * share, have, want) for n, have, want in self.moves)
 
 
-def openings(
-    node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfers
-) -> list[Opening]:
+def openings(node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfers) -> list[Opening]:
     """The cuts of its first operand that a call takes only when it is opened."""
     if not opens(node):
         return []
@@ -104,7 +102,9 @@ def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
     return Graph(out, mesh), inputs
 
 
-def _works(graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers) -> Iterator[Work]:
+def _works(
+    graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers
+) -> Iterator[Work]:
     for node in graph.calls():
         chosen = choices.get(node, {})
         ins = range(len(tensor_args(node)))
@@ -116,7 +116,9 @@ def _works(graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Tran
         )
 
 
-def _moves(graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers) -> Iterator[Move]:
+def _moves(
+    graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers
+) -> Iterator[Move]:
     """Every layout that some reader wants, once, from the one it was made in."""
     done: set[tuple[fx.Node, Sharding]] = set()
     for node in graph.calls():

@@ -127,5 +127,3 @@ def _only(node: fx.Node, ways: Ways, wanted: list[Lies], axes: tuple[str, ...]) 
         seconds=np.array([ways.seconds[i] for i in keep]),
         labels=tuple(ways.labels[i] for i in keep),
     )
-
-

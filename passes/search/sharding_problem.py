@@ -53,8 +53,7 @@ class ShardingProblem:
     def __post_init__(self) -> None:
         self.lies = self.ways.lies
         self.grads = self.values.graph.grads
-        self.tables, self.cache = Tables(), dict[Hashable, Costs]()
-        self.hubs: dict[Hashable, Hub] = {}
+        self.tables, self.cache, self.hubs = Tables(), self.ways.tables, self.ways.hubs
         self.chosen: dict[fx.Node, tuple[int, Ways]] = {}  # call -> its variable
         self.placed: dict[fx.Node, tuple[int, Ways]] = {}  # placeholder -> its variable
         for node in self.values.values():
@@ -176,7 +175,9 @@ class ShardingProblem:
         return at
 
     def _connect_again(self, node: fx.Node, before: _At, group: Sequence[Reader]) -> _At:
-        """The backward reads what the forward has at hand; several readers through their own hub."""
+        """The backward reads what the forward has at hand, several readers through their own
+        hub.
+        """
         if len(group) > 1:
             lies, num_bytes, (u, old) = self.pins.transfers(node), self._num_bytes(node), before
             h, hub = at = self._hub(node, group, old.made)
@@ -270,5 +271,3 @@ class ShardingProblem:
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
-
-

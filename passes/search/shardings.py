@@ -88,6 +88,11 @@ class _State:
     life: Life
 
     @property
+    def gathers(self) -> bool:
+        """Whether parameters are stored cut: only then it matters how long they live whole."""
+        return any(layouts for layouts in self.decided.stored.values())
+
+    @property
     def rank(self) -> tuple[bool, float]:
         """What fits before what does not, then the faster."""
         return bool(self.solution.violations), self.solution.cost
@@ -119,7 +124,7 @@ class _Search:
         lives: list[Life] = list(dict.fromkeys(self.pins.gather.values())) or ["use"]
         states = [self._settle(order, Decided(), lives[0]) for order in orders]
         best = min(states, key=lambda state: state.rank)
-        if not self.pins.gather:
+        if not self.pins.gather and best.gathers:
             again = self._settle(slow_first, best.decided, "step")
             best = min(best, again, key=lambda state: state.rank)
         return best
@@ -160,9 +165,7 @@ class _Search:
         assert best is not None
         return best
 
-    def _decide(
-        self, axis: str, decided: Decided, life: Life, undecided: Sequence[str]
-    ) -> _State:
+    def _decide(self, axis: str, decided: Decided, life: Life, undecided: Sequence[str]) -> _State:
         """One axis; those that are still undecided may divide what is kept once more."""
         problem = ShardingProblem(
             self.values, self.ways, self.filters, (axis,), decided, life, self.tie
@@ -191,5 +194,3 @@ def _does_not_fit(mesh: Mesh, memory_bytes: float | None, solution: Solution) ->
         why=f"{proven}; the nearest has {'; '.join(solution.violations[:3])}",
         do="Take more ranks, a smaller batch or more memory, or drop pins.",
     )
-
-

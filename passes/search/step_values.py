@@ -75,13 +75,7 @@ class StepValues:
 
     def alike(self, node: fx.Node) -> str:
         """A name that values have in common which do the same in equal blocks of a list."""
-        return self.alike_name(
-            value(node).name if node.op == "placeholder" else self.names[node]
-        )
-
-    @staticmethod
-    def alike_name(name: str) -> str:
-        """A name without the number of the outermost block."""
+        name = value(node).name if node.op == "placeholder" else self.names[node]
         return re.sub(r"(?<=\.)\d+(?=[.:])", "*", name, count=1)
 
     def times(self, node: fx.Node, reader: Reader) -> int:
@@ -109,11 +103,10 @@ class StepValues:
         }
         alone = given(self.graph)
         for node in self.graph.fx.nodes:
-            if node in alone and node not in cut_inputs:
-                if all(o in alone and o not in cut_inputs for o in node.all_input_nodes):
-                    yield node
-                    continue
-            alone.discard(node)
+            if node in cut_inputs or any(o not in alone for o in node.all_input_nodes):
+                alone.discard(node)
+            if node in alone:
+                yield node
 
     def _results(self) -> Iterator[tuple[fx.Node, Reader]]:
         outputs, params = self.graph.outputs, self.graph.params

@@ -35,6 +35,7 @@ class Transfers:
         self._tables: dict[tuple[float, Sequence[int], Sequence[int]], Costs] = {}
         self._fits: dict[tuple[tuple[int, ...], int], bool] = {}
         self._shares: list[float] = []
+        self._labels: dict[int, str] = {}
         self._bar: Bar | None = None
         self.whole = self.number({})
 
@@ -57,6 +58,13 @@ class Transfers:
         """The part of the whole that one rank holds."""
         return self._shares[number]
 
+    def label(self, number: int) -> str:
+        """A sharding in words, by axis: ``dp cut 0, tp U``."""
+        if number not in self._labels:
+            layouts = self.shardings[number].layouts
+            self._labels[number] = ", ".join(f"{a} {layout}" for a, layout in layouts) or "whole"
+        return self._labels[number]
+
     def fits(self, shape: tuple[int, ...], number: int) -> bool:
         """Whether all cuts divide the shape."""
         key = shape, number
@@ -73,8 +81,9 @@ class Transfers:
         if key not in self._tables:
             rows, row = np.unique(have, return_inverse=True)
             columns, column = np.unique(want, return_inverse=True)
-            small = [[self.seconds(num_bytes, h, w) for w in columns.tolist()] for h in rows.tolist()]
-            self._tables[key] = np.array(small, np.float64)[row][:, column]
+            pairs = ((h, w) for h in rows.tolist() for w in columns.tolist())
+            costs = np.array([self.seconds(num_bytes, h, w) for h, w in pairs], np.float64)
+            self._tables[key] = costs.reshape(len(rows), len(columns))[row][:, column]
         return self._tables[key]
 
     def seconds(self, num_bytes: float, have: int, want: int) -> float:

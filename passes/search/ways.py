@@ -13,6 +13,7 @@ from torch import fx
 from partc.graph import Graph, literals, picked, results_of, tensor_args, value
 from partc.passes.price import Choices
 from partc.passes.search.call_costs import CallCost
+from partc.passes.search.hubs import Hub
 from partc.passes.search.openings import OPENED, Opening, openings
 from partc.passes.search.problem import Costs
 from partc.passes.search.transfers import Transfers
@@ -56,6 +57,8 @@ class CallWays:
     by_axis: dict[Hashable, list[Strategy]] = field(default_factory=dict)
     opened: dict[Hashable, list[Opening]] = field(default_factory=dict)
     made: dict[Hashable, Ways] = field(default_factory=dict)
+    tables: dict[Hashable, Costs] = field(default_factory=dict)  # of problems built of these ways
+    hubs: dict[Hashable, Hub] = field(default_factory=dict)
     part: float = 1.0  # of every call's time that counts
     share: float = 1.0  # of every call's work that is left
 
@@ -191,7 +194,7 @@ class CallWays:
         return _positions(node, self.wishes[num])
 
     def _spread(self, num: int) -> dict[fx.Node, tuple[Layout, ...]]:
-        """Let such cuts spread from the views that make them, both ways, to all that can have them."""
+        """Let such cuts spread both ways from the views that make them, as far as they go."""
         wishes: dict[fx.Node, tuple[Layout, ...]] = {}
         calls = list(self.kinds)
         for turn in range(_ROUNDS):
@@ -210,14 +213,14 @@ class CallWays:
         pairs += [(r, strategy.outs[i]) for i, r in _result_nodes(node)]
         for at, layout in pairs:
             have = wishes.get(at, ())
-            if layout.outer > 1 and at not in self.free and layout not in have:
-                if len(have) < _MOST_OUTERS:
-                    wishes[at] = tuple(sorted((*have, layout)))
+            new = layout.outer > 1 and at not in self.free and layout not in have
+            if new and len(have) < _MOST_OUTERS:
+                wishes[at] = tuple(sorted((*have, layout)))
 
 
 def fixed_ways(numbers: Sequence[int], lies: Transfers) -> Ways:
     """Shardings to choose from that cost nothing by themselves."""
-    labels = tuple(str(lies.shardings[n]) for n in numbers)
+    labels = tuple(map(lies.label, numbers))
     return Ways((), (), (tuple(numbers),), np.zeros(len(numbers)), labels)
 
 
@@ -249,5 +252,3 @@ def _name(pair: tuple[str, Strategy]) -> str:
 
 def _label(axes: Sequence[str], chosen: Sequence[Strategy]) -> str:
     return "; ".join(f"{axis} {strategy}" for axis, strategy in zip(axes, chosen, strict=True))
-
-
