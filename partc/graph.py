@@ -52,6 +52,7 @@ class Value:
     phase: Phase = "F"
     stage: int = 0  # of the pipeline; -1: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
+    opened: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
 
 
@@ -322,7 +323,7 @@ class Writer:
 def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new call right before ``node``, with that node's origin and its own fake result."""
     with node.graph.inserting_before(node):
-        new = node.graph.create_node("call_function", target, args, kwargs, name=_op_word(target))
+        new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
     fake = run_on_fakes(new)
     new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
     new.meta["draw"] = draw_of(node)
@@ -383,13 +384,14 @@ def rename_calls(graph: Graph) -> None:
     names = graph.fx._graph_namespace = _Namespace()
     forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
     for node in graph.fx.nodes:
-        word = _op_word(node.target) if node.op == "call_function" else node.name
+        word = op_word(node.target) if node.op == "call_function" else node.name
         node.name = names.create_name(word, node)
     for node, of in forward.items():
         update(node, forward=of.name if of is not None else "")
 
 
-def _op_word(target: Any) -> str:
+def op_word(target: Any) -> str:
+    """The short name of an op or function: ``mul`` for ``aten.mul.Tensor``."""
     word: str = getattr(target, "_opname", None) or target.__name__
     return word.lstrip("_")
 

@@ -6,15 +6,18 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from partc.errors import PlanError
 from partc.mesh import Mesh
 from partc.passes.microbatches import layout_mesh
+from partc.plan_values import Lies, Values, read_value, write_value
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.sharding import Layout, Sharding, cut
 
+T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # axis -> cut
 _FIELDS = {
     "mesh",
@@ -33,6 +36,7 @@ _FIELDS = {
     "params",
     "gather",
     "scatter",
+    "values",
     "notes",
 }
 
@@ -45,8 +49,9 @@ class Plan:
     ``gather`` says along which axes stored cuts are gathered before use, and how long the whole
     lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
     names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
-    parallelism). ``recompute`` says what the backward computes again instead of keeping it:
-    ``"cheap"`` sums, products and views of what is saved anyway, ``"attention"`` also what stands
+    parallelism). ``values`` says how results of calls lie that do not follow from these, and how
+    single parameters lie in use (``partc/plan_values.py``). ``recompute`` says what the backward
+    computes again instead of keeping it: ``"cheap"`` sums, products and views of what is saved anyway, ``"attention"`` also what stands
     between an attention's projections and takes few FLOPs per byte, ``"block"`` all that the blocks
     of a stack compute (they keep what enters them), ``"none"`` nothing. A tuple of module paths, or
     patterns with ``*``, names modules that keep what enters them; the rest is cheap.
@@ -68,6 +73,7 @@ class Plan:
     inputs: Mapping[str, Cuts] = field(default_factory=dict)
     gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
     scatter: Mapping[str, int] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
@@ -97,6 +103,9 @@ class Plan:
             table[name] = {
                 k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()
             }
+        table["values"] = {
+            k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
+        }
         _check_words(table, where)
         lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
         if isinstance(table.get("recompute"), list):
@@ -138,7 +147,16 @@ class Plan:
 
     def used(self, name: str) -> Cuts:
         """The cuts of one parameter while it is computed with."""
+        lies = self.lies(name)
+        if lies is not None:
+            return {axis: each.out for axis, each in lies.items()}
         return {axis: lay for axis, lay in self.stored(name).items() if axis not in self.gather}
+
+    def lies(self, name: str) -> Mapping[str, Lies] | None:
+        """What it says of a value by name or pattern, by axis; None if nothing."""
+        if name in self.values:
+            return self.values[name]
+        return next((lies for pattern, lies in self.values.items() if fits(pattern, name)), None)
 
     @property
     def recompute_paths(self) -> tuple[str, ...]:
@@ -148,7 +166,8 @@ class Plan:
     @property
     def names_blocks(self) -> bool:
         """Whether it tells blocks of a stack apart, by their numbers."""
-        names = (*self.params, *self.stages, *self.recompute_paths)
+        values = (name.partition(":")[0] for name in self.values)
+        names = (*self.params, *self.stages, *self.recompute_paths, *values)
         return any(
             re.fullmatch(r"\d+|.*\d.*\*.*|.*\*.*\d.*", p) for n in names for p in n.split(".")
         )
@@ -179,6 +198,8 @@ class Plan:
             lines += _section(
                 name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()}
             )
+        values = fold_names(self.values).items()
+        lines += _section("values", {_quote(k): write_value(v) for k, v in values})
         return "\n".join(lines) + "\n"
 
     def changed(self, **changes: Any) -> Plan:
@@ -186,20 +207,25 @@ class Plan:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a name: ``*`` between dots is one part of a path, elsewhere any
-    text.
+    """Whether a pattern fits a name: ``*`` between dots (or a dot and a colon) is one part of a
+    path, elsewhere any text.
     """
     if "*" not in pattern:
         return pattern == name
-    parts = re.split(r"(?<=\.)(\*)(?=\.)", pattern)
+    return _regex(pattern).fullmatch(name) is not None
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(?<=\.)(\*)(?=[.:])", pattern)
     texts = (
-        r"[^.]+" if i % 2 else ".*".join(map(re.escape, part.split("*")))
+        r"[^.:]+" if i % 2 else ".*".join(map(re.escape, part.split("*")))
         for i, part in enumerate(parts)
     )
-    return re.fullmatch("".join(texts), name) is not None
+    return re.compile("".join(texts))
 
 
-def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
+def fold_names(table: Mapping[str, Mapping[str, T]]) -> dict[str, Mapping[str, T]]:
     """Join entries that differ in layer numbers only: ``layers.0.w, layers.1.w -> layers.*.w``."""
     folds: dict[str, bool] = {}  # pattern -> whether all names that fit it have the same cuts
 
@@ -216,9 +242,14 @@ def fold_names(table: Mapping[str, Cuts]) -> dict[str, Cuts]:
     return {fold(name): cuts for name, cuts in table.items()}
 
 
+def widest_pattern(name: str) -> str:
+    """A name with ``*`` for all its numbers."""
+    return next(_patterns(name))
+
+
 def _patterns(name: str) -> Iterator[str]:
     """A name with ``*`` for all its numbers, then for the first one only."""
-    numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", name))
+    numbers = list(re.finditer(r"(?<=\.)\d+(?=[.:])", name))
     for taken in (numbers, numbers[:1]):
         parts = list(name)
         for number in reversed(taken):
@@ -238,6 +269,13 @@ def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
             raise _wrong(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
         cuts[axis] = cut(dim, outer)
     return cuts
+
+
+def _read_value(entry: Any, where: str) -> dict[str, Lies]:
+    try:
+        return read_value(entry)
+    except ValueError as error:
+        raise _wrong(where, f"{entry!r} is not understood", str(error)) from None
 
 
 def _write_cuts(cuts: Cuts) -> str:

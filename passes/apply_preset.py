@@ -6,7 +6,7 @@ megatron-sp`` for the tensor axes. Axes that no word speaks of get ``ddp`` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
@@ -15,6 +15,7 @@ from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.cut_weights import cut_weights
 from partc.passes.microbatches import MB, layout_mesh
+from partc.passes.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
@@ -33,9 +34,8 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
     plan = _by_first_name(plan, graph)
-    named = {
-        axis for table in (plan.params, plan.inputs) for cuts in table.values() for axis in cuts
-    }
+    tables = (plan.params, plan.inputs, plan.values)
+    named = {axis for table in tables for entry in table.values() for axis in entry}
     axes = layout_mesh(mesh, plan.microbatches)
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
         axes.size(axis)
@@ -202,10 +202,14 @@ def _check_names(plan: Plan, graph: Graph) -> None:
     """Every name in the plan must fit something in the model: a typing slip must not pass
     unseen.
     """
-    for kind, table, names in (
-        ("parameter", plan.params, [*graph.params, *graph.aliases]),
+    params = [*graph.params, *graph.aliases]
+    calls = [*value_names(graph).values(), *params] if plan.values else []
+    named: tuple[tuple[str, Iterable[str], list[str]], ...] = (
+        ("parameter", plan.params, params),
         ("input", plan.inputs, [*graph.inputs]),
-    ):
+        ("value", plan.values, calls),
+    )
+    for kind, table, names in named:
         for pattern in table:
             if not any(fits(pattern, n) for n in names):
                 raise PlanError(

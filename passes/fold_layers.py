@@ -48,6 +48,11 @@ def check_plan(graph: Graph, plan: Plan) -> None:
                 twin = f"{fold.path}.{fold.first}{name.removeprefix(fold.like)}"
                 if written.stored(twin) != plan.stored(name):
                     raise Unfolded(twin)
+        for name in plan.values:
+            if name.startswith((f"{fold.like}.", f"{fold.like}:")):
+                twin = f"{fold.path}.{fold.first}{name.removeprefix(fold.like)}"
+                if written.lies(twin) != plan.lies(name):
+                    raise Unfolded(twin)
 
 
 def unfolded_calls(graph: Graph) -> Iterator[fx.Node]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from partc.graph import Graph, Writer, held, picked, value
+from partc.graph import Graph, Writer, held, op_word, picked, value
 
 aten = torch.ops.aten
 Results = tuple[Any, ...]  # one node (or None) per result of the opened op
@@ -28,7 +29,7 @@ def opens(node: fx.Node) -> bool:
 
 def open_op(graph: Graph, node: fx.Node) -> fx.Node:
     """Replace a call by its opening; returns the first node of what stands there now."""
-    write = Writer(graph.fx, node, value(node))
+    write = Writer(graph.fx, node, replace(value(node), opened=op_word(node.target)))
     before = node.prev
     results = _OPENINGS[node.target](write, *node.args, **node.kwargs)
     if len(results) == 1:

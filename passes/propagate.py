@@ -3,24 +3,26 @@
 Axis by axis, in order of execution, each node takes the strategy of its rule that costs least: the
 network bytes its operands need, the network bytes its result will need to be finished, and the
 work that stays replicated. Cuts spread from parameters and inputs; they do not appear by
-themselves. What one gradient of a parameter needs is decided last: it may read what others have
-gathered.
+themselves, but the plan may say of any value how it lies. What one gradient of a parameter needs is
+decided last: it may read what others have gathered.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from partc import collectives
+from partc.errors import PlanError
 from partc.graph import (
     Graph,
     is_weight,
     literals,
+    op_word,
     picked,
     results_of,
     tensor_args,
@@ -32,12 +34,17 @@ from partc.passes.local_batch_norm import local_batch_norm, of_each_microbatch
 from partc.passes.microbatches import MB, given
 from partc.passes.open_ops import open_op, opens
 from partc.passes.price import Choices, Prices
+from partc.passes.value_names import value_names
 from partc.plan import Plan
+from partc.plan_values import Lies, write_value
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
+from partc.rules.table import name_of
 from partc.sharding import Layout, R, Sharding, U
 
 aten = torch.ops.aten
+
+Pins = dict[fx.Node, Mapping[str, Lies]]  # a call -> axis -> how it lies
 
 
 def propagate(
@@ -54,17 +61,26 @@ def propagate(
     while True:
         choices: Choices = {}
         opened = False
+        pins = pinned(graph, plan)
         for axis in graph.mesh.names:
-            walk = _AxisWalk(graph, plan, axis, choices, strict, warnings)
+            walk = AxisWalk(graph, plan, axis, choices, strict, warnings, pins)
             opened |= walk.run()
         if not opened:
             cut_given(graph, plan, choices)
-            _write(graph, plan, choices)
+            write_shardings(graph, plan, choices)
             return choices
 
 
+def pinned(graph: Graph, plan: Plan) -> Pins:
+    """The calls of which the plan says how they lie."""
+    if not plan.values:
+        return {}
+    found = {node: plan.lies(name) for node, name in value_names(graph).items()}
+    return {node: lies for node, lies in found.items() if lies is not None}
+
+
 @dataclass
-class _AxisWalk:
+class AxisWalk:
     """``made`` has the layouts of each value that are at hand, the produced one first; ``decided``
     the strategies chosen so far, by circumstances.
     """
@@ -75,6 +91,7 @@ class _AxisWalk:
     choices: Choices
     strict: bool
     warnings: list[str] | None
+    pins: Pins = field(default_factory=dict)
     made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     decided: dict[Hashable, Strategy] = field(default_factory=dict)
     given: set[fx.Node] = field(default_factory=set)  # on the axis of microbatches
@@ -105,8 +122,8 @@ class _AxisWalk:
                 self.made[node] = [self._produced(call)[index]]
                 self._at_hand_too(node)
             elif node.op == "call_function":
-                best = self._choose(node)
-                if self._gathers(node, best) and opens(node):
+                best = self.choose(node)
+                if opens(node) and node not in self.pins and self._gathers(node, best):
                     node, opened = open_op(self.graph, node), True
                     continue
                 self._take(node, best)
@@ -134,10 +151,12 @@ class _AxisWalk:
             if layout not in self.made[operand]:
                 self.made[operand].append(layout)
 
-    def _choose(self, node: fx.Node) -> Strategy:
+    def choose(self, node: fx.Node) -> Strategy:
         """The cheapest admissible strategy; all-replicated if nothing else will do."""
         operands = tensor_args(node)
-        whole = Strategy((R,) * len(operands), (R,) * len(results_of(node)))
+        whole = whole_strategy(node)
+        if node in self.pins and self.axis != MB:
+            return self.as_pinned(node, self.pins[node].get(self.axis, Lies()))
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
@@ -166,6 +185,18 @@ class _AxisWalk:
             if (cost := self.prices.price(node, operands, s)) is not None
         ]
         return options[min(priced)[1]] if priced else whole
+
+    def as_pinned(self, node: fx.Node, lies: Lies) -> Strategy:
+        """The cheapest strategy that does as the plan says; PlanError if there is none."""
+        operands, own = tensor_args(node), len(tensor_args(node))
+        at = [(i if lies.ins else own, layout) for i, layout in lies.layouts]
+        known = strategies_for(node, self.prices.num, at, strict=self.strict)
+        options = [s for s in (whole_strategy(node), *known) if lies.allows(s.ins, s.outs)]
+        if not options:
+            raise _impossible(node, self.axis, lies)
+        costs = [self.prices.price(node, operands, s) for s in options]
+        priced = [(cost, i) for i, cost in enumerate(costs) if cost is not None]
+        return options[min(priced)[1] if priced else 0]
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
         """All that a decision depends on: equal calls of equal blocks are decided once."""
@@ -201,6 +232,20 @@ def _for_one_grad(graph: Graph) -> set[fx.Node]:
     return found
 
 
+def whole_strategy(node: fx.Node) -> Strategy:
+    """Everything replicated."""
+    return Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
+
+
+def _impossible(node: fx.Node, axis: str, lies: Lies) -> PlanError:
+    return PlanError(
+        where=f"plan, {value(node).module}:{op_word(node.target)}",
+        what=f"it cannot lie as {write_value({axis: lies})}",
+        why=f"{name_of(node.target)} on {value(node).shape} has no such strategy on {axis}",
+        do="Correct the entry in [values], or drop it.",
+    )
+
+
 def is_zero(node: fx.Node) -> bool:
     """Whether a call makes zeros, or keeps some of them."""
     while node.target in collectives.LOCAL:
@@ -221,7 +266,8 @@ def placed(node: fx.Node, plan: Plan) -> Sharding:
     return Sharding()
 
 
-def _write(graph: Graph, plan: Plan, choices: Choices) -> None:
+def write_shardings(graph: Graph, plan: Plan, choices: Choices) -> None:
+    """Note on every value how it lies."""
     for node in graph.fx.nodes:
         if node.op == "placeholder":
             update(node, sharding=placed(node, plan))

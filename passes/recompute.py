@@ -62,11 +62,11 @@ def recompute(graph: Graph, plan: Plan) -> Graph:
         recompute_attention(graph)
     elif plan.recompute != "cheap":
         recompute_regions(graph, plan)
-    Copies(graph, _recomputable(graph), block_of).insert()
+    Copies(graph, recomputable(graph), block_of).insert()
     return graph
 
 
-def _recomputable(graph: Graph) -> set[fx.Node]:
+def recomputable(graph: Graph) -> set[fx.Node]:
     """Forward values that the backward reads and that follow cheaply from what is kept anyway."""
     serves = Copies(graph, (), block_of).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}

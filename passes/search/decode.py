@@ -1,0 +1,229 @@
+"""Decisions of a search as a plan: what `propagate` makes of it is what was decided.
+
+Parameters and inputs say most of it. A call that propagation would then lay out in another way is
+named in the plan's ``[values]``, together with its like in the other blocks of a list.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from partc.graph import Graph, results_of, tensor_args, value
+from partc.mesh import Mesh
+from partc.passes.open_ops import opens
+from partc.passes.price import Choices
+from partc.passes.propagate import AxisWalk, Pins, propagate, whole_strategy
+from partc.passes.search.decided import Decided, Life
+from partc.passes.search.openings import OPENED
+from partc.passes.search.step_values import StepValues
+from partc.passes.search.ways import CallWays
+from partc.plan import Plan, widest_pattern
+from partc.plan_values import Lies, Values
+from partc.rules import Strategy
+from partc.sharding import Layout, R
+
+_WALKS = 4  # a pin may change what propagation makes of later calls
+
+
+def plan_of(decided: Decided, ways: CallWays, values: StepValues, mesh: Mesh, life: Life) -> Plan:
+    """The shortest plan that propagates to these decisions; ``values.graph`` stays as it is.
+
+    Whether sums are scattered along one dim (``Plan.scatter``) is tried, as that may save many
+    entries.
+    """
+    choices = {**decided.choices, **_sink_cuts(decided.choices, ways, values)}
+    plan = _stated(Decided(choices, decided.stored), values, mesh, life, values.pins)
+    found = [_pinned(each, choices, values) for each in _with_scatters(plan, choices, values)]
+    best = min(found, key=lambda each: len(each.values))
+    best = Plan.parse(str(best))
+    _check(best, choices, values.graph)
+    return best
+
+
+def copy_graph(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
+    """A copy that may be changed, and each node's twin in it."""
+    new, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    new.output(new.graph_copy(graph.fx, twins))
+    return replace(graph, fx=new), twins
+
+
+# inputs and parameters ----------------------------------------------------------------------------
+def _sink_cuts(choices: Choices, ways: CallWays, values: StepValues) -> Choices:
+    """How what follows from the inputs alone is computed: cut where all readers want it so, such
+    as masks of this rank's piece of the batch; else whole.
+    """
+    found: Choices = {}
+    for node in reversed(list(values.graph.fx.nodes)):
+        if node in values.free and node.op == "call_function":
+            found[node] = {}
+            for axis in ways.lies.mesh.names:
+                wanted = _wanted(node, axis, {**choices, **found}, values)
+                found[node][axis] = _making(node, axis, wanted, ways)
+    return found
+
+
+def _wanted(node: fx.Node, axis: str, choices: Choices, values: StepValues) -> Layout:
+    """The cut that all readers of a value want, R if there is none."""
+    wants: set[Layout] = set()
+    for reader in values.readers.get(node, ()):
+        made = choices.get(reader.node, {}).get(axis) if reader.node is not None else None
+        wants.add(R if made is None or reader.is_final else made.ins[reader.operand])
+    if len(wants) == 1 and (only := wants.pop()).kind == "cut":
+        return only
+    return R
+
+
+def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strategy:
+    """A strategy that makes the wanted cut of whole operands or of pieces of them."""
+    if wanted != R and len(results_of(node)) == 1 and node.target is not operator.getitem:
+        shapes = [value(o).shape for o in tensor_args(node)]
+        for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
+            numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
+            pairs = zip(shapes, numbers, strict=True)
+            whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
+            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
+            if strategy.outs == (wanted,) and whole and fits:
+                return strategy
+    return whole_strategy(node)
+
+
+def _stated(decided: Decided, values: StepValues, mesh: Mesh, life: Life, pins: Plan) -> Plan:
+    """The plan of stored and used parameters and of inputs."""
+    names = values.graph.mesh.names
+    inputs = {}
+    for name, node in values.graph.inputs.items():
+        cuts = {a: _wanted(node, a, decided.choices, values) for a in names}
+        inputs[name] = {a: layout for a, layout in cuts.items() if layout != R}
+        if node not in values.free:
+            inputs[name] = dict(pins.stored(name, pins.inputs))
+    used: Values = {
+        name: {a: Lies(x) for a, x in stored.items() if not _gathered(name, a, decided, values)}
+        for name, stored in decided.stored.items()
+    }
+    pairs = [(a, used[name]) for name, stored in decided.stored.items() for a in stored]
+    gather = {axis: life for axis in names if any(a == axis and a not in u for a, u in pairs)}
+    plan = pins.changed(
+        mesh=mesh,
+        preset="",
+        params=decided.stored,
+        inputs=inputs,
+        gather={**gather, **pins.gather},
+        values={},
+    )
+    odd = [n for n, lies in used.items() if plan.used(n) != {a: x.out for a, x in lies.items()}]
+    patterns = dict.fromkeys(map(widest_pattern, odd))  # what they say holds of all that they fit
+    return plan.changed(values={n: u for n, u in used.items() if widest_pattern(n) in patterns})
+
+
+def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
+    """Whether a parameter's readers in every phase want it whole, and none as it is stored."""
+    stored, node = decided.stored[name].get(axis, R), values.graph.params[name]
+    phases: dict[bool, set[Layout]] = {}
+    for reader in values.readers[node]:
+        made = decided.choices.get(reader.node, {}).get(axis) if reader.node else None
+        wants = R if made is None or reader.is_final else made.ins[reader.operand]
+        phases.setdefault(reader.backward, set()).add(wants)
+    return stored != R and all(R in w and stored not in w for w in phases.values())
+
+
+# calls --------------------------------------------------------------------------------------------
+def _with_scatters(plan: Plan, choices: Choices, values: StepValues) -> Iterator[Plan]:
+    """The plan, and for each axis with the dim along which most sums are scattered."""
+    yield plan
+    scatter: dict[str, int] = {}
+    for axis in values.graph.mesh.names:
+        dims = [d for d in _scattered(axis, choices, values) if axis not in plan.scatter]
+        if dims:
+            scatter[axis] = max(sorted(set(dims)), key=dims.count)
+    if scatter:
+        yield plan.changed(scatter={**scatter, **plan.scatter})
+
+
+def _scattered(axis: str, choices: Choices, values: StepValues) -> Iterator[int]:
+    """The dims along which readers want unfinished activations cut."""
+    for node in values.values():
+        made = choices.get(node, {}).get(axis)
+        if made is not None and made.outs[0].kind == "U" and len(value(node).shape) > 2:
+            for reader in values.readers[node]:
+                read = choices.get(reader.node, {}).get(axis) if reader.node else None
+                if read is not None and read.ins[reader.operand].kind == "cut":
+                    yield read.ins[reader.operand].dim
+
+
+def _pinned(plan: Plan, choices: Choices, values: StepValues) -> Plan:
+    """The plan with an entry for every call that propagation would lay out in another way."""
+    graph, twins = copy_graph(values.graph)
+    wanted = {twins[node]: each for node, each in choices.items()}
+    names = {twins[node]: name for node, name in values.names.items()}
+    pins: Pins = {}
+    for _ in range(_WALKS):
+        before = dict(pins)
+        _walk(graph, plan, wanted, pins)
+        if pins == before:
+            break
+        patterns = dict.fromkeys(widest_pattern(names[node]) for node in pins)
+        for node, name in names.items():
+            if widest_pattern(name) in patterns and node not in pins and _stays(node, wanted):
+                pins[node] = _entry(wanted[node])
+    kept = {names[n]: {a: x for a, x in lies.items() if x != Lies()} for n, lies in pins.items()}
+    in_order = {name: kept[name] for name in names.values() if name in kept}
+    return plan.changed(values={**plan.values, **in_order})
+
+
+def _stays(node: fx.Node, wanted: Choices) -> bool:
+    """Whether a call was decided and is not opened."""
+    return node in wanted and all(s.variant != OPENED for s in wanted[node].values())
+
+
+def _entry(wanted: Mapping[str, Strategy]) -> dict[str, Lies]:
+    return {axis: Lies(s.outs[0] if s.outs else R) for axis, s in wanted.items()}
+
+
+def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins) -> None:
+    """One propagation that does as wanted and notes where it would not have."""
+    opened = True
+    while opened:
+        choices: Choices = {}
+        opened = False
+        for axis in graph.mesh.names:
+            walk = _Recorder(graph, plan, axis, choices, False, None, pins, wanted=wanted)
+            opened |= walk.run()
+
+
+@dataclass
+class _Recorder(AxisWalk):
+    """It does as ``wanted`` and adds to ``pins`` where it would not have."""
+
+    wanted: Choices = field(default_factory=dict)
+
+    def choose(self, node: fx.Node) -> Strategy:
+        best = super().choose(node)
+        if node not in self.wanted:
+            return best  # of an op that was opened
+        want = self.wanted[node].get(self.axis, whole_strategy(node))
+        if want.variant == OPENED:
+            return best
+        stays = opens(node) and node not in self.pins and self._gathers(node, want)
+        if best != want or stays:
+            entry = dict(self.pins.get(node, _entry(self.wanted[node])))
+            if self.as_pinned(node, entry.get(self.axis, Lies())) != want:
+                entry[self.axis] = Lies(want.outs[0], want.ins)
+                assert self.as_pinned(node, entry[self.axis]) == want, f"{node}: {want}"
+            self.pins[node] = entry
+        return want
+
+
+def _check(plan: Plan, choices: Choices, graph: Graph) -> None:
+    """The plan, read again, leads to the decisions."""
+    twin, twins = copy_graph(graph)
+    made = propagate(twin, plan)
+    for node, wanted in choices.items():
+        if any(s.variant == OPENED for s in wanted.values()):
+            continue
+        for axis, strategy in wanted.items():
+            got = made.get(twins[node], {}).get(axis, whole_strategy(node))
+            assert got == strategy, f"{node.name} on {axis}: {got}, not {strategy}"
