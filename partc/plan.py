@@ -51,13 +51,13 @@ class Plan:
     names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
     parallelism). ``values`` says how results of calls lie that do not follow from these, and how
     single parameters lie in use (``partc/plan_values.py``). ``recompute`` says what the backward
-    computes again instead of keeping it: ``"cheap"`` sums, products and views of what is saved anyway, ``"attention"`` also what stands
-    between an attention's projections and takes few FLOPs per byte, ``"block"`` all that the blocks
-    of a stack compute (they keep what enters them), ``"none"`` nothing. A tuple of module paths, or
-    patterns with ``*``, names modules that keep what enters them; the rest is cheap.
-    ``join_mb`` is the most megabytes of weights or gradients that share one transfer: a transfer
-    costs time of its own, but several tensors in one have to be copied together, and none of them
-    leaves before the last is made. 0 joins nothing.
+    computes again instead of keeping it: ``"cheap"`` sums, products and views of what is saved
+    anyway, ``"attention"`` also what stands between an attention's projections and takes few FLOPs
+    per byte, ``"block"`` all that the blocks of a stack compute (they keep what enters them),
+    ``"none"`` nothing. A tuple of module paths, or patterns with ``*``, names modules that keep
+    what enters them; the rest is cheap. ``join_mb`` is the most megabytes of weights or gradients
+    that share one transfer: a transfer costs time of its own, but several tensors in one have to be
+    copied together, and none of them leaves before the last is made. 0 joins nothing.
     ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
     that the plan replays without it; where it is empty, 1f1b for training and forward-only for
     inference. ``stages`` has the module path at which each pipeline stage but the first begins.
