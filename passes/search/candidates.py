@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
-from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data
+from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data, Recompute
 from partc.passes.search.profile import TP
 
 WORDS = ("megatron-sp", "megatron")
@@ -25,6 +25,7 @@ class Space:
     mesh: Mesh
     microbatches: int | None
     schedule: str
+    recompute: tuple[Recompute, ...]
     devices: int
     dp_divides: int  # data ranks times microbatches have to divide this
     tp_divides: Mapping[str, int]  # by tensor preset
@@ -87,9 +88,13 @@ class Space:
         for count in [self.microbatches] if self.microbatches else divisors(left):
             if left % count or not (self.microbatches or _pays(base.pp, count)):
                 continue
-            here = replace(base, microbatches=count)
-            orders = self._orders(here) if here.pp > 1 else [here]
-            yield from (o for o in orders if self.schedule in ("", "auto", o.schedule))
+            for again in self.recompute:
+                yield from self._in_order(replace(base, microbatches=count, recompute=again))
+
+    def _in_order(self, here: Candidate) -> Iterator[Candidate]:
+        """The same under the schedules that may be taken."""
+        orders = self._orders(here) if here.pp > 1 else [here]
+        yield from (o for o in orders if self.schedule in ("", "auto", o.schedule))
 
     def _orders(self, base: Candidate) -> Iterator[Candidate]:
         """The same under every schedule that the search knows to estimate."""

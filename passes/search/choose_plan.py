@@ -8,6 +8,7 @@ tensor preset.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -44,11 +45,14 @@ class Choice:
         found = []
         for each in self.ranked:
             one = each.candidate
-            more = {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
+            more: dict[str, Any] = (
+                {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
+            )
             found.append((
                 one.mesh(mesh.topology),
                 plan.changed(
                     preset=one.preset, microbatches=one.microbatches, memory_bytes=limit,
+                    recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
                     notes=(*plan.notes, self.note()), **more,
                 ),
             ))  # fmt: skip
@@ -80,6 +84,7 @@ def choose_plan(graph: Graph, mesh: Mesh, plan: Plan, microbatches: int | None =
     profiles = _profiles(graph, devices, mesh)
     space = Space(
         mesh=mesh, microbatches=pinned, schedule=plan.schedule, devices=devices,
+        recompute=("cheap", "block") if plan.recompute == "cheap" else ("cheap",),
         dp_divides=profiles[""].dp_divides,
         tp_divides={word: found.tp_divides for word, found in profiles.items() if word},
         units=len(profiles[""].chain),

@@ -20,10 +20,11 @@ from partc.collective_cost import collective_seconds
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.memory import STATE_COPIES
-from partc.passes.search.profile import BACKWARD, FORWARD, TP, Calls, Floats, Profile
+from partc.passes.search.profile import BACKWARD, FORWARD, TP, Calls, Floats, Profile, Sizes
 from partc.topology import Device, Topology
 
 Data = Literal["ddp", "zero1", "fsdp"]
+Recompute = Literal["cheap", "block"]
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
@@ -40,6 +41,7 @@ class Candidate:
     word: str = ""
     schedule: str = "1f1b"
     chunks: int = 1
+    recompute: Recompute = "cheap"
     given: Mesh | None = None  # axes that the user has named
 
     @property
@@ -66,7 +68,8 @@ class Candidate:
     def __str__(self) -> str:
         pipeline = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         order = f", {self.schedule}" if self.pp > 1 else ""
-        return f"{self.preset} on {self.mesh(None)}{order}{pipeline}"
+        again = ", blocks recomputed" if self.recompute == "block" else ""
+        return f"{self.preset} on {self.mesh(None)}{order}{pipeline}{again}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Estimator:
     def __init__(self, profile: Profile, topology: Topology, optimizer: str = "adamw") -> None:
         self.profile, self.topology = profile, topology
         self.copies = STATE_COPIES[optimizer]
-        self.known: dict[tuple[int, int, Mesh], UnitTimes] = {}
+        self.known: dict[tuple[int, int, Recompute, Mesh], UnitTimes] = {}
 
     def estimate(self, one: Candidate) -> Estimate:
         """Seconds and bytes of a candidate."""
@@ -139,10 +142,19 @@ class Estimator:
     # time --------------------------------------------------------------------------------------
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
         pieces = one.data_ranks * one.microbatches
-        key = (pieces, one.tp, mesh)
+        key = (pieces, one.tp, one.recompute, mesh)
         if key not in self.known:
-            self.known[key] = self._unit_times(pieces, one.tp, mesh)
+            times = self._unit_times(pieces, one.tp, mesh)
+            self.known[key] = self._recomputed(times) if one.recompute == "block" else times
         return self.known[key]
+
+    def _recomputed(self, times: UnitTimes) -> UnitTimes:
+        """The same with the forward of every block once more in its backward."""
+        blocks = np.array(self.profile.is_block)
+        compute, tensor = times.compute.copy(), times.tensor.copy()
+        for seconds in (compute, tensor):
+            seconds[blocks, BACKWARD] += seconds[blocks, FORWARD]
+        return UnitTimes(compute, times.weight_grads, tensor)
 
     def _unit_times(self, dp: int, tp: int, mesh: Mesh) -> UnitTimes:
         calls, num = self.profile.calls, len(self.profile.units)
@@ -243,12 +255,15 @@ class Estimator:
         found = []
         for rank, units in enumerate(by_rank):
             weights = self._weights(one, units)
-            kept = sum(self.profile.saved[u].local(pieces, one.tp) for u in units)
+            kept = sum(self._kept(one, u).local(pieces, one.tp) for u in units)
             whole = max(self.profile.weights[u].size.local(1, one.tp) for u in units)
             sharded = self._sharded(one)
             params = weights / sharded if one.data == "fsdp" else weights
             grads = params if one.data != "zero1" else weights
             working = self.profile.working.local(pieces, one.tp) if rank == one.pp - 1 else 0.0
+            if one.recompute == "block":
+                again = (self.profile.saved[u].local(pieces, one.tp) for u in units)
+                working = max(working, *again)
             found.append({
                 "parameters": params,
                 "gradients": grads,
@@ -257,6 +272,11 @@ class Estimator:
                 "working": working + (3 * whole if one.data == "fsdp" and sharded > 1 else 0.0),
             })  # fmt: skip
         return max(found, key=lambda each: sum(each.values()))
+
+    def _kept(self, one: Candidate, unit: int) -> Sizes:
+        """What a unit keeps for its backward: a block that is recomputed, only what enters it."""
+        again = one.recompute == "block" and self.profile.is_block[unit]
+        return self.profile.boundary[unit] if again else self.profile.saved[unit]
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class Profile:
 
     word: str
     units: tuple[str, ...]
+    is_block: tuple[bool, ...]
     chain: tuple[int, ...]
     calls: Calls
     transfers: tuple[Transfer, ...]
@@ -159,6 +160,7 @@ class _Reader:
         return Profile(
             word=self.word,
             units=tuple(self.units),
+            is_block=tuple(unit in self.blocks for unit in self.units),
             chain=tuple(self._chain()),
             calls=self._calls(),
             transfers=tuple(self._transfers()),
