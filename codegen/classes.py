@@ -225,7 +225,7 @@ class BlockClass:
         """Whether a backward computes products of the forward again: it holds more than the
         forward left it, so that its values are worth a ``del``.
         """
-        known = {value(n).name for n in self.forward.group.nodes if node_flops(n)}
+        known = {value(n).name for n in self.forward.group.nodes if node_flops(n)} - {""}
         return side is not self.forward and any(
             node_flops(n) and value(n).name in known for n in side.group.nodes
         )

@@ -66,17 +66,10 @@ def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
     torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
 
 
-def window(ids: Tensor, index: int, rows: int, ignore: int | None = None,
-           outside: int = -1) -> Tensor:
-    """Indices into a table, counted from the first of the `rows` rows that rank `index` has.
-
-    Rows of other ranks become `outside`, and so does `ignore`, which counts for nothing.
-    """
+def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
+    """Indices counted from rank `index`'s first row of `rows`; others become `outside`."""
     local = ids - index * rows
-    mine = (local >= 0) & (local < rows)
-    if ignore is not None:
-        mine = mine & (ids != ignore)
-    return torch.where(mine, local, outside)
+    return torch.where((local >= 0) & (local < rows), local, outside)
 
 
 def masked_embedding(weight: Tensor, ids: Tensor) -> Tensor:
