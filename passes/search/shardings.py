@@ -147,21 +147,24 @@ class _Search:
         return collective_seconds("all_gather", _SLOWNESS_BYTES, self.mesh, axis)
 
     def _settle(self, order: Sequence[str], decided: Decided, life: Life) -> _State:
-        """Decide axis after axis, then each anew given all others until nothing gets better."""
+        """Decide axis after axis, then each anew given all others until none gets better."""
         best: _State | None = None
-        open_axes = [a for a in order if not decided.stored or a not in self.axes]
-        for turn in range(_ROUNDS if len(order) > 1 else 1):
-            before = best
-            for i, axis in enumerate(order):
-                undecided = order[i + 1 :] if turn == 0 and open_axes else []
-                state = self._decide(axis, decided, life, undecided)
+        started, since = bool(decided.choices), 0  # how many axes in a row gained nothing
+        for step in range(_ROUNDS * len(order)):
+            axis, undecided = order[step % len(order)], order[step + 1 :]
+            if started:
+                undecided = []
+            state = self._decide(axis, decided, life, undecided)
+            if undecided:
                 decided = state.decided
-                if not undecided and (best is None or state.rank < best.rank):
-                    best = state
-            if before is not None and best is not None and not _better(best, before):
-                break
-            assert best is not None
+                continue
+            if best is None or _better(state, best):
+                best, since = state, 0
+            else:
+                since += 1
             decided = best.decided
+            if since >= len(order) - 1:
+                break
         assert best is not None
         return best
 
