@@ -136,7 +136,8 @@ class Prediction:
     def as_json(self) -> dict[str, Any]:
         """The numbers as plain data."""
         names = ("samples_per_s", "tokens_per_s", "model_flops_per_s", "model_share")
-        return asdict(self) | {n: getattr(self, n) for n in (*names, "hardware_share")}
+        parts = {"phases": list(map(asdict, self.phases)), "axes": list(map(asdict, self.axes))}
+        return asdict(self) | parts | {n: getattr(self, n) for n in (*names, "hardware_share")}
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Prediction:
@@ -194,4 +195,6 @@ def prediction(
 def optimizer_time(param_bytes: int, device: Device, optimizer: str) -> Spent:
     """The optimizer's step of a rank's parameters by a fused kernel: their bytes, its states'."""
     num_bytes = OPTIMIZER_TRAFFIC[optimizer] * param_bytes
-    return Spent({"memory": device.memory_seconds(num_bytes, "optimizer")} if num_bytes else {})
+    if not num_bytes:
+        return Spent()
+    return Spent({"memory": max(device.launch_s, device.memory_seconds(num_bytes, "optimizer"))})

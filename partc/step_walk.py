@@ -8,6 +8,7 @@ folded graph leaves out are walked like the one that stands for them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -15,7 +16,7 @@ from itertools import groupby, pairwise
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, is_backward, value
+from partc.graph import Graph, first_operand, is_backward, value
 from partc.mesh import Mesh
 from partc.moves import gathers_param
 from partc.passes.fold_layers import list_member
@@ -75,11 +76,12 @@ def _finish(clock: Clock, reduced: list[tuple[fx.Node, float]], spent: Spent) ->
 
 def _unfolded(graph: Graph) -> Iterator[_Segment]:
     """The segments in order, those of a block that stands for others as often as these are."""
-    for block, run in groupby(graph.calls(), key=_block):
-        calls = list(run)
-        gathers = [n for n in calls if n.target in collectives.COLLECTIVES and gathers_param(n)]
-        rest = [n for n in calls if n not in gathers]
-        for _ in range(graph.times(calls[0])):
+    calls = (node for node in graph.calls() if not _finishes(node))
+    for block, run in groupby(calls, key=_block):
+        mine = list(run)
+        gathers = [n for n in mine if n.target in collectives.COLLECTIVES and gathers_param(n)]
+        rest = [n for n in mine if n not in gathers]
+        for _ in range(graph.times(mine[0])):
             yield _Segment(block, rest, gathers)
 
 
@@ -89,10 +91,17 @@ def _block(node: fx.Node) -> str:
     return f"{path}.{index}" if path else ""
 
 
+def _finishes(node: fx.Node) -> bool:
+    """Whether a call waits for finished gradients, or picks one: ``step_times`` waits for them."""
+    if node.target is operator.getitem:
+        return _finishes(node.all_input_nodes[0])
+    return node.target is collectives.wait and _ends_step(first_operand(node))
+
+
 def _ends_step(node: fx.Node) -> bool:
     """Whether a collective finishes gradients, which nothing reads before the step's end."""
     if node.target not in collectives.COLLECTIVES or not is_backward(node):
         return False
     waits = [user for user in node.users if user.target is collectives.wait]
-    picks = [u for w in waits for u in w.users if u.op == "call_function"]
+    picks = [u for w in waits for u in w.users if u.target is operator.getitem]
     return bool(waits) and all(u.op == "output" for n in picks or waits for u in n.users)
