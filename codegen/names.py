@@ -223,15 +223,23 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """The user's variables, read off the source line: its last values are its targets."""
     lines: dict[tuple[str, str], list[fx.Node]] = {}
     for node in nodes:
-        lines.setdefault((value(node).module, value(node).source), []).append(node)
+        if carried(node) is None:  # a moved value is called as it was
+            lines.setdefault((value(node).module, value(node).source), []).append(node)
     for (_, source), members in lines.items():
         match = _TARGETS.match(source)
         targets = [t.strip() for t in match[1].split(",")] if match else []
-        within = set(members)
-        ends = [n for n in members if is_tensor(n) and not within.intersection(n.users)]
+        within = {_unmoved(operand) for n in members for operand in n.all_input_nodes}
+        ends = [n for n in members if is_tensor(n) and n not in within]
         ends = [n for n in ends if not _is_argument(n, source)]
         if targets and len(ends) == len(targets):
             yield from ((n, t) for n, t in zip(ends, targets, strict=True) if t not in COMMON)
+
+
+def _unmoved(node: fx.Node) -> fx.Node:
+    """A value as it was before collectives moved it."""
+    while (before := carried(node)) is not None:
+        node = before
+    return node
 
 
 def _is_argument(node: fx.Node, source: str) -> bool:

@@ -49,19 +49,6 @@ def _text(node: fx.Node) -> str:
     return f"{value(node).phase} {node.target} {node.args} {node.kwargs}"
 
 
-def _outside(path: str, other: str) -> str:
-    """A module, or what holds the list of blocks if it stands in one that the other does not.
-
-    >>> _outside("model.layers.0.attn", "model.layers.1.attn")
-    'model'
-    """
-    parts, others = path.split("."), other.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit() and others[: i + 1] != parts[: i + 1]:
-            return ".".join(parts[: max(i - 1, 0)])
-    return path
-
-
 def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
     """Let values, and what they are made of, stand in no block that is not all their readers'."""
     lifted: dict[fx.Node, Value] = {}
@@ -79,3 +66,38 @@ def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
     for node, before in lifted.items():
         if (before.module, before.source) in left:  # the line's result is what stays in the block
             update(node, source=before.source.partition(": ")[0])
+    _put_in_front(graph, {n: lifted[n].module for n in reversed(lifted)})
+
+
+def _put_in_front(graph: Graph, lifted: dict[fx.Node, str]) -> None:
+    """Compute what stood in a block (its path) before the first block of its list begins."""
+    begin: dict[tuple[str, str], fx.Node] = {}
+    for node in graph.calls():
+        for path in _lists(value(node).module):
+            begin.setdefault((value(node).phase, path), node)
+    for node, before in lifted.items():
+        around = set(_lists(value(node).module))
+        left = [path for path in _lists(before) if path not in around]
+        at = begin.get((value(node).phase, left[0])) if left else None
+        last = max(node.all_input_nodes, default=None)
+        if at is not None and at < node:
+            at.prepend(node) if last is None or last < at else last.append(node)
+
+
+def _lists(path: str) -> list[str]:
+    """The lists of modules that a path leads through: ``h`` and ``h.0.experts``."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i, part in enumerate(parts) if part.isdigit()]
+
+
+def _outside(path: str, other: str) -> str:
+    """A module, or what holds the list of blocks if it stands in one that the other does not.
+
+    >>> _outside("model.layers.0.attn", "model.layers.1.attn")
+    'model'
+    """
+    parts, others = path.split("."), other.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit() and others[: i + 1] != parts[: i + 1]:
+            return ".".join(parts[: max(i - 1, 0)])
+    return path

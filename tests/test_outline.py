@@ -48,7 +48,7 @@ class Network(nn.Module):
         y = self.norms[1](second(y).relu())
         y = self.norms[2](third(y).exp())
         y = self.norms[3](fourth(y).sin())
-        a, b = turned(left(y), right(y), x)
+        a, b = turned(left(y), right(y), y)
         return F.mse_loss(a + b, x)
 
 
