@@ -122,17 +122,16 @@ def measure(layouts: list[Layout], size: Size, topology: Topology, num_rounds: i
             seconds = world.run(_time_rank, folders, size, num_rounds)
         with Processes(num, timeout=TIMEOUT_S, quiet=True) as world:
             peaks = world.run(_peak_rank, folders, size)
+    of_layouts = zip(layouts, programs, zip(*seconds, strict=True), zip(*peaks, strict=True))
     return [
         Row(
             layout=layout.name,
-            predicted_s=predicted_seconds(programs[number]),
-            measured_s=[
-                max(turn) for turn in zip(*(rank[number] for rank in seconds), strict=True)
-            ],
-            predicted_bytes=predicted_bytes(programs[number]),
-            measured_bytes=max((r[number] for r in peaks if r[number] is not None), default=None),
+            predicted_s=predicted_seconds(program),
+            measured_s=[max(turn) for turn in zip(*ranks, strict=True)],  # of the slowest rank
+            predicted_bytes=predicted_bytes(program),
+            measured_bytes=max((peak for peak in held if peak is not None), default=None),
         )
-        for number, layout in enumerate(layouts)
+        for layout, program, ranks, held in of_layouts
     ]
 
 

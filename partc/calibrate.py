@@ -60,6 +60,13 @@ def calibrate(
             why=f"known are {', '.join(LIBRARIES)}",
             do="Take one of these.",
         )
+    if ranks is not None and ranks < 1:
+        raise UsageError(
+            where=f"--ranks {ranks}",
+            what="that many ranks cannot be started",
+            why="there is nothing to measure without one",
+            do="Give a number from 1.",
+        )
     with _ranks(ranks, backend, scale.effort) as (num, run):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num))
         groups = level_groups(num, local) if num > 1 else []
@@ -92,6 +99,7 @@ def _ranks(ranks: int | None, backend: str, effort: Effort) -> Iterator[tuple[in
     """How many ranks there are, and what runs a function on all of them and gives what it found."""
     if "RANK" not in os.environ:
         num = ranks or 2
+        _check_devices(num, backend)
         with Processes(num, timeout=TIMEOUT_S, quiet=True) as world:
             yield (
                 num,
@@ -111,6 +119,17 @@ def _ranks(ranks: int | None, backend: str, effort: Effort) -> Iterator[tuple[in
         yield num, partial(_measure, backend, effort)
     finally:
         dist.destroy_process_group()
+
+
+def _check_devices(num: int, backend: str) -> None:
+    """UsageError where processes would have to share a GPU, which nccl does not do."""
+    if backend == "nccl" and torch.cuda.device_count() < num:
+        raise UsageError(
+            where=f"--backend {backend}",
+            what=f"{num} ranks need as many GPUs",
+            why=f"torch sees {torch.cuda.device_count()} here",
+            do="Take fewer ranks, or --backend gloo.",
+        )
 
 
 def _measure(backend: str, effort: Effort, function: Run, *given: Any) -> Any:

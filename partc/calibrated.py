@@ -21,7 +21,7 @@ SHEET = 10  # times a data sheet: more has no machine
 FITS = 4.0  # times off a line: more is none
 NUM_NAMED = 3
 LEVELS = ("node", "between nodes")
-WATTS = {"gloo": 15.0, "nccl": 500.0}
+WATTS = {"gloo": 15.0, "nccl": 500.0}  # assumed of a device
 BYTES_OF = ("pointwise", "functions", "optimizer")
 DIGITS = 4
 
@@ -71,16 +71,13 @@ class Fitted:
 def check_found(found: Found, keep_noisy: bool = False) -> None:
     """RunError for rates that no machine has; for noise too, unless it is to be kept."""
     sheet = _sheet(found)
-    most = {"matmul f32": sheet.device.peak("f32"), "pointwise": sheet.device.memory_bytes_per_s}
-    link = max(level.bytes_per_s for level in sheet.levels)
-    most |= dict.fromkeys((*COLLECTIVES, "optimizer"), link)
-    most["optimizer"] = most["pointwise"]
+    most = _rates(sheet) if sheet else {}
     for each in found.everything():
-        if each.work in most and each.amount and each.rate > SHEET * most[each.work]:
+        if each.work in most and each.rate > SHEET * most[each.work]:
             raise RunError(
                 where=f"calibrate, {each.work} {each.what}",
                 what=f"{each.rate:.3g}/s cannot be",
-                why=f"the data sheet of {sheet.name} has {most[each.work]:.3g}/s",
+                why=f"the data sheet of {sheet.name if sheet else ''} has {most[each.work]:.3g}/s",
                 do="Check the clock of this machine, and that its devices do what they are told.",
             )
     noisy = [each for each in found.everything() if each.is_noisy]
@@ -100,12 +97,23 @@ def check_found(found: Found, keep_noisy: bool = False) -> None:
         )
 
 
-def _sheet(found: Found) -> Topology:
-    """The shipped machine with such devices; that of CPU processes for those."""
-    machines = [Topology.load(name) for name in shipped()]
+def _sheet(found: Found) -> Topology | None:
+    """The shipped machine with such devices, None where none has them."""
+    if found.library == "gloo":
+        return Topology.load("cpu")
+    machines = (Topology.load(name) for name in shipped())
     words = found.device.split()
-    known = (m for m in machines if m.device.name.split()[0] in words)
-    return next(known, Topology.load("cpu")) if found.library == "nccl" else Topology.load("cpu")
+    return next((each for each in machines if each.device.name.split()[0] in words), None)
+
+
+def _rates(sheet: Topology) -> dict[str, float]:
+    """What a machine does of each kind of work in a second, by its data sheet."""
+    device, link = sheet.device, max(level.bytes_per_s for level in sheet.levels)
+    return {
+        "matmul f32": device.peak("f32"),
+        **dict.fromkeys(BYTES_OF, device.memory_bytes_per_s),
+        **dict.fromkeys(COLLECTIVES, link),
+    }
 
 
 # fitting ------------------------------------------------------------------------------------------
@@ -142,7 +150,7 @@ def _device(found: Found) -> Device:
         memory_bytes_per_s=_short(bandwidth),
         flops_per_s={dtype: _short(peak) for dtype, peak in peaks.items()},
         launch_s=_short(found.of("launch")[0].seconds),
-        watts=_sheet(found).device.watts,
+        watts=WATTS[found.library],
         efficiency={
             work: _points(each, _short(bandwidth if work in BYTES_OF else peaks["f32"]))
             for work, each in measured.items()
