@@ -61,8 +61,9 @@ def search_shardings(
 ) -> Found:
     """How to lay out the step ``graph`` (a joint one, perhaps folded; it stays as it is) on a mesh.
 
-    Axes are decided one after the other, the slowest links first, then each anew given the others
-    until nothing changes; then the other way round, and the better of the two is taken. On one
+    Axes are decided one after the other, the slowest links first, as if those behind divided all
+    values; then each anew given the others until nothing gets better. The same is done the other
+    way round, and the better of the two is taken. On one
     axis the result is the optimum. ``pins`` are entries of a plan to keep; ``memory_bytes`` of a
     rank hold parameters, gradients, the optimizer's states and what is kept for the backward, not
     what lives for a moment. ``tie`` gives equal blocks equal layouts. PlanError if nothing fits.
@@ -169,14 +170,13 @@ class _Search:
         return best
 
     def _decide(self, axis: str, decided: Decided, life: Life, undecided: Sequence[str]) -> _State:
-        """One axis; those that are still undecided may divide what is kept once more."""
+        """One axis, as if those that are still undecided divided all that there is."""
+        share = 1 / math.prod(self.graph.mesh.size(a) for a in undecided)
+        ways = self.ways.shrunk(share, 1.0) if undecided else self.ways
         problem = ShardingProblem(
-            self.values, self.ways, self.filters, (axis,), decided, life, self.tie
+            self.values, ways, self.filters, (axis,), decided, life, self.tie, share
         )
-        limit = None
-        if self.memory_bytes is not None:
-            room = math.prod(self.graph.mesh.size(a) for a in undecided)
-            limit = {MEMORY: self.memory_bytes * room}
+        limit = None if self.memory_bytes is None else {MEMORY: self.memory_bytes}
         solution = solve(problem.problem, limit)
         self.how.append(solution.how)
         return _State(problem.decode(solution.assignment), problem, solution, life)
