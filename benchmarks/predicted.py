@@ -122,7 +122,8 @@ def measure(layouts: list[Layout], size: Size, topology: Topology, num_rounds: i
             seconds = world.run(_time_rank, folders, size, num_rounds)
         with Processes(num, timeout=TIMEOUT_S, quiet=True) as world:
             peaks = world.run(_peak_rank, folders, size)
-    of_layouts = zip(layouts, programs, zip(*seconds, strict=True), zip(*peaks, strict=True))
+    timed, held = zip(*seconds, strict=True), zip(*peaks, strict=True)
+    of_layouts = zip(layouts, programs, timed, held, strict=True)
     return [
         Row(
             layout=layout.name,
