@@ -108,7 +108,7 @@ class _Job:
     def with_search(self, mesh: Mesh, plan: Plan, microbatches: int | None) -> Program:
         """Compile the best plan that is found, or the next best where its program is too large."""
         graph = self._traced(mesh, plan)
-        if graph.loss is None or not can_search(mesh):
+        if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, graph)
         ways = choose_plan(graph, mesh, plan, microbatches).ways(mesh, plan)
         for at, each in ways[:-1]:

@@ -45,6 +45,8 @@ class PlanError(PartcError):
 class MemoryLimitError(PlanError):
     """A step needs more memory than a rank has."""
 
+    code = "PTC021"
+
 
 class ShardingError(PartcError):
     """A tensor cannot be cut the way it is asked to be."""
@@ -101,6 +103,12 @@ Usual causes: a misspelt parameter pattern or axis, two pins that exclude each o
 than blocks, a batch that the data axes and microbatches do not divide, or too little memory.
 What to do: correct or delete the named line (the search fills in what is missing), or compile with
 plan="auto" and edit the plan that comes out.""",
+    "PTC021": """\
+PTC021: memory. The predicted peak of a rank's program is above memory_bytes.
+Usual causes: optimizer states or parameters that are not sharded, large microbatches, many of them
+in flight, or activations that are kept where blocks could be computed again.
+What to do: shard more (plan fsdp, more tp or pp ranks), take more microbatches, set
+recompute = "block", or raise memory_bytes; plan="auto" takes the fastest plan that fits.""",
     "PTC030": """\
 PTC030: sharding. A dim is cut by a mesh axis only if the op allows it and the size divides.
 Usual causes: an odd vocabulary or hidden size, fewer attention heads than tensor-parallel ranks,

@@ -184,7 +184,8 @@ def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
         "from partc.calibrate import calibrate\n"
         "from tests.test_calibrate import TINY\n"
         "found = calibrate(keep_noisy=True, scale=TINY)\n"
-        "print(os.environ['RANK'], found.topology.num_devices)\n"
+        "line = f\"{os.environ['RANK']} {found.topology.num_devices}\\n\"\n"
+        "os.write(1, line.encode())\n"  # whole, as both ranks write to one pipe
     )
     root = Path(__file__).parent.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",

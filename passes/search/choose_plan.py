@@ -68,8 +68,12 @@ class Choice:
         return f"auto: best of {self.all_of} candidates" + (f"; next: {then}" if then else "")
 
 
-def can_search(mesh: Mesh) -> bool:
-    """Whether there is something to choose, and every axis is one that the search knows."""
+def can_search(mesh: Mesh, plan: Plan) -> bool:
+    """Whether there is something to choose, every axis is one that the search knows, and the plan
+    does not cut the stages itself.
+    """
+    if plan.stages or plan.order or plan.chunks:
+        return False
     return mesh.is_open or (names_axes(mesh) and mesh.num_ranks > 1)
 
 
