@@ -105,6 +105,33 @@ def test_run_py_trains_under_torchrun(tmp_path: Path) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+AND_LIST_THREADS = """
+import runpy, sys
+from pathlib import Path
+threads = lambda: [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+role = runpy.run_path(sys.argv[0])
+role["train"].__globals__["train"] = lambda *a, train=role["train"]: (train(*a), print(threads()))
+role["main"]()
+print(threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
+def test_run_py_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
+    """A thread that still works when the interpreter ends aborts the process now and then."""
+    example_program(1, 1).save(tmp_path)
+    script = AND_LIST_THREADS.replace("sys.argv[0]", repr(str(tmp_path / "run.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--device", "cpu"],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    during, after = done.stdout.splitlines()[-2:]
+    assert "gloo" in during
+    assert "gloo" not in after
+
+
 # tensor files --------------------------------------------------------------------------------
 def test_tensor_files_round_trip(tmp_path: Path) -> None:
     tensors = {
