@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from partc.folds import Fold
 from partc.source_lines import calls_here, source_here
 
 Objective = Callable[..., Any]
@@ -39,6 +40,15 @@ class Names:
     @property
     def trainable(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
+
+
+    def without(self, folds: Sequence[Fold]) -> Names:
+        """The same but for what blocks that are left out own."""
+
+        def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t for n, t in tensors.items() if not any(f.covers(n) for f in folds)}
+
+        return Names(kept(self.params), kept(self.buffers), self.aliases)
 
 
 def names_of(model: nn.Module) -> Names:
@@ -67,18 +77,21 @@ class Recording:
 
 
 def record(
-    model: nn.Module, inputs: tuple[Tensor, ...], objective: Objective, train: bool
+    model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool,
+    left_out: Sequence[Fold] = (),
 ) -> Recording:
     """Trace ``objective(model, *inputs)``, and its backward where ``train``, under fake tensors.
+
+    ``left_out`` are blocks that do not run; the graph has no parameter or buffer of theirs.
 
     The raw graph's placeholders are the parameters, buffers and inputs; its output is the list of
     results, gradients of the trainable parameters (None where there is none) and final buffers.
     """
-    names, mode = names_of(model), FakeTensorMode(allow_non_fake_inputs=True)
+    names, mode = names_of(model).without(left_out), FakeTensorMode(allow_non_fake_inputs=True)
     recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
-    params = [_fake(p, mode) for p in names.params.values()]
-    buffers = [_fake(b, mode) for b in names.buffers.values()]
-    fakes = [_fake(i, mode) for i in inputs]
+    params = [fake_of(p, mode) for p in names.params.values()]
+    buffers = [fake_of(b, mode) for b in names.buffers.values()]
+    fakes = [fake_of(i, mode) for i in inputs]
     origins: Any = _Origins()  # type: ignore[no-untyped-call]
 
     def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
@@ -91,13 +104,13 @@ def record(
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
-    with _untouched(model), module_scopes(model), _quiet_generator(), _quiet_log(), unprinted:
+    with untouched(model), module_scopes(model), quiet_generator(), _quiet_log(), unprinted:
         make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
         recording.module = make(params, buffers, fakes)
     return recording
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A value-less stand-in on the CPU, wherever the tensor lives."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -157,7 +170,7 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Put back every attribute that the run sets on a module: fake tensors must not stay there."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [
@@ -198,7 +211,7 @@ class _Origins(TorchDispatchMode):
 
 
 @contextmanager
-def _quiet_generator() -> Iterator[None]:
+def quiet_generator() -> Iterator[None]:
     """Give the user's random generator back as it was."""
     state = torch.default_generator.get_state()
     try:

@@ -23,6 +23,7 @@ from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
 from partc.fake_calls import call_on_fakes
+from partc.folds import Fold
 from partc.mesh import Mesh
 from partc.sharding import REPLICATED, Layout, Sharding
 
@@ -54,29 +55,6 @@ class Value:
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
     opened: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Equal blocks of a list that a graph leaves out: each does what the one before them does."""
-
-    path: str  # of the list, "model.layers"
-    first: int
-    last: int
-
-    @property
-    def num(self) -> int:
-        return self.last - self.first + 1
-
-    @property
-    def like(self) -> str:
-        """The path of the block that stands for those left out."""
-        return f"{self.path}.{self.first - 1}"
-
-    @property
-    def after(self) -> str:
-        """The path of the block behind those left out."""
-        return f"{self.path}.{self.last + 1}"
 
 
 @dataclass

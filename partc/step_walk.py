@@ -19,7 +19,7 @@ from partc import collectives
 from partc.graph import Graph, first_operand, is_backward, value
 from partc.mesh import Mesh
 from partc.moves import gathers_param
-from partc.passes.fold_layers import list_member
+from partc.folds import list_member
 from partc.passes.storage import Replay
 from partc.roofline import Clock, Spent
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from partc.capture import Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
+from partc.folds import Fold
 from partc.graph import (
     Graph,
     Outputs,
@@ -28,8 +29,9 @@ from partc.graph import (
 )
 from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
-from partc.passes.fold_layers import fold_layers
+from partc.passes.fold_layers import Unfolded, fold_layers
 from partc.passes.functionalize import functionalize
+from partc.scan_blocks import skipping, spare_blocks
 from partc.source_lines import module_of, source_of
 
 SMALL_BYTES = 1 << 20  # buffers up to this size keep their values in the graph
@@ -47,19 +49,35 @@ def trace(
     inputs = _checked(inputs)
     train = loss is not None or torch.is_grad_enabled()
     objective = _scalar(loss or _own_loss) if train else _call
+    skipped = spare_blocks(model, inputs, objective, train) if fold else ()
+    names = _input_names(model, inputs, loss)
     try:
-        recording = record(model, inputs, objective, train)
+        graph = _functional(model, inputs, names, objective, train, skipped)
+        if fold:
+            fold_layers(graph, skipped)
+    except Unfolded:
+        graph = _functional(model, inputs, names, objective, train, ())
+        fold_layers(graph)
+    canonicalize(graph)
+    return graph
+
+
+def _functional(
+    model: nn.Module, inputs: Sequence[Tensor], names: list[str], objective: Objective,
+    train: bool, skipped: Sequence[Fold],
+) -> Graph:  # fmt: skip
+    """The graph without ops that write in place, or ops of the user's own."""
+    try:
+        with skipping(model, skipped):
+            recording = record(model, inputs, objective, train, skipped)
     except PartcError:
         raise
     except Exception as error:
         raise _explain(error, model) from error
-    graph = _build(recording, model, _input_names(model, inputs, loss), train)
+    graph = _build(recording, model, names, train)
     decompose_custom_ops(graph)
     functionalize(graph)
     _keep_known_buffers(graph, recording)
-    if fold:
-        fold_layers(graph)
-    canonicalize(graph)
     return graph
 
 

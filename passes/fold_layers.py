@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.graph import Fold, Graph, Outputs, held, value
+from partc.folds import Fold, list_member
+from partc.graph import Graph, Outputs, held, value
 from partc.plan import Plan
 
 
@@ -30,13 +31,22 @@ class Unfolded(Exception):
 FEWEST = 3  # blocks that a fold is worth it for
 
 
-def fold_layers(graph: Graph) -> None:
-    """Fold every list of blocks whose middle ones are equal; ``graph.folds`` says which."""
-    for path, blocks in _lists(graph).items():
+def fold_layers(graph: Graph, skipped: Sequence[Fold] = ()) -> None:
+    """Fold every list of blocks whose middle ones are equal; ``graph.folds`` says which.
+
+    Blocks that were ``skipped`` when the graph was traced are left out already; Unfolded if those
+    around them are not equal after all.
+    """
+    for path, blocks in _lists(graph, skipped).items():
         for first, last in _equal_spans(graph, blocks):
-            if last - first >= FEWEST and _is_closed(graph, blocks, first, last):
+            num = blocks[last].index - blocks[first].index
+            if num >= FEWEST and _is_closed(graph, blocks, first, last):
                 _leave_out(graph, blocks, first + 1, last - 1)
-                graph.folds = (*graph.folds, Fold(path, first + 1, last - 1))
+                fold = Fold(path, blocks[first].index + 1, blocks[last].index - 1)
+                graph.folds = (*graph.folds, fold)
+    for fold in skipped:
+        if not any(found.covers(f"{fold.path}.{fold.first}") for found in graph.folds):
+            raise Unfolded(f"{fold.path}.{fold.first}")
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:
@@ -72,6 +82,7 @@ class _Block:
     """One member of a list: its calls by phase in order, its own parameters and buffers."""
 
     prefix: str
+    index: int
     calls: dict[str, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     own: list[fx.Node] = field(default_factory=list)
 
@@ -82,8 +93,11 @@ class _Block:
         return (n for nodes in self.calls.values() for n in nodes)
 
 
-def _lists(graph: Graph) -> dict[str, dict[int, _Block]]:
-    """Per list of modules (the outermost of each path) its members by index."""
+def _lists(graph: Graph, skipped: Sequence[Fold]) -> dict[str, dict[int, _Block]]:
+    """Per list of modules (the outermost of each path) its members by place.
+
+    That is their index, but that blocks around those skipped are next to each other.
+    """
     found: dict[str, dict[int, _Block]] = {}
     for node in graph.fx.nodes:
         if node.op == "output":
@@ -91,18 +105,10 @@ def _lists(graph: Graph) -> dict[str, dict[int, _Block]]:
         known = value(node)
         path, index = list_member(known.module if node.op == "call_function" else known.name)
         if path:
-            block = found.setdefault(path, {}).setdefault(index, _Block(f"{path}.{index}."))
+            place = index - sum(f.num for f in skipped if f.path == path and f.last < index)
+            block = found.setdefault(path, {}).setdefault(place, _Block(f"{path}.{index}.", index))
             (block.calls[known.phase] if node.op == "call_function" else block.own).append(node)
     return {path: dict(sorted(blocks.items())) for path, blocks in found.items()}
-
-
-def list_member(path: str) -> tuple[str, int]:
-    """The list that a path leads through first, and which member of it: ``("model.layers", 3)``."""
-    parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit() and i:
-            return ".".join(parts[:i]), int(part)
-    return "", 0
 
 
 # equal blocks -------------------------------------------------------------------------------------

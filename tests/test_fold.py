@@ -15,7 +15,8 @@ from partc.check import check
 from partc.codegen.emit import emit
 from partc.codegen.header import header
 from partc.cost import cost_report
-from partc.graph import Fold, Graph
+from partc.folds import Fold
+from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.trace import trace
 from tests.zoo import FAMILIES, Case
