@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from partc.capture import Objective, fake_of, named_results, names_of, quiet_generator, untouched
+from partc.fake_calls import call_on_fakes
 from partc.folds import Fold, list_member
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
@@ -277,7 +278,7 @@ class _Watch(TorchDispatchMode):
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
         operands = self._read(args), self._read(tuple(sorted(kwargs.items())))
-        result = func(*args, **kwargs)
+        result = call_on_fakes(func, args, kwargs)
         calls = self.forward.calls[self.running]
         self._made(result, len(calls))
         calls.append((func, *operands, _kind(result), torch.is_grad_enabled()))
