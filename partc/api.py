@@ -27,6 +27,7 @@ from partc.passes.fill_waits import fill_waits
 from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.join_collectives import join_collectives
+from partc.passes.keep_stages import keep_stages
 from partc.passes.local_batch_norm import has_batch_norm
 from partc.passes.microbatches import count_targets, layout_mesh
 from partc.passes.place_waits import place_waits
@@ -120,29 +121,43 @@ class _Job:
 
     def with_plan(self, mesh: Mesh, plan: Plan, graph: Graph | None = None) -> Program:
         """Compile a plan; ``graph`` is the model as traced, if it has been."""
-        compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
-        if graph is None or (graph.folds and PP in mesh.names):
-            graph = self._traced(mesh, plan)
+        graph = graph or self._traced(mesh, plan)
         graph.mesh = mesh
-        fingerprint = Fingerprint.of(self.model)
+        fingerprint, work = Fingerprint.of(self.model), Work.of(graph)
+        compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:
-            return compile_rest(graph, plan, fingerprint, strict=self.strict)
+            at, graph = self._staged(graph, plan)
+            return compile_rest(graph, at, fingerprint, work, strict=self.strict)
         except Unfolded:
             graph = trace(self.model, self.inputs, self.loss)
             graph.mesh = mesh
-            return compile_rest(graph, plan, fingerprint, strict=self.strict)
+            return compile_rest(graph, plan, fingerprint, work, strict=self.strict)
 
     def _traced(self, mesh: Mesh, plan: Plan) -> Graph:
-        staged = bool(plan.stages or plan.order) or PP in mesh.names
-        fold = not staged and not plan.names_blocks
-        return trace(self.model, self.inputs, self.loss, fold=fold)
+        return trace(self.model, self.inputs, self.loss, fold=not plan.names_blocks)
+
+    def _staged(self, graph: Graph, plan: Plan) -> tuple[Plan, Graph]:
+        """For several stages: the plan that says where they begin, and a graph of those that stand
+        for all. Unfolded if a folded graph cannot be cut there.
+        """
+        if not graph.folds or not is_pipeline(plan, graph.mesh):
+            return plan, graph
+        full = staged_plan(graph, plan)
+        if not full.stages:
+            return plan, graph
+        kept = keep_stages(graph, full.stages)
+        if kept is None:
+            raise Unfolded(full.stages[0])
+        mesh, graph = graph.mesh, trace(self.model, self.inputs, self.loss, kept=kept)
+        graph.mesh = mesh
+        return plan.changed(schedule=full.schedule, stages=full.stages), graph
 
 
 def compile_stage(
-    graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
+    graph: Graph, plan: Plan, fingerprint: Fingerprint, work: Work, *, strict: bool = False
 ) -> Program:
     """The rest of ``compile`` for one stage: every rank runs the same role."""
-    mesh, work = graph.mesh, Work.of(graph)
+    mesh = graph.mesh
     full, local = partition(graph, plan, strict=strict)
     check_plan(local, full)
     check(local)
@@ -163,7 +178,7 @@ def compile_stage(
 
 
 def compile_pipeline(
-    graph: Graph, plan: Plan, fingerprint: Fingerprint, *, strict: bool = False
+    graph: Graph, plan: Plan, fingerprint: Fingerprint, work: Work, *, strict: bool = False
 ) -> Program:
     """The rest of ``compile`` for several stages or microbatches: one role for pipeline ranks that
     do the same.
@@ -171,12 +186,13 @@ def compile_pipeline(
     Every schedule is proved to finish before anything is printed: CheckError or PlanError names who
     would wait for whom.
     """
-    mesh, work = graph.mesh, Work.of(graph)
+    mesh = graph.mesh
     full, local = localize(graph, plan, strict=strict)
     check_plan(local, full)
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
-    for stage in graphs:
+    numbers = [like.number for like in local.kept.stages] if local.kept else range(len(graphs))
+    for stage in dict(zip(numbers, graphs, strict=True)).values():
         check(stage)
     order = step.schedule
     pipeline = Pipeline(graphs, stages.tied, order, mesh, step.wiring, full.join_mb)
@@ -213,11 +229,9 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
-    split_bias(graph)
-    full = choose_schedule(graph, complete(plan, graph, graph.mesh))
-    full = choose_stages(graph, full)
+    full = staged_plan(graph, plan)
     if full.stages:
-        assign_stages(graph, full.stages)
+        assign_stages(graph, graph.kept.points if graph.kept else full.stages)
     graph.mesh = layout_mesh(graph.mesh, full.microbatches)
     if full.microbatches > 1:
         count_targets(graph)
@@ -226,6 +240,13 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
     return full, recompute(fuse_bias(insert_collectives(graph, full, choices)), full)
+
+
+def staged_plan(graph: Graph, plan: Plan) -> Plan:
+    """A complete plan, with the stages and the schedule of a pipeline; biases stand apart then."""
+    split_bias(graph)
+    full = choose_schedule(graph, complete(plan, graph, graph.mesh))
+    return choose_stages(graph, full)
 
 
 def with_local_statistics(plan: Plan, graph: Graph) -> Plan:

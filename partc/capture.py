@@ -41,7 +41,6 @@ class Names:
     def trainable(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-
     def without(self, folds: Sequence[Fold]) -> Names:
         """The same but for what blocks that are left out own."""
 
@@ -77,7 +76,10 @@ class Recording:
 
 
 def record(
-    model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    objective: Objective,
+    train: bool,
     left_out: Sequence[Fold] = (),
 ) -> Recording:
     """Trace ``objective(model, *inputs)``, and its backward where ``train``, under fake tensors.

@@ -1,4 +1,4 @@
-"""Equal blocks of a list of modules, of which a graph holds only some."""
+"""Equal blocks of a list of modules, and equal stages of them, of which a graph holds only some."""
 
 from __future__ import annotations
 
@@ -31,6 +31,47 @@ class Fold:
         """Whether a module, parameter or buffer is or stands in one of the blocks left out."""
         path, index = list_member(name)
         return path == self.path and self.first <= index <= self.last
+
+    def twin(self, name: str) -> str:
+        """What a block left out owns under a name, in the block that stands for it."""
+        return self.like + name.removeprefix("{}.{}".format(*list_member(name)))
+
+
+@dataclass(frozen=True)
+class StageLike:
+    """A pipeline stage that does what stage ``number`` of a graph does, with layers of its own."""
+
+    number: int
+    path: str = ""  # of the list that its layers stand in
+    shift: int = 0  # of its layers' numbers against that stage's
+
+    def moved(self, name: str) -> str:
+        """The path here of what stands at a path there.
+
+        >>> StageLike(1, "h", 8).moved("h.4.mlp"), StageLike(1, "h", 8).moved("wte")
+        ('h.12.mlp', 'wte')
+        """
+        path, index = list_member(name)
+        if not self.shift or path != self.path:
+            return name
+        rest = name.removeprefix(f"{path}.{index}")
+        return f"{path}.{index + self.shift}{rest}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What of a model is traced for a pipeline: ``folds`` are left out of stages, ``gaps`` between
+    these; per stage of the plan, ``stages`` names the one that it is like.
+    """
+
+    points: tuple[str, ...]  # where the stages that are traced begin, but the first
+    folds: tuple[Fold, ...]
+    gaps: tuple[Fold, ...]
+    stages: tuple[StageLike, ...]
+
+    @property
+    def left_out(self) -> tuple[Fold, ...]:
+        return (*self.folds, *self.gaps)
 
 
 def list_member(path: str) -> tuple[str, int]:

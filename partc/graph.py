@@ -23,7 +23,7 @@ from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
 from partc.fake_calls import call_on_fakes
-from partc.folds import Fold
+from partc.folds import Fold, Kept
 from partc.mesh import Mesh
 from partc.sharding import REPLICATED, Layout, Sharding
 
@@ -74,6 +74,7 @@ class Graph:
     constants: dict[str, Tensor] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
+    kept: Kept | None = None  # the stages that stand for a pipeline's, where not all are here
 
     def __str__(self) -> str:
         from partc.graph_text import graph_text  # it needs this module

@@ -180,7 +180,12 @@ def _run(
     for i, fake in enumerate(fakes):
         watch.name(fake, f"input {i}", fake)
     with ExitStack() as stack:
-        for entered in (quiet_generator(), untouched(model), skipping(model, folds), watch.members(model)):
+        for entered in (
+            quiet_generator(),
+            untouched(model),
+            skipping(model, folds),
+            watch.members(model),
+        ):
             stack.enter_context(entered)
         stack.enter_context(_reparametrize_module(model, held))
         for entered in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
@@ -323,7 +328,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _kind(fake: Any) -> Any:

@@ -13,6 +13,7 @@ from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
 from partc.passes.memory import state_bytes
 from partc.passes.place_waits import place_waits
+from partc.passes.repeat_stages import repeat_stages
 from partc.passes.split_stages import split_stages
 from partc.pipeline_cost import StageCost, stage_costs, stage_link, step_costs
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
@@ -48,7 +49,7 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
     for stage in stages:
         join_collectives(stage, plan.join_mb)
         fill_waits(place_waits(stage, phased=True))
-    return stages
+    return repeat_stages(stages, local)
 
 
 def planned(

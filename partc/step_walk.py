@@ -16,10 +16,10 @@ from itertools import groupby, pairwise
 from torch import fx
 
 from partc import collectives
+from partc.folds import list_member
 from partc.graph import Graph, first_operand, is_backward, value
 from partc.mesh import Mesh
 from partc.moves import gathers_param
-from partc.folds import list_member
 from partc.passes.storage import Replay
 from partc.roofline import Clock, Spent
 

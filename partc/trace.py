@@ -7,7 +7,7 @@ functional ATen ops whose values know their module, source line, phase and forwa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from partc.capture import Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
-from partc.folds import Fold
+from partc.folds import Fold, Kept
 from partc.graph import (
     Graph,
     Outputs,
@@ -29,7 +29,7 @@ from partc.graph import (
 )
 from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
-from partc.passes.fold_layers import Unfolded, fold_layers
+from partc.passes.fold_layers import Unfolded, confirm, fold_layers
 from partc.passes.functionalize import functionalize
 from partc.scan_blocks import skipping, spare_blocks
 from partc.source_lines import module_of, source_of
@@ -38,38 +38,55 @@ SMALL_BYTES = 1 << 20  # buffers up to this size keep their values in the graph
 
 
 def trace(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *, fold: bool = False
-) -> Graph:
+    model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
+    fold: bool = False, kept: Kept | None = None,
+) -> Graph:  # fmt: skip
     """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
 
     Without a loss the model's own result is the loss (or has one as ``.loss``); under
     ``torch.no_grad()`` it is then the forward alone, with every tensor of the result by name.
     With ``fold`` the middle of a stack of equal blocks is left out; ``graph.folds`` says which.
+    ``kept`` leaves out what a folded graph has shown to be equal to the rest; Unfolded if the
+    backward tells it apart.
     """
     inputs = _checked(inputs)
     train = loss is not None or torch.is_grad_enabled()
     objective = _scalar(loss or _own_loss) if train else _call
-    skipped = spare_blocks(model, inputs, objective, train) if fold else ()
     names = _input_names(model, inputs, loss)
-    try:
-        graph = _functional(model, inputs, names, objective, train, skipped)
-        if fold:
-            fold_layers(graph, skipped)
-    except Unfolded:
-        graph = _functional(model, inputs, names, objective, train, ())
-        fold_layers(graph)
+
+    def functional(left_out: Sequence[Fold]) -> Graph:
+        return _functional(model, inputs, names, objective, train, left_out)
+
+    if kept is not None:
+        graph = functional(kept.left_out)
+        confirm(graph, kept)
+    elif fold:
+        graph = _folded(functional, spare_blocks(model, inputs, objective, train))
+    else:
+        graph = functional(())
     canonicalize(graph)
+    return graph
+
+
+def _folded(functional: Callable[[Sequence[Fold]], Graph], skipped: Sequence[Fold]) -> Graph:
+    """A folded graph, in which blocks were skipped where their backward is equal too."""
+    try:
+        graph = functional(skipped)
+        fold_layers(graph, skipped)
+    except Unfolded:
+        graph = functional(())
+        fold_layers(graph)
     return graph
 
 
 def _functional(
     model: nn.Module, inputs: Sequence[Tensor], names: list[str], objective: Objective,
-    train: bool, skipped: Sequence[Fold],
+    train: bool, left_out: Sequence[Fold],
 ) -> Graph:  # fmt: skip
-    """The graph without ops that write in place, or ops of the user's own."""
+    """The graph without ops that write in place, or ops of the user's own, and some blocks."""
     try:
-        with skipping(model, skipped):
-            recording = record(model, inputs, objective, train, skipped)
+        with skipping(model, left_out):
+            recording = record(model, inputs, objective, train, left_out)
     except PartcError:
         raise
     except Exception as error:
@@ -77,7 +94,7 @@ def _functional(
     graph = _build(recording, model, names, train)
     decompose_custom_ops(graph)
     functionalize(graph)
-    _keep_known_buffers(graph, recording)
+    _keep_known_buffers(graph, model, left_out)
     return graph
 
 
@@ -269,12 +286,13 @@ def _computes(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.container")
 
 
-def _keep_known_buffers(graph: Graph, recording: Recording) -> None:
+def _keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]) -> None:
     """Values of small buffers that the step does not change are known when compiling."""
     changed = graph.outputs.buffers
-    for name, buffer in recording.names.buffers.items():
+    for name, buffer in names_of(model).buffers.items():
         fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
-        if fits and name not in changed and type(buffer) is Tensor and not buffer.is_meta:
+        alike = next((fold.twin(name) for fold in left_out if fold.covers(name)), name)
+        if fits and alike not in changed and type(buffer) is Tensor and not buffer.is_meta:
             graph.constants[name] = buffer.detach().cpu().clone()
 
 

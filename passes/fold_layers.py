@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.folds import Fold, list_member
+from partc.folds import Fold, Kept, list_member
 from partc.graph import Graph, Outputs, held, value
 from partc.plan import Plan
 
@@ -47,6 +47,19 @@ def fold_layers(graph: Graph, skipped: Sequence[Fold] = ()) -> None:
     for fold in skipped:
         if not any(found.covers(f"{fold.path}.{fold.first}") for found in graph.folds):
             raise Unfolded(f"{fold.path}.{fold.first}")
+
+
+def confirm(graph: Graph, kept: Kept) -> None:
+    """Set ``folds`` and ``kept`` of a graph that was traced so; Unfolded if blocks around those
+    left out are not equal after all.
+    """
+    for path, blocks in _lists(graph, kept.left_out).items():
+        spans = _equal_spans(graph, blocks)
+        for fold in (fold for fold in kept.left_out if fold.path == path):
+            before = max(place for place, block in blocks.items() if block.index < fold.first)
+            if not any(first <= before < last for first, last in spans):
+                raise Unfolded(fold.like)
+    graph.folds, graph.kept = kept.folds, kept
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:

@@ -38,7 +38,9 @@ Crossing = dict[int, list[fx.Node]]  # by number: what passes between this stage
 
 
 def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
-    """The graphs of stages 0, 1, ...; ``split_backward`` keeps weight gradients apart (``W``)."""
+    """The graphs of stages 0, 1, ... that stand in the graph; ``split_backward`` keeps weight
+    gradients apart (``W``).
+    """
     free = given(local)
     phases = _phases(local, plan, free)
     everywhere = free | {n for n in local.calls() if is_weight(n)}
@@ -48,7 +50,7 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
             received=[*ahead.get(number - 1, ()), *back.get(number, ())],
             sent=[*ahead.get(number, ()), *back.get(number - 1, ())],
         )
-        for number in range(len(plan.stages) + 1)
+        for number in range(len(local.kept.points if local.kept else plan.stages) + 1)
     ]
     if split_backward:
         for graph in graphs:

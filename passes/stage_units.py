@@ -45,7 +45,7 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[U
     crossing = chain.crossing()
     return [
         Unit(
-            name=unit.name,
+            name=name,
             forward_us=1e6 * chain.seconds(unit.forward, device) / turns,
             backward_us=1e6 * chain.seconds(unit.backward, device) / turns,
             parameter_bytes=sum(state[name] for name in unit.params()),
@@ -53,7 +53,20 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[U
             boundary_bytes=crossing[number] // pieces,
         )
         for number, unit in enumerate(chain.units)
+        for name in unit_names(graph, unit.name)
     ]
+
+
+def chain_names(graph: Graph) -> list[str]:
+    """The names of all units, in order."""
+    units = _Chain(graph, replay(graph)).units
+    return [name for unit in units for name in unit_names(graph, unit.name)]
+
+
+def unit_names(graph: Graph, name: str) -> list[str]:
+    """A unit, and those like it that the graph leaves out."""
+    folds = (f for f in graph.folds if f.like == name)
+    return [name, *(f"{f.path}.{i}" for f in folds for i in range(f.first, f.last + 1))]
 
 
 @dataclass

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from partc.graph import Fold, Graph, held, is_backward, is_tensor, tensor_args, value
+from partc.folds import Fold
+from partc.graph import Graph, held, is_backward, is_tensor, tensor_args, value
 from partc.passes.microbatches import given
 from partc.passes.recompute import recomputable
 from partc.passes.search.call_costs import is_view
