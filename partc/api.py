@@ -189,6 +189,8 @@ def compile_pipeline(
     mesh = graph.mesh
     full, local = localize(graph, plan, strict=strict)
     check_plan(local, full)
+    if local.kept:
+        full = full.changed(params=local.kept.spread(full.params))
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
     numbers = [like.number for like in local.kept.stages] if local.kept else range(len(graphs))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,17 @@ class Kept:
 
     @property
     def left_out(self) -> tuple[Fold, ...]:
-        return (*self.folds, *self.gaps)
+        return tuple(sorted((*self.folds, *self.gaps), key=lambda fold: (fold.path, fold.first)))
+
+    def spread(self, table: Mapping[str, Entry]) -> dict[str, Entry]:
+        """A table by parameter with entries for those of blocks left out too."""
+        found = dict(table)
+        for fold in self.left_out:  # in order: the block before may have been left out as well
+            like = {n: e for n, e in found.items() if n.startswith(f"{fold.like}.")}
+            for number in range(fold.first, fold.last + 1):
+                block = f"{fold.path}.{number}"
+                found |= {block + n.removeprefix(fold.like): entry for n, entry in like.items()}
+        return found
 
 
 def list_member(path: str) -> tuple[str, int]:
