@@ -137,7 +137,16 @@ class _Stage:
         names = {value(n).name for n in self.out.nodes if n.op == "placeholder"}
         aliases = {a: b for a, b in self.local.aliases.items() if b in names}
         constants = {n: t for n, t in self.local.constants.items() if n in names}
-        return replace(self.local, fx=self.out, aliases=aliases, constants=constants)
+        folds = tuple(fold for fold in self.local.folds if self._runs(fold.like))
+        return replace(
+            self.local, fx=self.out, aliases=aliases, constants=constants, folds=folds, kept=None
+        )
+
+    def _runs(self, block: str) -> bool:
+        return any(
+            value(n).module.startswith(f"{block}.") and stage_of(n) == self.number
+            for n in self.local.calls()
+        )
 
     def _calls(self) -> list[fx.Node]:
         """The stage's own calls, and those that every stage makes for itself, in order."""
