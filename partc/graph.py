@@ -298,6 +298,14 @@ class Writer:
         return node
 
 
+def copied(graph: Graph) -> Graph:
+    """The same graph on nodes of its own."""
+    nodes = fx.Graph()
+    result = nodes.graph_copy(graph.fx, {})
+    nodes.output(result)
+    return replace(graph, fx=nodes)
+
+
 # rewriting -----------------------------------------------------------------------------------
 def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A new call right before ``node``, with that node's origin and its own fake result."""

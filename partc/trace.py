@@ -70,13 +70,13 @@ def trace(
 
 def _folded(functional: Callable[[Sequence[Fold]], Graph], skipped: Sequence[Fold]) -> Graph:
     """A folded graph, in which blocks were skipped where their backward is equal too."""
-    try:
+    while True:
         graph = functional(skipped)
-        fold_layers(graph, skipped)
-    except Unfolded:
-        graph = functional(())
-        fold_layers(graph)
-    return graph
+        try:
+            fold_layers(graph, skipped)
+            return graph
+        except Unfolded as unequal:
+            skipped = [fold for fold in skipped if not fold.covers(str(unequal))]
 
 
 def _functional(

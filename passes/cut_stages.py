@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from partc.errors import PlanError
+from partc.errors import MemoryLimitError, PlanError
 
 Ints = NDArray[np.int64]
 _NEVER = np.iinfo(np.int64).max // 4  # room to add a few of them
@@ -255,9 +255,9 @@ def _too_little(chain: Chain, in_flight: Sequence[int], limits: Sequence[int]) -
     )
 
 
-def too_little_memory(where: str, limit: int, needed: int, why: str) -> PlanError:
+def too_little_memory(where: str, limit: int, needed: int, why: str) -> MemoryLimitError:
     """``needed`` is the least limit that works."""
-    return PlanError(
+    return MemoryLimitError(
         where=where,
         what=f"no cut fits {limit:,} bytes of memory; the least that works is {needed:,} bytes",
         why=why,

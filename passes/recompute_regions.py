@@ -16,9 +16,9 @@ from partc.errors import PlanError
 from partc.folds import list_member
 from partc.graph import Graph, is_weight, picked, tensor_args, value
 from partc.moves import gathers_param
+from partc.passes.alike_blocks import blocks_of, prefixes
 from partc.passes.copy_forward import Copies, Home
 from partc.passes.replay_masks import draws_numbers, note_draws
-from partc.passes.stage_units import blocks_of, prefixes
 from partc.plan import Plan, fits
 
 

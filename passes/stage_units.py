@@ -6,17 +6,18 @@ order in which the forward runs. Its name is the module path at which a stage ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
+from partc.graph import Graph, copied, held, is_tensor, is_weight, tensor_args, value
+from partc.passes.alike_blocks import blocks_of, prefixes
 from partc.passes.bytes import moved_bytes
 from partc.passes.cut_stages import Unit
 from partc.passes.memory import STATE_COPIES
 from partc.passes.microbatches import given
+from partc.passes.recompute import recompute
 from partc.passes.storage import Replay, Storage, replay
 from partc.plan import Plan
 from partc.roofline import call_seconds
@@ -27,9 +28,11 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[U
     """The chain of a traced graph, before it is cut; ``plan`` is complete.
 
     Costs are those of one rank and microbatch. They take compute as even over a stage's ranks, and
-    activations as cut along the axes that cut the batch or the sequence; what is recomputed counts
-    as saved. A unit holds its parameters, their gradients and the optimizer's states.
+    activations as cut along the axes that cut the batch or the sequence. A unit holds its
+    parameters, their gradients and the optimizer's states.
     """
+    if plan.recompute != "none" and graph.loss is not None:
+        graph = recompute(copied(graph), plan)
     chain = _Chain(graph, replay(graph))
     assert plan.mesh is not None
     mesh, device = plan.mesh, plan.mesh.hardware.device
@@ -144,34 +147,6 @@ class _Chain:
             now += each
             sums.append(now)
         return sums
-
-
-def blocks_of(graph: Graph) -> set[str]:
-    """The paths of modules in lists that are alike: half of their parameters have equal shapes."""
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, node in graph.params.items():
-        for path in prefixes(name):
-            if path.rpartition(".")[2].isdigit():
-                shapes.setdefault(path, {})[name.removeprefix(path)] = value(node).shape
-    lists: dict[str, list[str]] = {}
-    for path in shapes:
-        lists.setdefault(path.rpartition(".")[0], []).append(path)
-    return {
-        path
-        for paths in lists.values()
-        for path in paths
-        if any(_alike(shapes[path], shapes[other]) for other in paths if other != path)
-    }
-
-
-def _alike(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -> bool:
-    return 2 * sum(b.get(name) == shape for name, shape in a.items()) >= max(len(a), len(b))
-
-
-def prefixes(path: str) -> Iterator[str]:
-    """``"h"``, ``"h.0"``, ``"h.0.mlp"`` of ``"h.0.mlp"``."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def _root(weight: fx.Node) -> fx.Node:

@@ -15,8 +15,9 @@ import torch
 from partc import compile
 from partc.cli import main
 from partc.errors import CheckError, PartcError, PlanError
+from partc.passes.alike_blocks import blocks_of
 from partc.passes.cut_stages import balance
-from partc.passes.stage_units import blocks_of, stage_units
+from partc.passes.stage_units import stage_units
 from partc.pipeline_cost import PipelineCost
 from partc.pipeline_step import check_queues, plan_step
 from partc.plan import Plan

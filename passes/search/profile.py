@@ -9,7 +9,7 @@ thousands.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import gcd
 
 import numpy as np
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, held, picked, tensor_args, value
+from partc.graph import Graph, copied, held, picked, tensor_args, value
 from partc.mesh import Mesh
 from partc.moves import kind_of
+from partc.passes.alike_blocks import blocks_of
 from partc.passes.apply_preset import complete
 from partc.passes.bytes import moved_bytes, put_in_bytes
 from partc.passes.flops import node_flops, op_name
@@ -28,7 +29,6 @@ from partc.passes.memory import MemoryCurve, memory_curve
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
-from partc.passes.stage_units import blocks_of
 from partc.passes.storage import replay
 from partc.plan import Plan
 from partc.sharding import DTYPE_NAMES
@@ -131,14 +131,6 @@ def _representative(graph: Graph, word: str) -> tuple[Graph, Plan]:
     plan = complete(Plan(preset="+".join(filter(None, ["ddp", word]))), copy, copy.mesh)
     choices = propagate(copy, plan, warnings=[])
     return recompute(fuse_bias(insert_collectives(copy, plan, choices)), plan), plan
-
-
-def copied(graph: Graph) -> Graph:
-    """The same graph on nodes of its own."""
-    nodes = fx.Graph()
-    result = nodes.graph_copy(graph.fx, {})
-    nodes.output(result)
-    return replace(graph, fx=nodes)
 
 
 @dataclass
