@@ -134,6 +134,19 @@ def scatter_cut_grads(
     return scatter_grads(rows, num, group)
 
 
+def move_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup, dim: int, to_dim: int,
+    outer: int = 1, to_outer: int = 1,
+) -> dict[nn.Parameter, Tensor]:  # fmt: skip
+    """Gradients that are cut on ``dim``, cut on ``to_dim`` instead; ``grads`` is left empty."""
+    moved = {}
+    for param in list(grads):
+        arrived, done = exchange(grads.pop(param), num, group, to_dim, to_outer)
+        done.wait()
+        moved[param] = join(arrived, num, dim, outer)
+    return moved
+
+
 def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
     """Tensors in one memory; one alone stays where it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -152,11 +152,29 @@ class Finish:
                 yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
                 continue
             yield Line(f"for grads in {bucket}({partials}, {self.bucket_bytes:_}):")
-            for node in chain[:-1]:
-                yield Line(f"grads, done = {self._summed(node, names[0])}", indent=1)
-                yield Line("done.wait()", indent=1)
-            yield Line(f"reduced.append({self._summed(chain[-1], names[0])})", indent=1)
+            yield from self._passed(chain, names[0])
         yield Line(f"{self.helpers.use('finish')}(reduced)")
+
+    def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
+        """All collectives of ``grads`` that are started, but the last one waited for."""
+        for node in chain:
+            if node.target is collectives.all_to_all:
+                yield Line(f"grads = {self._moved(node)}", indent=1)
+            elif node is not chain[-1]:
+                yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
+                yield Line("done.wait()", indent=1)
+            else:
+                yield Line(f"reduced.append({self._summed(node, param)})", indent=1)
+        if chain[-1].target is collectives.all_to_all:
+            yield Line("for w, grad in grads.items():", indent=1)
+            yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=2)
+
+    def _moved(self, node: fx.Node) -> str:
+        k: dict[str, Any] = dict(node.kwargs)
+        outers = [k.get("outer", 1), k.get("to_outer", 1)]
+        cuts = [k["dim"], k["to_dim"], *(outers if outers != [1, 1] else [])]
+        to = ", ".join(map(str, cuts))
+        return f"{self.helpers.use('move_grads')}(grads, {k['num']}, self.{k['axis']}, {to})"
 
     def _summed(self, node: fx.Node, param: str) -> str:
         """The start of one sum over ranks of all ``grads``, ``param``'s among them."""

@@ -18,7 +18,9 @@ from partc.cost import cost_report
 from partc.folds import Fold
 from partc.graph import Graph
 from partc.mesh import Mesh
+from partc.plan import Plan
 from partc.trace import trace
+from tests.pipelines import toy
 from tests.zoo import FAMILIES, Case
 
 DEPTH: dict[str, dict[str, Any]] = {
@@ -133,6 +135,44 @@ def test_a_folded_plan_replays() -> None:
     again = partc.compile(case.model, "dp=2", case.inputs, loss=case.loss, plan=first.plan)
     assert (again.plan, again.sources) == (first.plan, first.sources)
     assert str(again.cost) == str(first.cost)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "schedule"),
+    [
+        ("pp=4,dp=2", Plan(preset="zero1"), "1f1b"),
+        ("pp=2,tp=2", Plan(preset="megatron-sp", chunks=3), "interleaved-1f1b"),
+        ("pp=2", Plan(preset="ddp"), "zb-v"),
+    ],
+)
+def test_stages_of_equal_blocks_are_compiled_once(
+    mesh: str, plan: Plan, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle stages, and the middle of each stage, are copies: the program is the same."""
+    case = toy(38)
+    traced: list[Graph] = []
+
+    def made(fold: bool) -> partc.Program:
+        def traces(*args: Any, **options: Any) -> Graph:
+            traced.append(trace(*args, **options) if fold else trace(*args))
+            return traced[-1]
+
+        monkeypatch.setattr(partc.api, "trace", traces)
+        return partc.compile(
+            case.model, mesh, case.inputs, loss=case.loss, plan=plan, schedule=schedule,
+            microbatches=4,
+        )  # fmt: skip
+
+    once = made(fold=True)
+    kept = traced[-1].kept
+    assert kept is not None
+    assert (
+        kept.gaps or schedule == "zb-v"
+    )  # its stages are four, of which the first and last differ
+    assert kept.folds
+    every = made(fold=False)
+    assert (once.plan, once.sources, once.roles) == (every.plan, every.sources, every.roles)
+    assert str(once.cost) == str(every.cost)
 
 
 def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,32 @@ def test_gradients_share_a_transfer_up_to_the_plans_limit() -> None:
     verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
+class Embedded(nn.Module):
+    """So many words that their gradient is cheaper to move than what it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(256, 32), nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 256, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset"), [("tp=4", "megatron-sp"), ("dp=2,tp=4", "ddp+megatron-sp")]
+)
+def test_a_gradient_changes_its_cut_once_per_step(mesh: str, preset: str) -> None:
+    torch.manual_seed(0)
+    model, ids = Embedded().double(), torch.randint(256, (8, 32))
+    program = partc.compile(model, mesh, (ids,), plan=preset, microbatches=2)
+    assert "move_grads(grads, 4, self.tp, 1, 0)" in program.source()
+    verify(program, model, (ids,)).check(TOLERANCE)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_gpt2(schedule: str) -> None:
     """A tied model of transformers' own."""
