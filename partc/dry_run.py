@@ -9,9 +9,10 @@ from __future__ import annotations
 import linecache
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.dry_turns import KnownTurns, Lines, NotSteady, Turns
 from partc.fake_calls import FakeCalls, tensors_in
 from partc.mesh import Mesh
 from partc.passes.workspaces import workspace_of
@@ -47,18 +49,34 @@ class DryRun:
     holders: tuple[Holder, ...]  # largest first
 
 
-def dry_run(role: Role, rank: int = 0) -> DryRun:
-    """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``."""
+def dry_run(role: Role, rank: int = 0, known: KnownTurns | None = None) -> DryRun:
+    """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``.
+
+    Microbatches that do what others did are not executed (``dry_turns``); ``known`` keeps what
+    they do for further ranks that run the same file.
+    """
+    try:
+        return execute(role, rank, {} if known is None else known)
+    except NotSteady:
+        return execute(role, rank, None)
+
+
+def execute(role: Role, rank: int, known: KnownTurns | None) -> DryRun:
+    """The same with all microbatches where ``known`` is None; NotSteady if some cannot be left
+    out.
+    """
     file = role.module.Step.__init__.__code__.co_filename
     watch = _Live(file)
     with alone(role, rank) as here, torch.no_grad(), FakeTensorMode():
         step: Any = role.build(here)
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         watch.leave_out([*step.parameters(), *step.buffers(), *inputs])
+        if known is not None and hasattr(step, "stages") and not role.is_inference:
+            Turns(watch, known).take_over([*step.stages.values()])
         with watch:
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
     del kept
-    holders = [Holder(p.line, _text(file, p.line), p.num_bytes) for p in watch.at_peak()]
+    holders = [Holder(line, _text(file, line), size) for line, size in watch.at_peak()]
     return DryRun(watch.peak_bytes, watch.peak_line, tuple(_joined(holders)))
 
 
@@ -99,6 +117,17 @@ class _Piece:
     died: int | None = None
 
 
+@dataclass
+class _Since:
+    """The most that is live since a call began, and what was alive then."""
+
+    total: int = 0
+    peak_bytes: int = 1 << 62
+    line: int = 0
+    at_call: int = 0
+    alive: set[int] = field(default_factory=set)
+
+
 class _Live(TorchDispatchMode):
     """Counts the bytes of storages that are alive after every op; a storage tells when it dies."""
 
@@ -111,6 +140,9 @@ class _Live(TorchDispatchMode):
         self.pieces: list[_Piece] = []
         self.calls = self.total = 0
         self.peak_bytes = self.peak_line = self.peak_call = 0
+        self.at_meeting: Lines | None = None  # what is live at the peak, where a stand-in has it
+        self.since = _Since()
+        self.made_line = 0
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Do not count these."""
@@ -125,9 +157,13 @@ class _Live(TorchDispatchMode):
         self.calls += 1
         for tensor in tensors_in(result):
             self._add(tensor.untyped_storage())
-        if self.total + workspace_bytes > self.peak_bytes:
-            self.peak_bytes = self.total + workspace_bytes
+        now = self.total + workspace_bytes
+        if now > self.peak_bytes:
+            self.peak_bytes, self.at_meeting = now, None
             self.peak_line, self.peak_call = self._line(), self.calls
+        if now > self.since.peak_bytes:
+            self.since.peak_bytes = now
+            self.since.line, self.since.at_call = self._line(), self.calls
         return result
 
     def _add(self, storage: torch.UntypedStorage, *, counts: bool = True) -> None:
@@ -143,17 +179,62 @@ class _Live(TorchDispatchMode):
         piece.died = self.calls
         self.total -= piece.num_bytes
 
-    def at_peak(self) -> list[_Piece]:
-        """What was alive when most was."""
-        at = self.peak_call
+    def at_peak(self) -> list[tuple[int, int]]:
+        """Line and bytes of what was alive when most was."""
+        if self.at_meeting is not None:
+            return sorted((line, size) for line, size in self.at_meeting.items() if size)
+        return [(piece.line, piece.num_bytes) for piece in self._alive_at(self.peak_call)]
+
+    def _alive_at(self, call: int) -> list[_Piece]:
         return [
             piece
             for piece in self.pieces
-            if piece.num_bytes and piece.born <= at and (piece.died is None or piece.died >= at)
+            if piece.num_bytes and piece.born <= call and (piece.died is None or piece.died >= call)
         ]
+
+    # for stand-ins -----------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Start to note the most that is live from here on."""
+        alive = {id(piece) for _, piece in self.alive.values()}
+        self.since = _Since(self.total, self.total, self._line(), self.calls, alive)
+
+    def inner_peak(self) -> tuple[int, int, Lines]:
+        """That, the line where it is, and what is live there more than at the beginning."""
+        since = self.since
+        there = {id(piece): piece for piece in self._alive_at(since.at_call)}
+        extra: Lines = Counter()
+        for key, piece in there.items():
+            if key not in since.alive:
+                extra[piece.line] += piece.num_bytes
+        for piece in self.pieces:
+            if id(piece) in since.alive and id(piece) not in there:
+                extra[piece.line] -= piece.num_bytes
+        return since.peak_bytes - since.total, since.line, extra
+
+    def alive_lines(self) -> dict[int, tuple[int, int]]:
+        """Line and bytes of every storage that is alive, by its address."""
+        return {key: (piece.line, piece.num_bytes) for key, (_, piece) in self.alive.items()}
+
+    def made_at(self, line: int, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that counts as made at a line."""
+        self.made_line = line
+        made = make()
+        self.made_line = 0
+        return made
+
+    def meet(self, num_bytes: int, line: int, extra: Lines) -> None:
+        """So many bytes are live for a moment, beside what is live now."""
+        if num_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_line = num_bytes, line
+            self.at_meeting = Counter()
+            for _, piece in self.alive.values():
+                self.at_meeting[piece.line] += piece.num_bytes
+            self.at_meeting.update(extra)
 
     def _line(self) -> int:
         """The line of the program that is being executed."""
+        if self.made_line:
+            return self.made_line
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back  # type: ignore[assignment]

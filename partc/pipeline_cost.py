@@ -16,6 +16,7 @@ from partc.amounts import amount, table, time_text
 from partc.collective_cost import cheapest
 from partc.cost import TOP
 from partc.dry_run import DryRun, dry_run
+from partc.dry_turns import KnownTurns
 from partc.graph import Graph, Phase, held, value
 from partc.memory_limit import Holders, Peak
 from partc.mesh import PP, Mesh
@@ -33,7 +34,7 @@ from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
 
-DRY_RUN_ACTIONS = 256  # of a rank; a longer program's peak is that of the simulation
+DRY_RUN_ACTIONS = 4096  # of a rank; a longer program's peak is that of the simulation
 
 
 @dataclass(frozen=True)
@@ -265,8 +266,7 @@ def pipeline_cost(
         device=f"{mesh.hardware.name}: {mesh.hardware.device.name}",
         link=stage_link(stages, mesh),
         stages=tuple(stages),
-        ranks=tuple(_rank_cost(graphs, step, rank, roles[rank], optimizer) for rank in
-                    range(step.schedule.ranks)),
+        ranks=_rank_costs(graphs, step, roles, optimizer),
         closing=tuple(
             Closing(each.name, each.members, step.simulated.costs.collectives[each.name])
             for each in step.wiring.collectives
@@ -348,8 +348,19 @@ def _num_bytes(node: fx.Node) -> int:
 
 
 # ranks --------------------------------------------------------------------------------------------
+def _rank_costs(
+    graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str
+) -> tuple[RankCost, ...]:
+    """The costs of every rank; those that run one file know each other's turns."""
+    known: dict[str, KnownTurns] = {}
+    return tuple(
+        _rank_cost(graphs, step, rank, role, known.setdefault(role.module.__name__, {}), optimizer)
+        for rank, role in enumerate(roles)
+    )
+
+
 def _rank_cost(
-    graphs: Sequence[Graph], step: Step, rank: int, role: Role, optimizer: str
+    graphs: Sequence[Graph], step: Step, rank: int, role: Role, known: KnownTurns, optimizer: str
 ) -> RankCost:
     schedule, simulated = step.schedule, step.simulated
     stages = schedule.stages_of(rank)
@@ -361,7 +372,7 @@ def _rank_cost(
     trained = _trained_bytes(graphs, stages)
     of_grads, in_flight = sum(grads.values()), int(simulated.peaks[rank])
     long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
-    ran = None if long else dry_run(role, role.mesh.first_rank(rank))
+    ran = None if long else dry_run(role, role.mesh.first_rank(rank), known)
     return RankCost(
         stages=stages,
         params=sum(params.values()),

@@ -1,0 +1,59 @@
+"""A dry run that leaves microbatches out finds what one of all of them finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import partc
+from partc import dry_turns
+from partc.dry_run import dry_run, execute
+from partc.dry_turns import KnownTurns, Turns
+from partc.plan import Plan
+from tests.pipelines import toy
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "preset", "chunks"),
+    [
+        ("1f1b", "pp=4", "ddp", 1),
+        ("gpipe", "pp=2,dp=2", "fsdp", 1),
+        ("interleaved-1f1b", "pp=2,tp=2", "megatron-sp", 2),
+        ("zb-v", "pp=2", "ddp", 2),
+        ("zb-h1", "pp=4,dp=2", "zero1", 1),
+        ("dualpipe-v", "pp=2", "ddp", 2),
+        ("1f1b", "dp=2,tp=2", "fsdp+megatron-sp", 1),
+    ],
+)
+def test_the_same_peak_line_and_holders(
+    schedule: str, mesh: str, preset: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = toy(8)
+    program = partc.compile(
+        case.model, mesh, case.inputs, loss=case.loss, plan=Plan(preset=preset, chunks=chunks),
+        schedule=schedule, microbatches=12,
+    )  # fmt: skip
+    executed = count_calls(monkeypatch)
+    known: dict[str, KnownTurns] = {}
+    for number in range(program.mesh.pipeline_ranks):
+        rank = program.mesh.first_rank(number)
+        role = program.role(rank)
+        executed.clear()
+        found = dry_run(role, rank, known.setdefault(program.role_of(rank), {}))
+        assert len(executed) < 12 * chunks  # of as many forwards, and backwards
+        assert found == execute(role, rank, None)
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What stages' methods are executed from here on."""
+    executed: list[str] = []
+    real: Callable[..., Any] = Turns._execute
+
+    def counted(self: Turns, key: tuple[int, str], *rest: Any) -> Any:
+        executed.append(key[1])
+        return real(self, key, *rest)
+
+    monkeypatch.setattr(dry_turns.Turns, "_execute", counted)
+    return executed
