@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from partc.basis import Basis
 from partc.check import check
 from partc.codegen.emit import emit
 from partc.codegen.header import header, stage_header
@@ -17,9 +19,10 @@ from partc.codegen.pipeline import Pipeline, file_name
 from partc.cost import cost_report
 from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
-from partc.graph import Graph, value
+from partc.graph import Graph, copied, value
 from partc.memory_limit import check_memory
 from partc.mesh import PP, Mesh
+from partc.objective import Objective, objective_of
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
@@ -34,12 +37,17 @@ from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.search.choose_plan import AUTO_PLAN, can_search, choose_plan
+from partc.passes.search.infeasible import too_large
+from partc.passes.search.plans_by_hand import by_hand
+from partc.passes.search.search_plans import Taken
 from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
-from partc.pipeline_cost import pipeline_cost
+from partc.passes.storage import replay
+from partc.pipeline_cost import pipeline_cost, trained_bytes_of
 from partc.plan import Plan
-from partc.prediction import Work
+from partc.prediction import Work, trained_bytes
 from partc.program import Program
+from partc.record_tape import record_phases, record_step
 from partc.role import Role, dtype_name
 from partc.schedule_stages import schedule_stages
 from partc.schedules.csv_form import write_csv
@@ -61,6 +69,7 @@ def compile(
     chunks: int | None = None,
     memory_bytes: int | None = None,
     batch_norm: str | None = None,
+    objective: str = "time",
     strict: bool = False,
 ) -> Program:
     """Compile one training step of ``model`` (its weights are not needed) for a mesh.
@@ -75,7 +84,9 @@ def compile(
     torch's pipelining writes them; without one it is 1f1b, or forward-only for inference),
     ``stages`` the module paths at which stages 1, 2, ... begin; without them stages are cut evenly
     by cost, ``chunks`` on each rank. A program whose predicted peak on any rank, with AdamW's
-    states, is beyond ``memory_bytes`` is refused. Raises a PartcError in four parts: TraceError,
+    states, is beyond ``memory_bytes`` is refused. ``objective``: what "auto" makes least, the
+    "time" of a step, or "dollars" or "energy" of a token, for which an open mesh may be used in
+    part. Raises a PartcError in four parts: TraceError,
     PlanError, ShardingError or CheckError.
     """
     wanted = read_plan(plan)
@@ -92,8 +103,11 @@ def compile(
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
     job = _Job(model, inputs, loss, strict)
+    aim = objective_of(objective)
     if wanted.preset == AUTO_PLAN:
-        return job.with_search(Mesh.of(mesh), wanted, microbatches)
+        return job.with_search(Mesh.of(mesh), wanted, microbatches, aim)
+    if aim != "time":
+        raise _nothing_to_choose(aim, wanted)
     return job.with_plan(Mesh.of(mesh).settled(wanted.mesh), wanted)
 
 
@@ -106,32 +120,45 @@ class _Job:
     loss: Callable[..., Any] | None
     strict: bool
 
-    def with_search(self, mesh: Mesh, plan: Plan, microbatches: int | None) -> Program:
+    def with_search(
+        self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
+    ) -> Program:
         """Compile the best plan that is found, or the next best where its program is too large."""
         graph = self._traced(mesh, plan)
         if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, graph)
-        ways = choose_plan(graph, mesh, plan, microbatches).ways(mesh, plan)
-        for at, each in ways[:-1]:
+        choice = choose_plan(graph, mesh, plan, microbatches, objective)
+        ways = zip(choice.ways(mesh, plan), choice.ranked, strict=True)
+        for (at, each), taken in ways:
             try:
-                return self.with_plan(at, each, graph)
+                return self.with_plan(at, each, graph, Taken(choice.search, taken.candidate, True))
             except MemoryLimitError:
+                if taken is choice.ranked[-1]:
+                    raise
                 graph = self._traced(mesh, plan)
-        return self.with_plan(*ways[-1], graph)
+        raise AssertionError("a choice has a candidate")
 
-    def with_plan(self, mesh: Mesh, plan: Plan, graph: Graph | None = None) -> Program:
-        """Compile a plan; ``graph`` is the model as traced, if it has been."""
+    def with_plan(
+        self, mesh: Mesh, plan: Plan, graph: Graph | None = None, taken: Taken | None = None
+    ) -> Program:
+        """Compile a plan; ``graph`` is the model as traced, if it has been, ``taken`` the candidate
+        that the plan is, if one was searched.
+        """
         graph = graph or self._traced(mesh, plan)
         graph.mesh = mesh
+        find = partial(by_hand, copied(graph), mesh, plan) if taken is None else lambda: taken
         fingerprint, work = Fingerprint.of(self.model), Work.of(graph)
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:
             at, graph = self._staged(graph, plan)
-            return compile_rest(graph, at, fingerprint, work, strict=self.strict)
+            program = compile_rest(graph, at, fingerprint, work, strict=self.strict)
+        except MemoryLimitError as error:
+            raise error if taken else too_large(error, find()) from None
         except Unfolded:
             graph = trace(self.model, self.inputs, self.loss)
             graph.mesh = mesh
-            return compile_rest(graph, plan, fingerprint, work, strict=self.strict)
+            program = compile_rest(graph, plan, fingerprint, work, strict=self.strict)
+        return replace(program, basis=replace(program.basis, find=find))
 
     def _traced(self, mesh: Mesh, plan: Plan) -> Graph:
         return trace(self.model, self.inputs, self.loss, fold=not plan.names_blocks)
@@ -153,6 +180,15 @@ class _Job:
         return plan.changed(schedule=full.schedule, stages=full.stages), graph
 
 
+def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
+    return PlanError(
+        where=f"objective {objective!r}",
+        what=f"the plan {plan.preset!r} leaves nothing to choose",
+        why='an objective is what plan="auto" searches for',
+        do='Take plan="auto", or leave the objective out.',
+    )
+
+
 def compile_stage(
     graph: Graph, plan: Plan, fingerprint: Fingerprint, work: Work, *, strict: bool = False
 ) -> Program:
@@ -164,9 +200,11 @@ def compile_stage(
     source = emit(local, header=header(local, full))
     cost = cost_report(local, role=Role.load(source, ROLE), work=work, mesh=mesh)
     check_memory(cost.peaks(), full.memory_bytes)
+    tape = record_step(local, replay(local))
     return Program(
         plan=str(full),
         mesh=mesh,
+        basis=Basis(str(mesh.hardware), (tape,), (trained_bytes(local),)),
         sources={ROLE: source},
         roles=((mesh.num_ranks, ROLE),),
         cost=cost,
@@ -194,8 +232,10 @@ def compile_pipeline(
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
     numbers = [like.number for like in local.kept.stages] if local.kept else range(len(graphs))
-    for stage in dict(zip(numbers, graphs, strict=True)).values():
+    compiled = dict(zip(numbers, graphs, strict=True))
+    for stage in compiled.values():
         check(stage)
+    tapes = {number: record_phases(each, replay(each)) for number, each in compiled.items()}
     order = step.schedule
     pipeline = Pipeline(graphs, stages.tied, order, mesh, step.wiring, full.join_mb)
     files = {file_name(ranks): ranks for ranks in pipeline.groups()}
@@ -211,6 +251,11 @@ def compile_pipeline(
     return Program(
         plan=str(full),
         mesh=mesh,
+        basis=Basis(
+            str(mesh.hardware),
+            tuple(tapes[number] for number in numbers),
+            tuple(trained_bytes_of(graphs, order.stages_of(rank)) for rank in range(order.ranks)),
+        ),
         sources=sources,
         roles=tuple((len(list(run)), name) for name, run in groupby(at)),
         cost=cost,

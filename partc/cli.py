@@ -22,6 +22,7 @@ examples:
   partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
   partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
   partc simulate build/ --svg step.svg --trace step.json
+  partc simulate build/ --bandwidth nvlink=x2 --peak x1.5     the same program on other machines
   partc verify build/ --model mypackage.train:setup
   partc calibrate --ranks 4 -o mesh.toml         or on several machines
   torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
@@ -86,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--stages", metavar="A,B", help="module paths where stages 1, 2, ... begin")
     made.add_argument("--chunks", type=int, help="stages per pipeline rank, where they are chosen")
     made.add_argument("--memory-bytes", type=int, help="what a rank may hold at its peak")
+    made.add_argument(
+        "--objective", default="time", help="what --plan auto makes least: time, dollars, energy"
+    )
     made.add_argument("--inference", action="store_true", help="the forward alone, in eval mode")
     _add_sizes(made)
     made = command("explain", commands.explain_command)
@@ -99,6 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("folder")
     made.add_argument("--trace", metavar="FILE", help="write a Chrome trace (JSON)")
     made.add_argument("--svg", metavar="FILE", help="write a picture")
+    what_if = made.add_argument_group("on other machines (factors: 2, x0.5)")
+    for name, what in (("bandwidth", "bytes/s"), ("latency", "latencies")):
+        what_if.add_argument(
+            f"--{name}", metavar="[LEVEL=]X", action="append", default=[],
+            help=f"{what} of all links, or of one level's",
+        )  # fmt: skip
+    what_if.add_argument("--peak", metavar="X", default="1", help="FLOP/s")
+    what_if.add_argument("--memory-bandwidth", metavar="X", default="1", help="of a device")
+    what_if.add_argument("--devices", metavar="N", type=int, default=0, help="estimated")
     made = command("calibrate", commands.calibrate_command)
     made.add_argument("--ranks", type=int, help="processes to start; under torchrun leave it out")
     made.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])

@@ -40,7 +40,7 @@ def compile_command(args: argparse.Namespace) -> int:
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
             stages=args.stages.split(",") if args.stages else None,
-            memory_bytes=args.memory_bytes,
+            memory_bytes=args.memory_bytes, objective=args.objective,
         )  # fmt: skip
     program.save(args.out)
     lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}
@@ -76,22 +76,22 @@ def explain_command(args: argparse.Namespace) -> int:
 
 
 def simulate_command(args: argparse.Namespace) -> int:
-    """Show the predicted step of a saved program; of a pipeline its grid, bubble and peaks."""
-    from partc.prediction import Prediction
+    """Show the predicted step of a saved program, also on faster or slower machines; of a pipeline
+    its grid, bubble and peaks.
+    """
     from partc.program import load
-    from partc.saved_step import saved_step
+    from partc.simulate_saved import simulate_saved
+    from partc.what_if import Change
 
-    program = load(args.folder)
-    saved = program.cost.as_json()
-    if saved and not program.schedule and not (args.trace or args.svg):
-        prediction = Prediction.of_json(saved["prediction"])
-        _tell(args, str(prediction), prediction.as_json())
-        return 0
-    step = saved_step(program, args.folder)
-    for path, text in ((args.trace, step.trace), (args.svg, step.svg)):
+    change = Change.parse(
+        bandwidth=args.bandwidth, latency=args.latency, peak=args.peak,
+        memory_bandwidth=args.memory_bandwidth, devices=args.devices,
+    )  # fmt: skip
+    shown = simulate_saved(load(args.folder), change, args.folder)
+    for path, kind in ((args.trace, "trace"), (args.svg, "svg")):
         if path:
-            atomic_write(Path(path), text())
-    _tell(args, str(step), step.as_json())
+            atomic_write(Path(path), shown.file(kind, args.folder))
+    _tell(args, shown.text, shown.told)
     return 0
 
 
@@ -169,6 +169,7 @@ def diff_command(args: argparse.Namespace) -> int:
 
 def _explain_program(args: argparse.Namespace) -> None:
     """Plan, cost and roles of a saved program, or the source of one rank."""
+    from partc.explanation import explain_program
     from partc.program import load
 
     program = load(args.what)
@@ -185,12 +186,14 @@ def _explain_program(args: argparse.Namespace) -> None:
         roles.append(f"ranks {first} to {first + num - 1}: {name}")
         first += num
     text = [f"{program.model} on {program.mesh}", f"inputs {', '.join(inputs)}", *roles]
+    why = explain_program(program)
     told = {
         "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
-        "cost": cost.as_json(), "roles": [list(run) for run in program.roles],
+        "cost": cost.as_json(), "explanation": why.as_json(),
+        "roles": [list(run) for run in program.roles],
         "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
     }  # fmt: skip
-    _tell(args, "\n".join([*text, "", program.plan, str(cost)]), told)
+    _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
 
 
 def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:

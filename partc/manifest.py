@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from partc.basis import Basis
 from partc.errors import LoadError, PartcError
 from partc.fingerprint import KINDS, Fingerprint, TensorSpec
 from partc.mesh import Mesh
 
 NAME = "program.json"
-SCHEMA = 1
+SCHEMA = 2
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
@@ -34,6 +35,7 @@ class Manifest:
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     fingerprint: Fingerprint
     cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
+    basis: Basis
     files: Mapping[str, str]  # name -> sha256
 
     def as_json(self) -> str:
@@ -50,6 +52,7 @@ class Manifest:
                 for name, spec in self.fingerprint.tensors.items()
             },
             "cost": dict(self.cost),
+            "basis": self.basis.as_json(),
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -99,12 +102,14 @@ class Manifest:
                 {n: _spec(*entry) for n, entry in fields["fingerprint"].items()}
             ),
             cost=_cost(fields["cost"]),
+            basis=Basis.of_json(fields["basis"]),
             files=files,
         )
 
 
 _FIELDS = {
-    "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "files"
+    "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
+    "files",
 }  # fmt: skip
 
 

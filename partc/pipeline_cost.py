@@ -28,11 +28,12 @@ from partc.pipeline_prediction import predict_pipeline
 from partc.pipeline_step import Step, plan_step
 from partc.prediction import Prediction, Work
 from partc.role import Role
-from partc.roofline import Spent, phase_times
+from partc.roofline import Spent
 from partc.schedules import Schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
+from partc.step_walk import phase_times
 
 DRY_RUN_ACTIONS = 4096  # of a rank; a longer program's peak is that of the simulation
 
@@ -256,7 +257,7 @@ def pipeline_cost(
     optimizer: str = "adamw",
 ) -> PipelineCost:
     """The costs of a planned step; ``roles`` are the programs of pipeline ranks 0, 1, ..."""
-    trained = [_trained_bytes(graphs, step.schedule.stages_of(r)) for r in range(len(roles))]
+    trained = [trained_bytes_of(graphs, step.schedule.stages_of(r)) for r in range(len(roles))]
     return PipelineCost(
         model=graphs[0].model,
         mesh=str(mesh),
@@ -369,7 +370,7 @@ def _rank_cost(
     params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
     grads = {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
     buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
-    trained = _trained_bytes(graphs, stages)
+    trained = trained_bytes_of(graphs, stages)
     of_grads, in_flight = sum(grads.values()), int(simulated.peaks[rank])
     long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
     ran = None if long else dry_run(role, role.mesh.first_rank(rank), known)
@@ -387,7 +388,7 @@ def _rank_cost(
     )
 
 
-def _trained_bytes(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
+def trained_bytes_of(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
     """Bytes of the parameters with gradients of some stages, each once."""
     mine = [graphs[stage] for stage in stages]
     params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}

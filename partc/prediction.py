@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from partc.amounts import Row, amount, table, time_text
 from partc.graph import Graph, held, value
 from partc.mesh import Mesh
+from partc.objective import Batch
 from partc.passes.flops import node_flops, total_flops
 from partc.passes.storage import Replay
+from partc.record_tape import record_step
 from partc.roofline import Spent, dtype_of
 from partc.step_walk import step_times
 from partc.topology import Device
@@ -37,6 +39,11 @@ class Work:
     samples: int
     tokens: int
 
+    @property
+    def batch(self) -> Batch:
+        """Its tokens, or its samples."""
+        return Batch(self.tokens, "tokens") if self.tokens else Batch(self.samples, "samples")
+
     @classmethod
     def of(cls, graph: Graph) -> Work:
         """That of a joint graph as it was traced."""
@@ -57,11 +64,14 @@ class Work:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of a step on the rank that computes most; ``bound`` is what takes most of it."""
+    """One phase of a step on the rank that computes most; ``parts`` are its seconds by what bounds
+    them, as ``Spent`` has them, and ``bound`` what takes most of it.
+    """
 
     name: str
     seconds: float
     bound: str
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -154,12 +164,14 @@ def predict(
     local: Graph, ran: Replay, work: Work, mesh: Mesh, *, optimizer: str = "adamw"
 ) -> Prediction:
     """The step of a scheduled graph of one stage, the same on all ranks of the mesh."""
-    spent = step_times(local, ran, mesh)
-    trained = sum(
-        local.times(local.params[name]) * held(node).nbytes for name, node in local.grads.items()
-    )
-    spent["optimizer"] = optimizer_time(trained, mesh.hardware.device, optimizer)
+    spent = step_times(record_step(local, ran), mesh)
+    spent["optimizer"] = optimizer_time(trained_bytes(local), mesh.hardware.device, optimizer)
     return prediction(spent, work, mesh, total_flops(local))
+
+
+def trained_bytes(local: Graph) -> int:
+    """Bytes of a rank's parameters with gradients."""
+    return sum(local.times(local.params[n]) * held(d).nbytes for n, d in local.grads.items())
 
 
 def prediction(
@@ -178,7 +190,7 @@ def prediction(
         seconds=whole.seconds,
         compute_s=sum(whole.computing.values()),
         phases=tuple(
-            PhaseTime(name, each.seconds, each.bound)
+            PhaseTime(name, each.seconds, each.bound, each.parts)
             for name, each in spent.items()
             if each.seconds
         ),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from partc import manifest as manifests
 from partc.atomic import atomic_directory, atomic_write
+from partc.basis import Basis
 from partc.errors import LoadError, UsageError
 from partc.fingerprint import Fingerprint, table
 from partc.manifest import Manifest, sha256
@@ -55,7 +56,7 @@ class SavedCost:
 class Program:
     """Everything that running needs. ``roles`` is run-length coded: ``((2, "a.py"), (2, "b.py"))``
     says that ranks 0 and 1 run a.py and ranks 2 and 3 b.py. ``schedule`` is that of a pipeline, as
-    ``partc.schedules.csv_form`` writes it."""
+    ``partc.schedules.csv_form`` writes it. ``basis`` is what its predictions rest on."""
 
     plan: str
     mesh: Mesh
@@ -67,6 +68,7 @@ class Program:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     schedule: str = ""
+    basis: Basis = field(default_factory=Basis, compare=False)
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -128,6 +130,7 @@ class Program:
             inputs=self.inputs,
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
+            basis=self.basis,
             files=digests,
         )
 
@@ -160,6 +163,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
         constants=dict(TensorFile(folder / CONSTANTS)),
         inputs=manifest.inputs,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
+        basis=manifest.basis,
     )
 
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from partc import collectives
 from partc.collective_cost import collective_seconds
-from partc.graph import Graph, Phase, first_operand, held, value
+from partc.graph import held
 from partc.mesh import Mesh
-from partc.moves import kind_of
-from partc.passes.bytes import moved_bytes, packed_bytes, put_in_bytes, unpacked_bytes
+from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops, op_name
-from partc.passes.fold_layers import unfolded_calls
 from partc.passes.storage import Replay
 from partc.sharding import DTYPE_NAMES
+from partc.tape import Call, Move
 from partc.topology import Device
 
 FUNCTIONS = frozenset(
@@ -33,6 +32,8 @@ FUNCTIONS = frozenset(
     )
     for suffix in ("", "_backward", "_backward_data")
 )  # fmt: skip
+
+COMPUTE = "compute"  # the stream that computes
 
 
 @dataclass
@@ -51,9 +52,14 @@ class Spent:
         return sum(self.computing.values()) + sum(self.exposed.values())
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what computing is bound by, and by the axis that it waits for."""
+        return {**self.computing, **self.exposed}
+
+    @property
     def bound(self) -> str:
         """What takes most of the time."""
-        parts = {**self.computing, **self.exposed}
+        parts = self.parts
         return max(parts, key=parts.__getitem__, default="nothing")
 
     def add(self, other: Spent, times: float = 1.0) -> None:
@@ -71,22 +77,23 @@ class Spent:
         return cls(**{name: dict(seconds) for name, seconds in data.items()})
 
 
-def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
-    """What each phase of a scheduled graph spends, each run by itself from its first call.
-
-    ``mesh`` has all axes, ``pp`` too: how far apart ranks stand depends on them.
-    """
-    clocks: dict[Phase, Clock] = {}
-    spent: dict[Phase, Spent] = {}
-    for node in unfolded_calls(graph):
-        phase = value(node).phase
-        clocks.setdefault(phase, Clock(mesh, ran)).run(node, spent.setdefault(phase, Spent()))
-    return spent
+def call_seconds(node: fx.Node, ran: Replay, device: Device) -> float:
+    """The time of one call."""
+    call = call_of(node, ran)
+    return max(_parts(call, device).values()) if call else 0.0
 
 
-def call_seconds(node: fx.Node, num_bytes: int, device: Device) -> float:
-    """The time of one call that moves so many bytes through memory."""
-    return _longest(node, num_bytes, device)[1]
+def call_of(node: fx.Node, ran: Replay) -> Call | None:
+    """What a roofline asks of a call; None if it does nothing."""
+    flops, num_bytes, name = node_flops(node), moved_bytes(node, ran), op_name(node)
+    if not flops and not num_bytes:
+        return None
+    work = "attention" if "attention" in name else "functions" if name in FUNCTIONS else "matmul"
+    return Call(name, work, dtype_of(node), flops, num_bytes)
+
+
+def _parts(call: Call, device: Device) -> dict[str, float]:
+    return device.parts(call.flops, call.dtype, call.num_bytes, call.work)
 
 
 def dtype_of(node: fx.Node) -> str:
@@ -95,52 +102,63 @@ def dtype_of(node: fx.Node) -> str:
     return DTYPE_NAMES.get(tensors[0].dtype, "f8") if tensors else "f32"
 
 
+class Box(NamedTuple):
+    """What a stream does from ``begin_s`` on: the one that computes, or that of an axis."""
+
+    stream: str
+    name: str
+    block: str
+    begin_s: float
+    seconds: float
+
+
 class Clock:
     """How far computing has come, and until when the links of each axis are taken.
 
     Collectives of one axis run one after the other, those of several axes side by side. While any
-    runs, computing is slower by the topology's ``contention``.
+    runs, computing is slower by the topology's ``contention``. With ``boxes`` it notes all of it.
     """
 
-    def __init__(self, mesh: Mesh, ran: Replay) -> None:
-        self.mesh, self.ran, self.device = mesh, ran, mesh.hardware.device
+    def __init__(self, mesh: Mesh, boxes: list[Box] | None = None) -> None:
+        self.mesh, self.device = mesh, mesh.hardware.device
         self.now = 0.0
         self.free: dict[str, float] = {}  # axis -> when its last transfer ends
-        self.ends: dict[fx.Node, float] = {}
+        self.boxes = boxes
+        self.block = ""
 
-    def run(self, node: fx.Node, spent: Spent) -> None:
-        """Execute the next call of a program."""
-        if node.target in collectives.COLLECTIVES:
-            self.ends[node] = self.start(node, spent)
-        elif node.target is collectives.wait:
-            start = first_operand(node)
-            if start in self.ends:
-                self.wait(start, self.ends.pop(start), spent)
-        else:
-            self._compute(*_longest(node, moved_bytes(node, self.ran), self.device), spent)
+    def compute(self, call: Call, spent: Spent) -> None:
+        """Execute a call."""
+        bound, seconds = max(_parts(call, self.device).items(), key=lambda part: part[1])
+        self._compute(call.name, bound, seconds, spent)
 
-    def start(self, node: fx.Node, spent: Spent) -> float:
+    def start(self, move: Move, spent: Spent) -> float:
         """Start a collective, once its operands lie side by side; when it ends."""
-        axis = str(node.kwargs["axis"])
-        self._copy(packed_bytes(node), spent)
+        axis = move.axis
+        self._copy(move.packed_bytes, spent)
         begin = max(self.now, self.free.get(axis, 0.0))
-        seconds = collective_seconds(kind_of(node), put_in_bytes(node), self.mesh, axis)
+        seconds = collective_seconds(move.kind, move.put_in_bytes, self.mesh, axis)
         spent.hidden[axis] = spent.hidden.get(axis, 0.0) + seconds
         self.free[axis] = begin + seconds
+        self._note(axis, move.kind, begin, seconds)
         return begin + seconds
 
-    def wait(self, node: fx.Node, end: float, spent: Spent) -> None:
+    def wait(self, move: Move, end: float, spent: Spent) -> None:
         """Wait for a started collective that ends then, and make the whole of what arrived."""
         if end > self.now:
-            self._expose(str(node.kwargs["axis"]), end - self.now, spent)
+            self._expose(move.axis, end - self.now, spent)
             self.now = end
-        self._copy(unpacked_bytes(node), spent)
+        self._copy(move.unpacked_bytes, spent)
+
+    def note(self, name: str, seconds: float) -> None:
+        """Note what runs now and takes so long, in none of the blocks."""
+        self.block = ""
+        self._note(COMPUTE, name, self.now, seconds)
 
     def _copy(self, num_bytes: int, spent: Spent) -> None:
         if num_bytes:
-            self._compute("memory", self.device.memory_seconds(num_bytes), spent)
+            self._compute("copy", "memory", self.device.memory_seconds(num_bytes), spent)
 
-    def _compute(self, bound: str, seconds: float, spent: Spent) -> None:
+    def _compute(self, name: str, bound: str, seconds: float, spent: Spent) -> None:
         spent.computing[bound] = spent.computing.get(bound, 0.0) + seconds
         axis = max(self.free, key=self.free.__getitem__, default="")
         speed = 1 - self.mesh.hardware.contention
@@ -149,6 +167,7 @@ class Clock:
             slowed = min(beside, seconds / speed) if speed > 0 else beside
             self._expose(axis, lost := slowed * (1 - speed), spent)
             seconds += lost
+        self._note(COMPUTE, name, self.now, seconds)
         self.now += seconds
 
     def _expose(self, axis: str, seconds: float, spent: Spent) -> None:
@@ -156,13 +175,6 @@ class Clock:
         spent.exposed[axis] = spent.exposed.get(axis, 0.0) + seconds
         spent.hidden[axis] = spent.hidden.get(axis, 0.0) - seconds
 
-
-def _longest(node: fx.Node, num_bytes: int, device: Device) -> tuple[str, float]:
-    """What bounds a call that moves so many bytes, and its seconds; nothing where it does none."""
-    flops = node_flops(node)
-    if not flops and not num_bytes:
-        return "launches", 0.0
-    name = op_name(node)
-    work = "attention" if "attention" in name else "functions" if name in FUNCTIONS else "matmul"
-    parts = device.parts(flops, dtype_of(node), num_bytes, work)
-    return max(parts.items(), key=lambda part: part[1])
+    def _note(self, stream: str, name: str, begin: float, seconds: float) -> None:
+        if self.boxes is not None:
+            self.boxes.append(Box(stream, name, self.block, begin, seconds))

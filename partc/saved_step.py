@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from partc.amounts import time_text
-from partc.errors import UsageError
 from partc.pipeline_cost import PipelineCost
 from partc.pipeline_step import Step
 from partc.plan import Plan
 from partc.program import Program
+from partc.schedules import Schedule
 from partc.schedules.csv_form import read_csv
 from partc.schedules.picture import grid, svg
 from partc.schedules.step_trace import chrome_trace
@@ -75,18 +75,15 @@ class SavedStep:
         }
 
 
-def saved_step(program: Program, where: str) -> SavedStep:
-    """Simulate the schedule of a program again; UsageError if it has none."""
-    if not program.schedule:
-        raise UsageError(
-            where=where,
-            what="this program has no schedule to simulate",
-            why="it has one stage and one microbatch",
-            do="Compile with an axis pp in the mesh, or with several microbatches.",
-        )
+def saved_step(program: Program) -> SavedStep:
+    """Simulate the schedule of a pipeline's program again."""
     cost = PipelineCost.of_json(program.cost.as_json())
-    schedule = replace(read_csv(program.schedule), name=Plan.parse(program.plan).schedule)
-    return SavedStep(cost, cost.plan_step(schedule))
+    return SavedStep(cost, cost.plan_step(saved_schedule(program)))
+
+
+def saved_schedule(program: Program) -> Schedule:
+    """The schedule of a pipeline's program, under the plan's name for it."""
+    return replace(read_csv(program.schedule), name=Plan.parse(program.plan).schedule)
 
 
 def _scaled(row: tuple[float, ...], factor: float) -> tuple[float, ...]:

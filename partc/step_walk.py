@@ -1,5 +1,5 @@
-"""What a step of one stage spends its time on: its program walked with one stream that computes
-and one per axis that moves data.
+"""What a step spends its time on: its tape walked with one stream that computes and one per axis
+that moves data.
 
 A program gathers a block's weights while the block before it runs, and finishes a block's
 gradients behind the next one's backward (``codegen/step.py``): so does the walk. Blocks that a
@@ -8,100 +8,86 @@ folded graph leaves out are walked like the one that stands for them.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
-from torch import fx
-
-from partc import collectives
-from partc.folds import list_member
-from partc.graph import Graph, first_operand, is_backward, value
+from partc.graph import Graph, Phase
 from partc.mesh import Mesh
-from partc.moves import gathers_param
 from partc.passes.storage import Replay
+from partc.record_tape import record_phases
 from partc.roofline import Clock, Spent
+from partc.tape import CALL, LAST, WAIT, Event, Move, Run, Tape
 
 PHASES = ("forward", "backward", "gradients")  # the last: what is left when backwards are done
+_NOTHING = ("", Run((), (), False))
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Calls in a row that stand in one block, or in none; gathers of parameters apart."""
-
-    block: str
-    calls: list[fx.Node]
-    gathers: list[fx.Node]
-
-    @property
-    def ends_backward(self) -> bool:
-        """Whether gradients that were on their way before it are finished behind it."""
-        return bool(self.block and self.calls) and is_backward(self.calls[-1])
-
-
-def step_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[str, Spent]:
-    """What the phases of a scheduled graph of one stage spend, by name (``PHASES``)."""
+def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
+    """What the phases of a step of one stage spend, by name (``PHASES``)."""
     forward, backward, gradients = spent = [Spent() for _ in PHASES]
-    clock = Clock(mesh, ran)
-    reduced: list[tuple[fx.Node, float]] = []  # gradients on their way, and when they arrive
-    segments = [_Segment("", [], []), *_unfolded(graph), _Segment("", [], [])]
-    for here, following in pairwise(segments):
+    walk = _Walk(tape, clock or Clock(mesh))
+    reduced: list[tuple[Move, float]] = []  # gradients on their way, and when they arrive
+    for (block, here), (_, following) in pairwise([_NOTHING, *tape.unrolled(), _NOTHING]):
+        closes = bool(block) and here.is_backward
         before, reduced = reduced, []
-        ahead = _gathered(clock, following, backward if here.ends_backward else forward)
-        for node in here.calls:
-            at = backward if is_backward(node) else forward
-            if _ends_step(node):
-                reduced.append((node, clock.start(node, at)))
+        ahead = {e.mark: walk.start(e, backward if closes else forward) for e in following.gathers}
+        walk.clock.block = block
+        for event in here.events:
+            at = backward if event.phase == "B" else forward
+            if event.code == LAST:
+                reduced.append(walk.start(event, at))
             else:
-                clock.run(node, at)
-        if here.ends_backward:
-            _finish(clock, before, backward)
+                walk.run(event, at)
+        if closes:
+            walk.finish(before, backward)
         else:
             reduced = [*before, *reduced]
-        clock.ends |= ahead
-    _finish(clock, reduced, gradients)
+        walk.under_way |= ahead
+    walk.finish(reduced, gradients)
     return dict(zip(PHASES, spent, strict=True))
 
 
-def _gathered(clock: Clock, segment: _Segment, spent: Spent) -> dict[fx.Node, float]:
-    """Start to gather the weights of a segment; when each has arrived."""
-    return {node: clock.start(node, spent) for node in segment.gathers}
+def walk_phases(tape: Tape, mesh: Mesh) -> dict[Phase, Spent]:
+    """What each phase of a stage spends, each run by itself from its first call.
+
+    ``mesh`` has all axes, ``pp`` too: how far apart ranks stand depends on them.
+    """
+    walks: dict[str, _Walk] = {}
+    spent: dict[Phase, Spent] = {}
+    for _, run in tape.unrolled():
+        for event in run.events:
+            phase: Phase = event.phase  # type: ignore[assignment]
+            walk = walks.setdefault(phase, _Walk(tape, Clock(mesh)))
+            walk.run(event, spent.setdefault(phase, Spent()))
+    return spent
 
 
-def _finish(clock: Clock, reduced: list[tuple[fx.Node, float]], spent: Spent) -> None:
-    for node, end in reduced:
-        clock.wait(node, end, spent)
+def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
+    """The same of a scheduled graph."""
+    return walk_phases(record_phases(graph, ran), mesh)
 
 
-def _unfolded(graph: Graph) -> Iterator[_Segment]:
-    """The segments in order, those of a block that stands for others as often as these are."""
-    calls = (node for node in graph.calls() if not _finishes(node))
-    for block, run in groupby(calls, key=_block):
-        mine = list(run)
-        gathers = [n for n in mine if n.target in collectives.COLLECTIVES and gathers_param(n)]
-        rest = [n for n in mine if n not in gathers]
-        for _ in range(graph.times(mine[0])):
-            yield _Segment(block, rest, gathers)
+class _Walk:
+    """A clock that runs events; transfers that are under way by their marks."""
 
+    def __init__(self, tape: Tape, clock: Clock) -> None:
+        self.tape, self.clock = tape, clock
+        self.under_way: dict[str, tuple[Move, float]] = {}
 
-def _block(node: fx.Node) -> str:
-    """The member of an outermost list of modules in which a call stands, "" if in none."""
-    path, index = list_member(value(node).module)
-    return f"{path}.{index}" if path else ""
+    def run(self, event: Event, spent: Spent) -> None:
+        """Execute the next call, start or wait; what was never started is not waited for."""
+        if event.code == CALL:
+            self.clock.compute(self.tape.calls[event.number], spent)
+        elif event.code != WAIT:
+            self.under_way[event.mark] = self.start(event, spent)
+        elif event.mark in self.under_way:
+            self.clock.wait(*self.under_way.pop(event.mark), spent)
 
+    def start(self, event: Event, spent: Spent) -> tuple[Move, float]:
+        """Start a transfer; which, and when it ends."""
+        move = self.tape.moves[event.number]
+        return move, self.clock.start(move, spent)
 
-def _finishes(node: fx.Node) -> bool:
-    """Whether a call waits for finished gradients, or picks one: ``step_times`` waits for them."""
-    if node.target is operator.getitem:
-        return _finishes(node.all_input_nodes[0])
-    return node.target is collectives.wait and _ends_step(first_operand(node))
-
-
-def _ends_step(node: fx.Node) -> bool:
-    """Whether a collective finishes gradients, which nothing reads before the step's end."""
-    if node.target not in collectives.COLLECTIVES or not is_backward(node):
-        return False
-    waits = [user for user in node.users if user.target is collectives.wait]
-    picks = [u for w in waits for u in w.users if u.target is operator.getitem]
-    return bool(waits) and all(u.op == "output" for n in picks or waits for u in n.users)
+    def finish(self, moves: list[tuple[Move, float]], spent: Spent) -> None:
+        """Wait for transfers in the order in which they were started."""
+        for move, end in moves:
+            self.clock.wait(move, end, spent)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx
@@ -76,14 +76,6 @@ def check_plan(graph: Graph, plan: Plan) -> None:
                 twin = f"{fold.path}.{fold.first}{name.removeprefix(fold.like)}"
                 if written.lies(twin) != plan.lies(name):
                     raise Unfolded(twin)
-
-
-def unfolded_calls(graph: Graph) -> Iterator[fx.Node]:
-    """The calls in order, those of a block that stands for others as often as these are."""
-    for _, run in groupby(graph.calls(), key=lambda n: list_member(value(n).module)):
-        calls = list(run)
-        for _ in range(graph.times(calls[0])):
-            yield from calls
 
 
 # what stands in a block ---------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import fx
 
 from partc.graph import Graph, copied, held, is_tensor, is_weight, tensor_args, value
 from partc.passes.alike_blocks import blocks_of, prefixes
-from partc.passes.bytes import moved_bytes
 from partc.passes.cut_stages import Unit
 from partc.passes.memory import STATE_COPIES
 from partc.passes.microbatches import given
@@ -124,7 +123,7 @@ class _Chain:
                 self.units[here].backward.append(node)
 
     def seconds(self, calls: list[fx.Node], device: Device) -> float:
-        return sum(call_seconds(node, moved_bytes(node, self.ran), device) for node in calls)
+        return sum(call_seconds(node, self.ran, device) for node in calls)
 
     def saved(self, unit: _Calls) -> int:
         """Bytes that a unit's forward makes and any backward reads."""

@@ -223,9 +223,9 @@ def test_simulate_shows_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert load(folder).schedule.splitlines()[1].startswith("1F0")
 
 
-def test_simulate_refuses_what_has_no_schedule(
+def test_simulate_refuses_what_was_not_compiled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example_program().save(tmp_path / "b")
     assert main(["simulate", str(tmp_path / "b")]) == 2
-    assert "no schedule to simulate" in capsys.readouterr().err
+    assert "nothing of this program's step was saved" in capsys.readouterr().err

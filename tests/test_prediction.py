@@ -19,8 +19,8 @@ from partc.mesh import Mesh
 from partc.passes.storage import replay
 from partc.pipeline_cost import PipelineCost
 from partc.prediction import OPTIMIZER_TRAFFIC, Prediction, Work, predict
-from partc.roofline import phase_times
 from partc.sharding import U
+from partc.step_walk import phase_times
 from partc.topology import Device, Level, Topology
 from partc.trace import trace
 from tests.build import Build, aten, mlp

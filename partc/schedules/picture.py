@@ -88,7 +88,7 @@ def svg(timeline: Timeline) -> str:
         f'<text x="10" y="18" font-size="14">{escape(title)}</text>',
         *_legend(timeline),
         *(line for rank in range(schedule.ranks) for line in _boxes(timeline, rank, scale)),
-        *_axis(longest, scale, bottom),
+        *time_axis(longest, scale, bottom),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -124,7 +124,7 @@ def _boxes(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
             yield f'<text class="box" x="{middle:.1f}" y="{y + 17}">{action.microbatch}</text>'
 
 
-def _axis(longest: float, scale: float, y: int) -> Iterator[str]:
+def time_axis(longest: float, scale: float, y: int) -> Iterator[str]:
     """A line with about a mark per 80 pixels, at round times."""
     yield f'<path class="line" d="M{LEFT} {y}H{LEFT + longest * scale:.1f}"/>'
     power = 10 ** floor(log10(80 / scale))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
-from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data, Recompute
+from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
 from partc.passes.search.profile import TP
 
 WORDS = ("megatron-sp", "megatron")
@@ -31,6 +31,7 @@ class Space:
     tp_divides: Mapping[str, int]  # by tensor preset
     units: int
     trains: bool = True
+    fewer: bool = False  # an open mesh may be used in part
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in a fixed order."""
@@ -46,19 +47,25 @@ class Space:
     def _sizes(self) -> Iterator[tuple[int, int, int, int]]:
         """Sizes of ``pp``, of both data axes and of ``tp``."""
         if self.mesh.axes:
-            yield self._given_sizes()
+            yield sizes_of(self.mesh)
             return
-        for tp in divisors(self.devices):
-            for pp in divisors(self.devices // tp):
-                data = self.devices // tp // pp
+        for devices in self._numbers():
+            yield from self._sizes_of(devices)
+
+    def _numbers(self) -> Iterator[int]:
+        """How many devices may be used; a part of them has to be whole machines, or inside one."""
+        yield self.devices
+        for number in reversed(divisors(self.devices)[1:-1] if self.fewer else []):
+            if can_have(self.mesh.hardware, number):
+                yield number
+
+    def _sizes_of(self, devices: int) -> Iterator[tuple[int, int, int, int]]:
+        for tp in divisors(devices):
+            for pp in divisors(devices // tp):
+                data = devices // tp // pp
                 if self.dp_divides % data == 0 and pp <= self.units and self.trains >= (pp > 1):
                     for shard in self._shard_sizes(data, tp):
                         yield pp, data // shard, shard, tp
-
-    def _given_sizes(self) -> tuple[int, int, int, int]:
-        size = dict(self.mesh.axes)
-        shard = size.get(SHARD, 1) * size.get("dp", 1) * size.get("fsdp", 1)
-        return size.get(PP, 1), size.get(REPLICATE, 1), shard, size.get(TP, 1)
 
     def _shard_sizes(self, data: int, tp: int) -> Iterator[int]:
         """All data ranks shard, or those that stand within one unit of the hardware."""
@@ -108,6 +115,13 @@ class Space:
 def _pays(pp: int, count: int) -> bool:
     """Whether so many microbatches are worth a look: a pipeline wants one for each rank."""
     return (pp == 1 or count >= pp) and count <= MOST_MICROBATCHES * max(pp, 4)
+
+
+def sizes_of(mesh: Mesh) -> tuple[int, int, int, int]:
+    """Sizes of ``pp``, of both data axes and of ``tp`` of a mesh that has axes."""
+    size = dict(mesh.axes)
+    shard = size.get(SHARD, 1) * size.get("dp", 1) * size.get("fsdp", 1)
+    return size.get(PP, 1), size.get(REPLICATE, 1), shard, size.get(TP, 1)
 
 
 def names_axes(mesh: Mesh) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
 import numpy as np
 
 from partc.collective_cost import collective_seconds
+from partc.errors import PlanError
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.memory import STATE_COPIES
@@ -57,7 +58,11 @@ class Candidate:
             data = [("dp", self.data_ranks)]
         sizes = [(PP, self.pp), *data, (TP, self.tp)]
         axes = tuple((name, size) for name, size in sizes if size > 1)
-        return Mesh(axes, topology)
+        return Mesh(axes, topology and _part(topology, self.num_ranks))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.given.num_ranks if self.given else self.data_ranks * self.tp * self.pp
 
     @property
     def preset(self) -> str:
@@ -70,6 +75,20 @@ class Candidate:
         order = f", {self.schedule}" if self.pp > 1 else ""
         again = ", blocks recomputed" if self.recompute == "block" else ""
         return f"{self.preset} on {self.mesh(None)}{order}{pipeline}{again}"
+
+
+@lru_cache(maxsize=256)
+def _part(topology: Topology, devices: int) -> Topology:
+    """So many of the machines."""
+    return topology if topology.num_devices == devices else topology.resized(devices)
+
+
+def can_have(topology: Topology, devices: int) -> bool:
+    """Whether so many of the machines are a topology."""
+    try:
+        return _part(topology, devices).num_devices == devices
+    except PlanError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,142 @@
+"""Scheduled graphs in, tapes out: of a whole step, or of the phases of one pipeline stage."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+from torch import fx
+
+from partc import collectives
+from partc.folds import list_member
+from partc.graph import Graph, first_operand, is_backward, value
+from partc.moves import gathers_param, kind_of
+from partc.passes.bytes import packed_bytes, put_in_bytes, unpacked_bytes
+from partc.passes.storage import Replay
+from partc.roofline import call_of
+from partc.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Calls in a row that stand in one block (or phase), and how often they are executed."""
+
+    label: str
+    calls: list[fx.Node]
+    times: int
+
+
+def record_step(graph: Graph, ran: Replay) -> Tape:
+    """The step of a scheduled graph of one stage; runs are labelled by the block they stand in."""
+    calls = (node for node in graph.calls() if not _finishes(node))
+    found = ((block, list(run)) for block, run in groupby(calls, key=_block))
+    runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
+    return _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True).tape(runs)
+
+
+def record_phases(graph: Graph, ran: Replay) -> Tape:
+    """What a stage does, labelled by phase."""
+
+    def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
+        return value(node).phase, list_member(value(node).module)
+
+    found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
+    runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
+    return _Recorder(ran, lambda node: value(node).phase, apart=False).tape(runs)
+
+
+@dataclass
+class _Recorder:
+    """Numbers calls, transfers and runs. With ``apart`` a run's gathers of parameters stand apart
+    from its other events, and transfers that finish gradients have no waits.
+    """
+
+    ran: Replay
+    phase: Callable[[fx.Node], str]
+    apart: bool
+    calls: dict[Call, int] = field(default_factory=dict)
+    moves: dict[Move, int] = field(default_factory=dict)
+    runs: dict[Run, int] = field(default_factory=dict)
+    marks: dict[fx.Node, str] = field(default_factory=dict)
+
+    def tape(self, runs: list[_Calls]) -> Tape:
+        self._mark(runs)
+        order = [Place(each.label, _number(self.runs, self._run(each)), each.times)
+                 for each in runs]  # fmt: skip
+        return Tape(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
+
+    def _mark(self, runs: list[_Calls]) -> None:
+        """Name transfers; those that begin and end in one run by their place in it, so that equal
+        runs have equal names.
+        """
+        at = {node: number for number, run in enumerate(runs) for node in run.calls}
+        for number, run in enumerate(runs):
+            for place, node in enumerate(filter(_is_start, run.calls)):
+                waits = [user for user in node.users if user.target is collectives.wait]
+                stays = all(at.get(wait, number) == number for wait in waits)
+                self.marks[node] = f"{place}" if stays else f"{number}:{place}"
+
+    def _run(self, each: _Calls) -> Run:
+        gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
+        rest = [n for n in each.calls if n not in gathers]
+        return Run(
+            tuple(self._events(gathers)), tuple(self._events(rest)),
+            bool(rest) and is_backward(rest[-1]),
+        )  # fmt: skip
+
+    def _events(self, nodes: Iterable[fx.Node]) -> Iterator[Event]:
+        for node in nodes:
+            phase = self.phase(node)
+            if _is_start(node):
+                code = LAST if self.apart and _ends_step(node) else START
+                move = _number(self.moves, _move_of(node))
+                yield Event(phase, code, move, self.marks[node])
+            elif node.target is collectives.wait:
+                started = first_operand(node)
+                if started in self.marks:
+                    move = _number(self.moves, _move_of(started))
+                    yield Event(phase, WAIT, move, self.marks[started])
+            elif call := call_of(node, self.ran):
+                yield Event(phase, CALL, _number(self.calls, call))
+
+
+def _number(table: dict[T, int], entry: T) -> int:
+    return table.setdefault(entry, len(table))
+
+
+def _is_start(node: fx.Node) -> bool:
+    return node.target in collectives.COLLECTIVES
+
+
+def _move_of(node: fx.Node) -> Move:
+    return Move(
+        kind_of(node), str(node.kwargs["axis"]), put_in_bytes(node), packed_bytes(node),
+        unpacked_bytes(node),
+    )  # fmt: skip
+
+
+def _block(node: fx.Node) -> str:
+    """The member of an outermost list of modules in which a call stands, "" if in none."""
+    path, index = list_member(value(node).module)
+    return f"{path}.{index}" if path else ""
+
+
+def _finishes(node: fx.Node) -> bool:
+    """Whether a call waits for finished gradients, or picks one: the walk waits for them itself."""
+    if node.target is operator.getitem:
+        return _finishes(node.all_input_nodes[0])
+    return node.target is collectives.wait and _ends_step(first_operand(node))
+
+
+def _ends_step(node: fx.Node) -> bool:
+    """Whether a collective finishes gradients, which nothing reads before the step's end."""
+    if node.target not in collectives.COLLECTIVES or not is_backward(node):
+        return False
+    waits = [user for user in node.users if user.target is collectives.wait]
+    picks = [u for w in waits for u in w.users if u.target is operator.getitem]
+    return bool(waits) and all(u.op == "output" for n in picks or waits for u in n.users)

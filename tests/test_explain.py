@@ -1,0 +1,122 @@
+"""What ``partc explain`` says of saved programs: choices, bounds, holders, other machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import partc
+from partc.cli import main
+from partc.explanation import Estimated, Explanation, explain_program
+from partc.mesh import Mesh
+from partc.passes.search.alternatives import CHOICES
+from partc.program import Program, load
+
+Golden = Callable[..., None]
+
+
+def tower(width: int = 256, depth: int = 4) -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+    return nn.Sequential(*blocks, nn.Linear(width, 24))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def batch(samples: int = 4096, width: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(samples, width, device="meta"), torch.zeros(samples, 24, device="meta")
+
+
+@cache
+def compiled(mesh: str, plan: str, **options: Any) -> Program:
+    where = Mesh.load("dgx-h100", 4) if mesh == "open" else mesh
+    with torch.device("meta"):
+        model = tower()
+    return partc.compile(model, where, batch(), loss=loss_of, plan=plan, **options)
+
+
+@cache
+def explained(mesh: str, plan: str, **options: Any) -> Any:
+    return explain_program(compiled(mesh, plan, **options))
+
+
+def test_a_plan_that_was_searched(golden: Golden) -> None:
+    golden(str(explained("open", "auto")))
+
+
+def test_a_plan_by_hand(golden: Golden) -> None:
+    golden(str(explained("dp=2,tp=2", "fsdp+megatron")))
+
+
+def test_a_pipeline_by_hand(golden: Golden) -> None:
+    golden(str(explained("pp=2,dp=2", "ddp", microbatches=4)))
+
+
+def test_what_no_estimate_knows_has_bounds_and_holders_alone(golden: Golden) -> None:
+    golden(str(explained("dp=4", "zero2")))
+
+
+def test_a_saved_program_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled("open", "auto").save(tmp_path / "b")
+    assert str(explain_program(load(tmp_path / "b"))) == str(explained("open", "auto"))
+    assert main(["explain", str(tmp_path / "b")]) == 0
+    assert str(explained("open", "auto")) in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "b"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["explanation"]
+    assert told == json.loads(json.dumps(explained("open", "auto").as_json()))
+    assert (tmp_path / "b" / "program.json").stat().st_size < 100_000
+
+
+def test_numbers_and_text_are_the_same_facts() -> None:
+    text, told = str(explained("open", "auto")), explained("open", "auto").as_json()
+    estimated = told["estimated"]
+    assert f"{estimated['candidates']} candidates" in text
+    for each in (*estimated["choices"], *estimated["changes"]):
+        row = next(
+            line for line in text.splitlines() if each.get("choice", each.get("change")) in line
+        )
+        ratio = each["step_s"] / estimated["step_s"] - 1
+        assert each["instead"] in row
+        assert "the same" in row or f"{100 * ratio:+.1f} %" in row
+
+
+def test_every_alternative_differs_in_its_choice_and_none_that_fits_is_better() -> None:
+    known = explained("open", "auto").estimated
+    own, chosen = known.chosen.estimate, known.taken.candidate
+    for each in known.choices:
+        say = CHOICES[each.choice]
+        assert say(each.ranked.candidate) != say(chosen) == each.taken
+        assert each.ranked.estimate.step_s >= own.step_s or not known.search.fits(each.ranked)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("open", "auto"), ("dp=2,tp=2", "fsdp+megatron")])
+def test_better_machines_are_never_slower(mesh: str, plan: str) -> None:
+    known = explained(mesh, plan).estimated
+    assert len(known.changes) >= 4 - (plan != "auto")
+    for each in known.changes:
+        assert each.ranked.estimate.step_s <= known.chosen.estimate.step_s, each.change
+
+
+def test_what_does_not_fit_says_so() -> None:
+    """With microbatches pinned and little memory blocks are recomputed, and the table says why."""
+    taken = compiled("open", "auto").basis.taken
+    assert taken
+    search = replace(taken.search, microbatches=1, memory_bytes=11_000_000)
+    best = search.best()
+    assert best
+    assert best.candidate.recompute == "block"
+    found = Estimated.of(replace(taken, search=search, candidate=best.candidate))
+    row = next(each for each in found.choices if each.choice == "recompute")
+    assert row.ranked
+    assert row.ranked.estimate.step_s < best.estimate.step_s
+    assert not search.fits(row.ranked)
+    assert "does not fit" in str(Explanation(None, {}, 1, (), found))
