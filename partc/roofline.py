@@ -20,6 +20,7 @@ from partc.mesh import Mesh
 from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops, op_name
 from partc.passes.storage import Replay
+from partc.products import busy_share, product_of
 from partc.sharding import DTYPE_NAMES
 from partc.tape import Call, Move
 from partc.topology import Device
@@ -31,7 +32,7 @@ FUNCTIONS = frozenset(
         "softplus", "log_sigmoid_forward", "log_sigmoid", "_softmax", "_log_softmax", "pow",
     )
     for suffix in ("", "_backward", "_backward_data")
-)  # fmt: skip
+) | {"dropout_mask", "drawn_mask", "same_mask"}  # fmt: skip
 
 COMPUTE = "compute"  # the stream that computes
 
@@ -88,12 +89,22 @@ def call_of(node: fx.Node, ran: Replay) -> Call | None:
     flops, num_bytes, name = node_flops(node), moved_bytes(node, ran), op_name(node)
     if not flops and not num_bytes:
         return None
-    work = "attention" if "attention" in name else "functions" if name in FUNCTIONS else "matmul"
-    return Call(name, work, dtype_of(node), flops, num_bytes)
+    product = product_of(node)
+    written = held(node).nbytes if product.rows else 0
+    return Call(name, work_of(node), dtype_of(node), flops, num_bytes, *product, written)
+
+
+def work_of(node: fx.Node) -> str:
+    """Which efficiency a call has (``topology.WORK``); calls without FLOPs are not ``matmul``."""
+    name = op_name(node)
+    return "attention" if "attention" in name else "functions" if name in FUNCTIONS else "matmul"
 
 
 def _parts(call: Call, device: Device) -> dict[str, float]:
-    return device.parts(call.flops, call.dtype, call.num_bytes, call.work)
+    busy = float(busy_share(device.processors, call.batch, call.rows, call.columns))
+    return device.parts(
+        call.flops, call.dtype, call.num_bytes, call.work, busy, call.written_bytes
+    )  # fmt: skip
 
 
 def dtype_of(node: fx.Node) -> str:

@@ -18,13 +18,29 @@ WAIT: Code = "w"
 
 
 class Call(NamedTuple):
-    """A call that computes: what a roofline asks of it. ``work`` is as in ``Device.parts``."""
+    """A call that computes: what a roofline asks of it. ``work`` is as in ``Device.parts``; of
+    matrix products the sizes of the result, and its bytes.
+    """
 
     name: str
     work: str
     dtype: str
     flops: int
     num_bytes: int
+    batch: int = 0
+    rows: int = 0
+    columns: int = 0
+    written_bytes: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self if self.rows else self[:5]))
+
+    @classmethod
+    def parse(cls, text: str) -> Call:
+        name, work, dtype, *numbers = text.split(" ")
+        if len(numbers) not in (2, 6):
+            raise ValueError(text)
+        return cls(name, work, dtype, *map(int, numbers))
 
 
 class Move(NamedTuple):
@@ -92,7 +108,7 @@ class Tape:
     def as_json(self) -> dict[str, Any]:
         """Plain data, a line of text for each entry."""
         return {
-            "calls": [" ".join(map(str, call)) for call in self.calls],
+            "calls": list(map(str, self.calls)),
             "moves": [" ".join(map(str, move)) for move in self.moves],
             "runs": [[int(r.is_backward), _texts(r.gathers), _texts(r.events)] for r in self.runs],
             "order": [f"{run} {times} {label}" for label, run, times in self.order],
@@ -101,11 +117,10 @@ class Tape:
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Tape:
         """From what ``as_json`` gave; KeyError, ValueError and their like if it is malformed."""
-        calls = (text.split(" ") for text in data["calls"])
         moves = (text.split(" ") for text in data["moves"])
         order = (text.split(" ", 2) for text in data["order"])
         return cls(
-            calls=tuple(Call(n, w, d, int(f), int(b)) for n, w, d, f, b in calls),
+            calls=tuple(map(Call.parse, data["calls"])),
             moves=tuple(Move(k, a, int(i), int(p), int(u)) for k, a, i, p, u in moves),
             runs=tuple(Run(_events(g), _events(e), bool(back)) for back, g, e in data["runs"]),
             order=tuple(Place(label, int(run), int(times)) for run, times, label in order),

@@ -37,7 +37,9 @@ class Device:
 
     ``flops_per_s`` has dense peaks by dtype (``DTYPES``), ``launch_s`` is the least time between
     two kernels, however small. ``efficiency`` says per kind of work (``WORK``) which fraction of
-    the peak, or of the memory's bandwidth, a call of so many FLOPs, or bytes, reaches.
+    the peak, or of the memory's bandwidth, a call of so many FLOPs, or bytes, reaches. Of matrix
+    products these are large ones that keep all ``processors`` busy (0: no such thing is known);
+    ``hidden_writes`` is the part of a product's result that is written beside its arithmetic.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Device:
     launch_s: float
     watts: float
     dollars_per_hour: float | None = None
+    processors: int = 0
+    hidden_writes: float = 1.0
     efficiency: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +62,10 @@ class Device:
         check_number(f"{where}, watts", self.watts, 1e5)
         if self.dollars_per_hour is not None:
             check_number(f"{where}, dollars_per_hour", self.dollars_per_hour, 1e6)
+        if self.processors != 0:
+            check_whole(f"{where}, processors", self.processors, 1e6)
+        if self.hidden_writes != 0:
+            check_number(f"{where}, hidden_writes", self.hidden_writes, 1.0)
         check_keys(f"{where}, flops_per_s", self.flops_per_s, DTYPES)
         for dtype, peak in self.flops_per_s.items():
             check_number(f"{where}, flops_per_s.{dtype}", peak, 100 * PETA)
@@ -100,11 +108,22 @@ class Device:
         return max(self.parts(flops, dtype, num_bytes, work).values())
 
     def parts(
-        self, flops: float, dtype: str, num_bytes: float, work: str = "matmul"
+        self,
+        flops: float,
+        dtype: str,
+        num_bytes: float,
+        work: str = "matmul",
+        busy: float = 1.0,
+        written_bytes: float = 0.0,
     ) -> dict[str, float]:
-        """The seconds that a call's arithmetic, memory traffic and launch take, each by itself."""
+        """The seconds that a call's arithmetic, memory traffic and launch take, each by itself.
+
+        A matrix product keeps a share ``busy`` of the processors at work, and writes so many bytes.
+        """
+        computing = flops / (self.peak(dtype) * self.fraction(work, flops) * busy)
+        writing = (1 - self.hidden_writes) * self.memory_seconds(written_bytes)
         return {
-            "arithmetic": flops / (self.peak(dtype) * self.fraction(work, flops)),
+            "arithmetic": computing + writing,
             "memory": self.memory_seconds(num_bytes, work if work in WORK[2:] else "pointwise"),
             "launches": self.launch_s,
         }
