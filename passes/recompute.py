@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from partc.graph import Graph, block_of, held, is_tensor, tensor_args, value
+from partc.graph import Graph, block_of, first_operand, held, is_tensor, tensor_args, value
 from partc.passes.copy_forward import Copies
 from partc.passes.recompute_attention import recompute_attention
 from partc.passes.recompute_regions import recompute_regions
@@ -79,6 +79,8 @@ def recomputable(graph: Graph) -> set[fx.Node]:
 
     for node in graph.calls():
         cheap = value(node).phase == "F" and node.target in _CHEAP and is_tensor(node)
+        if cheap and node in saved and _widens(node):
+            saved.add(first_operand(node))  # keeping it costs less
         if cheap and all(at_hand(operand, node) for operand in tensor_args(node)):
             again.add(node)
     return {n for n in again if n not in saved or _pays(n)}
@@ -87,6 +89,13 @@ def recomputable(graph: Graph) -> set[fx.Node]:
 def _pays(node: fx.Node) -> bool:
     """Whether keeping it would cost memory, or it is a view that is written as easily again."""
     return node.target in _VIEWS or held(node).numel() > 1
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a call casts a value to a type that takes more bytes."""
+    if node.target is not aten._to_copy.default:
+        return False
+    return bool(held(node).element_size() > held(first_operand(node)).element_size())
 
 
 def _read_backward(node: fx.Node) -> bool:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import partc
 from partc import collectives
 from partc.errors import UsageError
 from partc.graph import Graph
 from partc.interpret import run_graph
 from partc.passes.memory import memory_curve, state_bytes
 from partc.passes.storage import replay
+from partc.plan import Plan
 from partc.sharding import U, cut
 from partc.trace import trace
 from tests.build import Build, aten, mlp
@@ -104,3 +107,25 @@ def test_state(golden: Callable[..., None]) -> None:
 def test_unknown_optimizer() -> None:
     with pytest.raises(UsageError, match="no optimizer is named 'adamm'"):
         state_bytes(mlp(), "adamm")
+
+
+class Wide(nn.Module):
+    """Computes in f32 with what a product gave in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.linear(x).float().sin().sum()
+        return total
+
+
+def test_what_a_widening_cast_reads_is_kept_instead_of_its_result() -> None:
+    x = torch.zeros(32, 64, dtype=torch.bfloat16, device="meta")
+    saved = [
+        partc.compile(Wide(), "dp=1", (x,), loss=lambda model, x: model(x), plan=plan).cost
+        for plan in (Plan(preset="ddp", recompute="none"), Plan(preset="ddp"))
+    ]
+    wide, narrow = (cost.as_json()["saved_bytes"] for cost in saved)
+    assert wide - narrow == 32 * 64 * 2
