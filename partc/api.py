@@ -19,6 +19,7 @@ from partc.codegen.pipeline import Pipeline, file_name
 from partc.cost import cost_report
 from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
+from partc.folds import likes_of
 from partc.graph import Graph, copied, value
 from partc.memory_limit import check_memory
 from partc.mesh import PP, Mesh
@@ -231,7 +232,7 @@ def compile_pipeline(
         full = full.changed(params=local.kept.spread(full.params))
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
-    numbers = [like.number for like in local.kept.stages] if local.kept else range(len(graphs))
+    numbers = likes_of(local.kept, len(graphs))
     compiled = dict(zip(numbers, graphs, strict=True))
     for stage in compiled.values():
         check(stage)

@@ -88,6 +88,11 @@ class Kept:
         return found
 
 
+def likes_of(kept: Kept | None, num: int) -> list[int]:
+    """Per stage of ``num``, the number of the stage that was compiled for it."""
+    return [like.number for like in kept.stages] if kept else list(range(num))
+
+
 def list_member(path: str) -> tuple[str, int]:
     """The list that a path leads through first, and which member of it: ``("model.layers", 3)``."""
     parts = path.split(".")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.errors import PlanError
+from partc.folds import likes_of
 from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
@@ -40,7 +41,7 @@ def schedule_stages(local: Graph, plan: Plan) -> Stages:
         return _auto(local, plan)
     _check_kinds(local, order)
     graphs = stage_graphs(local, plan, "W" in order.kinds)
-    return planned(graphs, stage_costs(graphs, _mesh(plan)), order, _mesh(plan))
+    return planned(graphs, _costs(graphs, local, plan), order, _mesh(plan))
 
 
 def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
@@ -50,6 +51,14 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
         join_collectives(stage, plan.join_mb)
         fill_waits(place_waits(stage, phased=True))
     return repeat_stages(stages, local)
+
+
+def _costs(graphs: Sequence[Graph], local: Graph, plan: Plan) -> tuple[StageCost, ...]:
+    """The costs of every stage; those that are alike cost the same."""
+    likes = likes_of(local.kept, len(graphs))
+    compiled = dict(zip(likes, graphs, strict=True))
+    costs = dict(zip(compiled, stage_costs([*compiled.values()], _mesh(plan)), strict=True))
+    return tuple(costs[number] for number in likes)
 
 
 def planned(
@@ -69,7 +78,7 @@ def _auto(local: Graph, plan: Plan) -> Stages:
     """The best order for what the stages cost; whether split backwards pay is its choice."""
     graphs = stage_graphs(local, plan, True)
     mesh = _mesh(plan)
-    costs = stage_costs(graphs, mesh)
+    costs = _costs(graphs, local, plan)
     ranks = pipeline_ranks(plan)
     order = auto(
         step_costs(costs, {}, stage_link(costs, mesh)), ranks=ranks, microbatches=plan.microbatches,
@@ -78,7 +87,7 @@ def _auto(local: Graph, plan: Plan) -> Stages:
     if "W" in order.kinds:
         return planned(graphs, costs, order, mesh)
     graphs = stage_graphs(local, plan, False)
-    return planned(graphs, stage_costs(graphs, mesh), order, mesh)
+    return planned(graphs, _costs(graphs, local, plan), order, mesh)
 
 
 def _mesh(plan: Plan) -> Mesh:
