@@ -46,36 +46,39 @@ def _is_causal(node: fx.Node) -> bool:
     return len(node.args) > position and node.args[position] is True
 
 
+_SHOWN: dict[str, str | None] = {}  # by recipe: a model is traced more than once in a compile
+
+
 class _Constants:
     """What constant masks show: those that read no placeholder; equal ones are computed once."""
 
     def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}  # what a constant is computed from -> its number
-        self.known: dict[fx.Node, int | None] = {}
-        self.verdicts: dict[int, str | None] = {}
+        self.known: dict[fx.Node, bool] = {}  # whether it is constant
 
     def shown(self, mask: fx.Node) -> str | None:
         """ "all", "triangle" (up to the diagonal), or None where it is neither or unknown."""
         steps = _ancestors(mask)
         for step in steps:
             if step not in self.known:
-                self.known[step] = self._number(step)
-        number = self.known[mask]
-        if number is None:
+                self.known[step] = self._is_constant(step)
+        if not self.known[mask]:
             return None
-        if number not in self.verdicts:
-            self.verdicts[number] = _verdict(_evaluate(steps))
-        return self.verdicts[number]
+        recipe = _recipe(steps)
+        if recipe not in _SHOWN:
+            _SHOWN[recipe] = _verdict(_evaluate(steps))
+        return _SHOWN[recipe]
 
-    def _number(self, node: fx.Node) -> int | None:
-        """A number that two nodes share if they compute the same, None for what is not constant."""
+    def _is_constant(self, node: fx.Node) -> bool:
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "call_function" or random:
-            return None
-        if any(self.known[read] is None for read in node.all_input_nodes):
-            return None
-        key = fx.map_arg((node.args, node.kwargs), lambda read: f"%{self.known[read]}")
-        return self.numbers.setdefault((node.target, str(key)), len(self.numbers))
+        called = node.op == "call_function" and not random
+        return called and all(self.known[read] for read in node.all_input_nodes)
+
+
+def _recipe(steps: list[fx.Node]) -> str:
+    """How the last of these nodes is computed, free of names."""
+    place = {node: f"%{i}" for i, node in enumerate(steps)}
+    calls = (fx.map_arg((n.args, n.kwargs), place.__getitem__) for n in steps)
+    return "\n".join(f"{n.target} {call}" for n, call in zip(steps, calls, strict=True))
 
 
 def _evaluate(steps: list[fx.Node]) -> Tensor | None:
