@@ -11,40 +11,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc.fake_calls import tensors_in
+from partc.live_memory import Lines, LiveMemory, Peak, Place
 
 METHODS = ("forward", "backward", "weights")
-Lines = Counter[int]  # bytes by source line
 
 
 class NotSteady(Exception):
     """A microbatch was left out whose later turns cannot be: execute them all."""
-
-
-class Watch(Protocol):
-    """What counts the memory of a dry run."""
-
-    total: int
-
-    def begin(self) -> None:
-        """Start to note the most that is live from here on."""
-
-    def inner_peak(self) -> tuple[int, int, Lines]:
-        """That, the line where it is, and what is live there more than at the beginning."""
-
-    def alive_lines(self) -> dict[int, tuple[int, int]]:
-        """Line and bytes of every storage that is alive, by its address."""
-
-    def made_at(self, line: int, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that counts as made at a line."""
-
-    def meet(self, num_bytes: int, line: int, extra: Lines) -> None:
-        """So many bytes are live for a moment, beside what is live now."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +36,10 @@ class Made:
     dtype: torch.dtype = torch.float32
     line: int = 0
 
-    def again(self, operands: Sequence[Tensor], watch: Watch) -> Tensor:
+    def again(self, operands: Sequence[Tensor], live: LiveMemory) -> Tensor:
         if self.operand >= 0:
             return operands[self.operand]
-        return watch.made_at(
+        return live.made_at(
             self.line, lambda: torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         )
 
@@ -70,9 +49,7 @@ class Turn:
     """What one call of a method did to memory."""
 
     results: tuple[Made, ...]
-    peak_bytes: int
-    peak_line: int
-    extra: tuple[tuple[int, int], ...]  # by line, what is live at the peak beside what was before
+    peaks: tuple[tuple[Place, Peak], ...]  # by place, beside what was live before
     tables: tuple[str, ...]  # in which the microbatch has an entry afterwards
     kept: tuple[tuple[int, int], ...]  # bytes of those entries by line, of memory of their own
     shares: tuple[int, ...]  # of results, operands and what is appended, what entries hold as well
@@ -81,6 +58,7 @@ class Turn:
 
 
 KnownTurns = dict[tuple[int, str], Turn]  # by number of the stage and name of the method
+THEN = "then"  # the place behind a turn, where its results are sent on
 EXECUTED = 3  # microbatches at least: the first makes the gradients that others add to
 
 
@@ -88,7 +66,7 @@ EXECUTED = 3  # microbatches at least: the first makes the gradients that others
 class Turns:
     """Calls the methods of one rank's stages; ``known`` has what earlier ranks' turns did."""
 
-    watch: Watch
+    live: LiveMemory
     known: KnownTurns
     left_out: set[tuple[int, int]] = field(default_factory=set)  # stage and microbatch
     done: dict[tuple[int, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
@@ -107,10 +85,10 @@ class Turns:
             if name == "forward" and self._may_leave_out(number, stage):
                 self.left_out.add((number, i))
             if (number, i) not in self.left_out:
-                return self._execute((number, name), stage, real, i, operands)
+                return self._execute(number, name, stage, real, i, operands)
             if (number, name) not in self.known:
                 raise NotSteady(f"{name} of stage {number}")
-            return self._stand_in(self.known[number, name], stage, i, operands)
+            return self._stand_in(number, name, stage, i, operands)
 
         return turn
 
@@ -121,38 +99,43 @@ class Turns:
         return (number, "forward") in self.known and executed >= (1 if all_known else EXECUTED)
 
     def _execute(
-        self, key: tuple[int, str], stage: Any, real: Callable[..., Any], i: int,
+        self, number: int, name: str, stage: Any, real: Callable[..., Any], i: int,
         operands: Sequence[Tensor],
     ) -> Any:  # fmt: skip
-        before = _State.of(self.watch, stage, i)
-        self.watch.begin()
+        key, turn = (number, name), (number, name, i)
+        before = _State.of(self.live, stage, i)
+        self.live.enter(turn, None)
         result = real(i, *operands)
         done = self.done[key]
-        done.append(_turn(before, self.watch, stage, i, operands, [*tensors_in(result)]))
+        done.append(_turn(before, turn, self.live, stage, i, operands, [*tensors_in(result)]))
+        self.live.enter(turn, THEN)
         if done[-2:] == done[-1:] * 2 and not done[-1].lost:
             self.known[key] = done[-1]
         return result
 
-    def _stand_in(self, turn: Turn, stage: Any, i: int, operands: Sequence[Tensor]) -> Any:
-        watch = self.watch
-        watch.meet(watch.total + turn.peak_bytes, turn.peak_line, Counter(dict(turn.extra)))
+    def _stand_in(
+        self, number: int, name: str, stage: Any, i: int, operands: Sequence[Tensor]
+    ) -> Any:
+        live, turn = self.live, self.known[number, name]
+        live.meet((number, name, i), turn.peaks)
+        live.enter((number, name, i), THEN)
         for table in _tables(stage).values():
             table.pop(i, None)
-        results = tuple(made.again(operands, watch) for made in turn.results)
-        grown = [(name, made.again(operands, watch)) for name, made in turn.grown]
+        results = tuple(made.again(operands, live) for made in turn.results)
+        grown = [(name, made.again(operands, live)) for name, made in turn.grown]
         for name, tensor in grown:
             getattr(stage, name).append(tensor)
         shared = (*results, *operands, *(tensor for _, tensor in grown))
         held = [shared[place] for place in turn.shares]
-        held += [_memory(size, line, watch) for line, size in turn.kept]
+        held += [_memory(size, line, live) for line, size in turn.kept]
         tables = _tables(stage)
         for name in turn.tables:
             tables[name][i] = held
         return results
 
 
-def _memory(num_bytes: int, line: int, watch: Watch) -> Tensor:
-    return watch.made_at(line, lambda: torch.empty(num_bytes, dtype=torch.uint8))
+def _memory(num_bytes: int, line: int, live: LiveMemory) -> Tensor:
+    return live.made_at(line, lambda: torch.empty(num_bytes, dtype=torch.uint8))
 
 
 # what a call did ----------------------------------------------------------------------------------
@@ -161,21 +144,23 @@ class _State:
     """What is alive before a call, and what the stage holds."""
 
     alive: Mapping[int, tuple[int, int]]
+    total: int
+    lines: Lines
     held: Mapping[int, None]  # of the microbatch
     lengths: Mapping[str, int]
 
     @classmethod
-    def of(cls, watch: Watch, stage: Any, i: int) -> _State:
+    def of(cls, live: LiveMemory, stage: Any, i: int) -> _State:
         lengths = {name: len(each) for name, each in _lists(stage).items()}
-        return cls(watch.alive_lines(), _held(stage, i), lengths)
+        lines = Counter(live.lines)
+        return cls(live.alive_lines(), live.total, lines, _held(stage, i), lengths)
 
 
 def _turn(
-    before: _State, watch: Watch, stage: Any, i: int, operands: Sequence[Tensor],
-    results: Sequence[Tensor],
+    before: _State, turn: tuple[int, str, int], live: LiveMemory, stage: Any, i: int,
+    operands: Sequence[Tensor], results: Sequence[Tensor],
 ) -> Turn:  # fmt: skip
-    alive = watch.alive_lines()
-    peak_bytes, peak_line, extra = watch.inner_peak()
+    alive = live.alive_lines()
     appended = [
         (name, x)
         for name, each in _lists(stage).items()
@@ -192,9 +177,11 @@ def _turn(
     found = {*held, *places}
     return Turn(
         results=tuple(_made(x, operands, alive) for x in results),
-        peak_bytes=peak_bytes,
-        peak_line=peak_line,
-        extra=tuple(sorted((line, size) for line, size in extra.items() if size)),
+        peaks=tuple(
+            (place, _beside(before, live, peak))
+            for (at, place), peak in live.peaks.items()
+            if at == turn and peak.num_bytes >= 0  # something ran there
+        ),
         tables=tuple(name for name, table in _tables(stage).items() if i in table),
         kept=tuple(sorted(kept.items())),
         shares=tuple(places[key] for key in held if key in places),
@@ -203,6 +190,14 @@ def _turn(
             size for k, (_, size) in alive.items() if k not in before.alive and k not in found
         ),
     )
+
+
+def _beside(before: _State, live: LiveMemory, peak: Peak) -> Peak:
+    """A peak as what is live there more than before the call."""
+    extra = live.lines_at(peak)
+    extra.subtract(before.lines)
+    more = tuple((line, size) for line, size in sorted(extra.items()) if size)
+    return Peak(peak.num_bytes - before.total, peak.line, extra=more)
 
 
 def _held(stage: Any, i: int) -> dict[int, None]:

@@ -15,8 +15,7 @@ from torch import fx
 from partc.amounts import amount, table, time_text
 from partc.collective_cost import cheapest
 from partc.cost import TOP
-from partc.dry_run import DryRun, dry_run
-from partc.dry_turns import KnownTurns
+from partc.dry_run import DryRun, Known, dry_run
 from partc.graph import Graph, Phase, held, value
 from partc.memory_limit import Holders, Peak
 from partc.mesh import PP, Mesh
@@ -353,7 +352,7 @@ def _rank_costs(
     graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str
 ) -> tuple[RankCost, ...]:
     """The costs of every rank; those that run one file know each other's turns."""
-    known: dict[str, KnownTurns] = {}
+    known: dict[str, Known] = {}
     return tuple(
         _rank_cost(graphs, step, rank, role, known.setdefault(role.module.__name__, {}), optimizer)
         for rank, role in enumerate(roles)
@@ -361,7 +360,7 @@ def _rank_costs(
 
 
 def _rank_cost(
-    graphs: Sequence[Graph], step: Step, rank: int, role: Role, known: KnownTurns, optimizer: str
+    graphs: Sequence[Graph], step: Step, rank: int, role: Role, known: Known, optimizer: str
 ) -> RankCost:
     schedule, simulated = step.schedule, step.simulated
     stages = schedule.stages_of(rank)

@@ -9,8 +9,8 @@ import pytest
 
 import partc
 from partc import dry_turns
-from partc.dry_run import dry_run, execute
-from partc.dry_turns import KnownTurns, Turns
+from partc.dry_run import Known, dry_run, dry_run_all
+from partc.dry_turns import Turns
 from partc.plan import Plan
 from tests.pipelines import toy
 
@@ -36,14 +36,14 @@ def test_the_same_peak_line_and_holders(
         schedule=schedule, microbatches=12,
     )  # fmt: skip
     executed = count_calls(monkeypatch)
-    known: dict[str, KnownTurns] = {}
+    known: dict[str, Known] = {}
     for number in range(program.mesh.pipeline_ranks):
         rank = program.mesh.first_rank(number)
         role = program.role(rank)
         executed.clear()
         found = dry_run(role, rank, known.setdefault(program.role_of(rank), {}))
         assert len(executed) < 12 * chunks  # of as many forwards, and backwards
-        assert found == execute(role, rank, None)
+        assert found == dry_run_all(role, rank)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -51,9 +51,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     executed: list[str] = []
     real: Callable[..., Any] = Turns._execute
 
-    def counted(self: Turns, key: tuple[int, str], *rest: Any) -> Any:
-        executed.append(key[1])
-        return real(self, key, *rest)
+    def counted(self: Turns, number: int, name: str, *rest: Any) -> Any:
+        executed.append(name)
+        return real(self, number, name, *rest)
 
     monkeypatch.setattr(dry_turns.Turns, "_execute", counted)
     return executed
