@@ -1,7 +1,8 @@
-"""Seconds, memory and source lines of compiling a Llama-3 of full size, ahead of time.
+"""Seconds, memory and source lines of compiling models of full size, ahead of time.
 
-Run ``python -m benchmarks.compile_time``: the weights are on the meta device in bf16, the mesh is
-dp=8 x tp=8 under fsdp+megatron, and every case runs in a process of its own.
+Run ``python -m benchmarks.compile_time``: the weights are on the meta device in bf16, and every
+case runs in a process of its own: Llamas under fsdp+megatron on dp=8 x tp=8, then models and
+numbers of H100s for which ``plan="auto"`` chooses mesh and plan.
 """
 
 from __future__ import annotations
@@ -27,11 +28,42 @@ from benchmarks.machine import machine
 from partc import api
 
 MESH, PLAN, BATCH = "dp=8,tp=8", "fsdp+megatron", 8
+MACHINE = "dgx-h100"
 WIDTHS: dict[int, dict[str, int]] = {  # by number of layers: Llama-3-8B, 70B and 405B
     32: {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     80: {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
     126: {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
 }
+MIXTRAL = {"num_hidden_layers": 32, "num_local_experts": 8, "vocab_size": 32000, **WIDTHS[32]}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, by its layers or as Mixtral-8x7B, and for how many devices it is compiled."""
+
+    name: str
+    layers: int  # 0: Mixtral
+    batch: int
+    seq: int
+    devices: int = 0  # 0: the mesh and the plan are given
+
+    def model(self) -> nn.Module:
+        return build_model(self.layers, self.seq) if self.layers else build_mixtral(self.seq)
+
+    def mesh(self) -> str | partc.Mesh:
+        return partc.Mesh.load(MACHINE, devices=self.devices) if self.devices else MESH
+
+    @property
+    def plan(self) -> str:
+        return "auto" if self.devices else PLAN
+
+
+AUTO = (
+    Task("Llama-3-8B", 32, 128, 4096, 64),
+    Task("Llama-3-70B", 80, 1024, 8192, 1024),
+    Task("Llama-3-405B", 126, 2048, 8192, 16384),
+    Task("Mixtral-8x7B", 0, 512, 4096, 256),
+)
 
 
 @dataclass
@@ -79,7 +111,8 @@ def _is_stage(entry: Any) -> bool:
 class Case:
     """What one compile took. ``lines`` by the name of the role's file."""
 
-    layers: int
+    name: str
+    plan: str
     total_s: float
     peak_rss_bytes: int
     before_rss_bytes: int
@@ -90,7 +123,8 @@ class Case:
         roles = ", ".join(f"{name} {count} lines" for name, count in self.lines.items())
         added = self.peak_rss_bytes - self.before_rss_bytes
         lines = [
-            f"{self.layers} layers: {self.total_s:.1f} s from the model to saved sources; {roles}",
+            f"{self.name}: {self.total_s:.1f} s from the model to saved sources; {roles}",
+            f"  {self.plan}",
             f"  peak memory {self.peak_rss_bytes / 1e9:.2f} GB, of it {added / 1e9:.2f} compiling",
         ]
         for stage, seconds in self.stages.items():
@@ -122,17 +156,31 @@ def build_model(layers: int, seq: int) -> nn.Module:
     return model.to(torch.bfloat16).train()
 
 
-def measure(layers: int, seq: int) -> Case:
+def build_mixtral(seq: int) -> nn.Module:
+    """A Mixtral-8x7B on the meta device in bf16."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config: Any = MixtralConfig(
+        num_key_value_heads=8, max_position_embeddings=seq, use_cache=False, **MIXTRAL
+    )
+    with torch.device("meta"):
+        model: nn.Module = MixtralForCausalLM(config)
+    return model.to(torch.bfloat16).train()
+
+
+def measure(task: Task) -> Case:
     """Compile and save once, in this process."""
-    model = build_model(layers, seq)
-    ids = torch.zeros(BATCH, seq, dtype=torch.long, device="meta")
+    model = task.model()
+    ids = torch.zeros(task.batch, task.seq, dtype=torch.long, device="meta")
     before, start, watch = _peak_rss_bytes(), time.perf_counter(), Stopwatch()
     with tempfile.TemporaryDirectory() as folder, watch.on_stages():
-        program = api.compile(model, MESH, (ids,), loss=loss_of, plan=PLAN)
+        program = api.compile(model, task.mesh(), (ids,), loss=loss_of, plan=task.plan)
         watch.timed("save", program.save)(folder + "/program")
     total_s = time.perf_counter() - start
     lines = {name: len(text.splitlines()) for name, text in sorted(program.sources.items())}
-    return Case(layers, total_s, _peak_rss_bytes(), before, lines, watch.seconds)
+    chosen = partc.Plan.parse(program.plan)
+    plan = f"{chosen.preset} on {program.mesh}, {chosen.microbatches} microbatches"
+    return Case(task.name, plan, total_s, _peak_rss_bytes(), before, lines, watch.seconds)
 
 
 def _peak_rss_bytes() -> int:
@@ -143,14 +191,17 @@ def _peak_rss_bytes() -> int:
 def main() -> int:
     """Print one case after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", nargs="+", type=int, choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--layers", nargs="*", type=int, choices=WIDTHS, default=list(WIDTHS))
+    parser.add_argument("--auto", nargs="*", choices=[task.name for task in AUTO], metavar="MODEL",
+                        default=[task.name for task in AUTO])  # fmt: skip
     parser.add_argument("--seq", type=int, default=4096)
     options = parser.parse_args()
-    print(f"{machine()}; partc {partc.__version__}, mesh {MESH}, {PLAN}, seq {options.seq}, bf16\n")
-    for layers in options.layers:
+    print(f"{machine()}; partc {partc.__version__}, bf16\n")
+    given = [Task(f"{layers} layers", layers, BATCH, options.seq) for layers in options.layers]
+    for task in (*given, *(task for task in AUTO if task.name in options.auto)):
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            print(pool.submit(measure, layers, options.seq).result(), end="\n\n", flush=True)
+            print(pool.submit(measure, task).result(), end="\n\n", flush=True)
     return 0
 
 
