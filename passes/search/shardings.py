@@ -79,6 +79,13 @@ def search_shardings(
     return Found(plan, seconds, min(bound, seconds), weight, tuple(search.how))
 
 
+def joint_problem(graph: Graph, mesh: Mesh, life: Life = "use") -> ShardingProblem:
+    """All axes of a mesh in one problem, blocks not tied: an oracle for small steps."""
+    search = _Search(graph, mesh, None, Plan(), tie=False)
+    axes = tuple(search.axes)
+    return ShardingProblem(search.values, search.ways, search.filters, axes, Decided(), life, False)
+
+
 @dataclass(frozen=True)
 class _State:
     """After an axis was decided: all decisions so far, and the problem of that axis."""
