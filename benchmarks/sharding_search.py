@@ -48,7 +48,7 @@ def t5_block(seq: int) -> Graph:
 
     config: Any = T5Config(
         num_layers=1, num_decoder_layers=1, d_model=1024, d_ff=4096, num_heads=16, d_kv=64,
-        vocab_size=4096, dropout_rate=0.0, use_cache=False,
+        vocab_size=4096, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
     )  # fmt: skip
 
     def loss(model: nn.Module, ids: Tensor) -> Any:

@@ -14,6 +14,7 @@ from partc.passes.search.limit import Priced, solve_within
 from partc.passes.search.milp import milp
 from partc.passes.search.problem import Assignment, Problem
 
+ASKED_CELLS = 200_000  # of all tables: up to here HiGHS closes a gap within seconds
 _NODES = 1000  # of HiGHS's tree: a count, since seconds would differ from machine to machine
 
 How = Literal["exact", "conditioned", "lagrangian", "milp"]
@@ -72,8 +73,8 @@ def solve(
 
     By elimination if its tables fit ("exact"), else by conditioning search, which ``seed`` makes
     repeatable ("conditioned"); where a limit binds, with prices on resources ("lagrangian"). HiGHS
-    is asked last: for a few nodes if nothing was found nor proven impossible, and for up to
-    ``milp_seconds`` if there is a gap. The result is the same on every machine unless
+    is asked last: for a few nodes if nothing was found nor proven impossible, or if a small problem
+    has a gap; for up to ``milp_seconds`` if any has. The result is the same on every machine unless
     ``milp_seconds`` is set.
     """
     unknown = [name for name in limit or {} if name not in problem.resources]
@@ -84,7 +85,8 @@ def solve(
     if limit and not problem.fits(found.assignment, limit) and math.isfinite(found.cost):
         found = solver.limited(found)
     nothing = math.isinf(found.cost) and not found.infeasible
-    if nothing or (milp_seconds > 0 and found.gap > 0):
+    small = sum(factor.table.size for factor in problem.factors) <= ASKED_CELLS
+    if nothing or ((milp_seconds > 0 or small) and found.gap > 0):
         found = solver.last_resort(found, milp_seconds)
     return replace(found, stats=replace(found.stats, seconds=time.perf_counter() - began))
 
