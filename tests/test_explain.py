@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from partc.cli import main
 from partc.explanation import Estimated, Explanation, explain_program
 from partc.mesh import Mesh
 from partc.passes.search.alternatives import CHOICES
+from partc.passes.search.laws import Calls
+from partc.passes.search.save_laws import taken_as_json, taken_of_json
 from partc.program import Program, load
 
 Golden = Callable[..., None]
@@ -74,6 +77,20 @@ def test_a_saved_program_says_the_same(tmp_path: Path, capsys: pytest.CaptureFix
     told = json.loads(capsys.readouterr().out)["explanation"]
     assert told == json.loads(json.dumps(explained("open", "auto").as_json()))
     assert (tmp_path / "b" / "program.json").stat().st_size < 100_000
+
+
+def test_saved_laws_are_read_as_they_were() -> None:
+    """Calls by unit, and every candidate's estimate."""
+    taken = compiled("open", "auto").basis.taken
+    assert taken
+    again = taken_of_json(json.loads(json.dumps(taken_as_json(taken))))
+    for key, laws in taken.search.profiles.items():
+        by_unit = np.argsort(laws.calls.unit, kind="stable")
+        for column in (each.name for each in fields(Calls)):
+            whole = np.array(getattr(laws.calls, column))[by_unit]
+            assert np.array_equal(whole, getattr(again.search.profiles[key].calls, column)), column
+    for _, _, one in taken.search.candidates:
+        assert again.search.estimate(one) == taken.search.estimate(one)
 
 
 def test_numbers_and_text_are_the_same_facts() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
-from partc.passes.search.profile import TP
+from partc.passes.search.laws import TP
 
 WORDS = ("megatron-sp", "megatron")
 DATA: tuple[Data, ...] = ("ddp", "zero1", "fsdp")

@@ -7,7 +7,6 @@ tensor preset.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,10 +17,9 @@ from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.objective import Objective, check_price
 from partc.passes.search.candidates import WORDS, names_axes
-from partc.passes.search.estimate import Recompute
+from partc.passes.search.estimate import RECOMPUTE, Recompute
 from partc.passes.search.infeasible import nothing_fits
-from partc.passes.search.profile import Profile, profile
-from partc.passes.search.search_plans import Ranked, Search
+from partc.passes.search.search_plans import Profiles, Ranked, Search, profiles_of
 from partc.plan import Plan
 from partc.prediction import Work
 
@@ -29,7 +27,7 @@ AUTO_PLAN = "auto"
 KEPT = 5  # candidates that a report names
 # What is looked at where the plan says what to recompute; what no estimate knows counts as cheap.
 ONLY: tuple[Recompute, ...] = ("cheap",)
-_RECOMPUTE: dict[object, tuple[Recompute, ...]] = {"cheap": ("cheap", "block"), "block": ("block",)}
+_RECOMPUTE: dict[object, tuple[Recompute, ...]] = {"cheap": RECOMPUTE, "block": ("block",)}
 _SUPERLATIVES = {"time": "best", "dollars": "cheapest", "energy": "least energy"}
 
 
@@ -91,9 +89,11 @@ def choose_plan(
     """
     check_price(objective, mesh.hardware)
     pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
+    ways = _RECOMPUTE.get(plan.recompute, ONLY)
+    words = ["", *WORDS] if not mesh.axes or "tp" in mesh.names else [""]
     search = Search(
-        mesh=mesh, profiles=_profiles(graph, mesh), memory_bytes=plan.memory_bytes,
-        microbatches=pinned, schedule=plan.schedule, recompute=_RECOMPUTE.get(plan.recompute, ONLY),
+        mesh=mesh, profiles=profiles_of(graph, words, ways), memory_bytes=plan.memory_bytes,
+        microbatches=pinned, schedule=plan.schedule, recompute=ways,
         objective=objective, batch=Work.of(graph).batch,
     )  # fmt: skip
     choice = choose(search)
@@ -108,16 +108,13 @@ def choose(search: Search) -> Choice | None:
     return Choice(found, search) if found else None
 
 
-def _profiles(graph: Graph, mesh: Mesh) -> dict[str, Profile]:
-    """One per tensor preset that the mesh may use."""
-    words = ["", *WORDS] if not mesh.axes or "tp" in mesh.names else [""]
-    return {word: profile(graph, word) for word in words}
-
-
-def _all_profiles(graph: Graph, known: Mapping[str, Profile]) -> dict[str, Profile]:
-    """Those of the tensor presets as well that a mesh has no use for, if the model can be cut."""
+def _all_profiles(graph: Graph, known: Profiles) -> Profiles:
+    """Those of all ways to recompute, and of the tensor presets as well that a mesh has no use for,
+    if the model can be cut.
+    """
     found = dict(known)
-    for word in WORDS:
+    for word in ("", *WORDS):
+        missing = [again for again in RECOMPUTE if (word, again) not in known]
         with suppress(PartcError):
-            found.update({word: found.get(word) or profile(graph, word)})
+            found.update(profiles_of(graph, [word], missing) if missing else {})
     return found

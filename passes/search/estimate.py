@@ -1,17 +1,17 @@
 """The time and memory of a step at given axis sizes, from a profile: what the search compares.
 
-A unit's compute is a roofline over its calls. Its tensor collectives wait where they stand, but for
-what weight gradients hide of them in the backward. Weights and gradients move beside the compute,
-one unit ahead, on a stream of their own. A pipeline's bubble is that of its schedule's formula.
-The plan that is chosen is then compiled, and simulated from its real program.
+A unit's compute is a roofline over its calls. Its tensor collectives wait where they stand, but
+for what weight gradients hide of those that sum gradients. Weights and gradients move beside the
+compute, one unit ahead, on a stream of their own. A pipeline's bubble is that of its schedule's
+formula. The plan that is chosen is then compiled, and simulated from its real program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -21,11 +21,14 @@ from partc.errors import PlanError
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.memory import STATE_COPIES
-from partc.passes.search.profile import BACKWARD, FORWARD, TP, Calls, Floats, Profile, Sizes
-from partc.topology import Device, Topology
+from partc.passes.search.call_times import call_seconds
+from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile
+from partc.passes.search.turns import bubble_s, cut_evenly, in_flight, sent_s
+from partc.topology import Topology
 
 Data = Literal["ddp", "zero1", "fsdp"]
 Recompute = Literal["cheap", "block"]
+RECOMPUTE: tuple[Recompute, ...] = ("cheap", "block")
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
@@ -114,38 +117,44 @@ class UnitTimes:
     compute: Floats
     weight_grads: Floats  # of the backward, part of ``compute``
     tensor: Floats  # collectives over ``tp``
+    sums: Floats  # of the backward, those of them that sum gradients
 
     @cached_property
     def exposed(self) -> Floats:
         """Compute, and what of the tensor collectives nothing hides."""
         hidden = np.zeros_like(self.compute)
-        hidden[:, BACKWARD] = np.minimum(self.tensor[:, BACKWARD], self.weight_grads)
+        hidden[:, BACKWARD] = np.minimum(self.sums, self.weight_grads)
         return self.compute + self.tensor - hidden
 
 
 class Estimator:
-    """Evaluates candidates of one profile on one topology; ``optimizer`` keeps states."""
+    """Evaluates candidates of one profile, recomputed as it is, on one topology; ``optimizer``
+    keeps states.
+    """
 
     def __init__(self, profile: Profile, topology: Topology, optimizer: str = "adamw") -> None:
         self.profile, self.topology = profile, topology
         self.copies = STATE_COPIES[optimizer]
-        self.known: dict[tuple[int, int, Recompute, Mesh], UnitTimes] = {}
+        self.known: dict[tuple[int, int, Mesh], UnitTimes] = {}
 
     def estimate(self, one: Candidate) -> Estimate:
         """Seconds and bytes of a candidate."""
         mesh = one.mesh(self.topology)
         times = self.unit_times(one, mesh)
-        stages = _stages(self.profile, times, one.pp * one.chunks)
-        slowest = max(
-            (self._stage(one, mesh, times, units) for units in stages), key=lambda s: s.turn
-        )
-        turns = one.microbatches * one.chunks
+        stages = self._cut(one, times)
+        each = [self._stage(one, mesh, times, units) for units in stages]
+        ranks = [_together(each[rank :: one.pp]) for rank in range(one.pp)]
+        slowest = max(ranks, key=lambda rank: rank.turn)
+        count = one.microbatches
+        others = (sum(rank.turn for rank in ranks) - slowest.turn) / one.chunks
+        grads = (sum(rank.weight_grads for rank in ranks) - slowest.weight_grads) / one.chunks
         seconds = {
-            "compute": slowest.compute * turns,
-            "tensor transfers": slowest.tensor * turns,
-            "weight transfers": slowest.gathers * turns,
-            "bubble": _bubble(one, slowest.turn, slowest.weight_grads),
-            "gradients": slowest.closing * one.chunks,
+            "compute": slowest.compute * count,
+            "tensor transfers": slowest.tensor * count,
+            "weight transfers": slowest.gathers * count,
+            "bubble": bubble_s(one.schedule, others, grads),
+            "messages": self._messages_s(one, mesh, stages),
+            "gradients": slowest.closing,
             "optimizer": self._optimizer_s(one, stages),
         }
         return Estimate(seconds, self._bytes(one, stages))
@@ -156,29 +165,36 @@ class Estimator:
         chain = list(self.profile.chain)
         turn = float(times.exposed[chain].sum()) / (one.pp * one.chunks)
         grads = float(times.weight_grads[chain].sum()) / (one.pp * one.chunks)
-        return one.microbatches * one.chunks * turn + _bubble(one, turn, grads)
+        ramp = bubble_s(one.schedule, (one.pp - 1) * turn, (one.pp - 1) * grads)
+        return one.microbatches * one.chunks * turn + ramp
 
     # time --------------------------------------------------------------------------------------
+    def _cut(self, one: Candidate, times: UnitTimes) -> list[list[int]]:
+        """The units of every stage."""
+        each, chain = times.exposed.sum(axis=1), list(self.profile.chain)
+        cuts = cut_evenly([float(each[unit]) for unit in chain], one.pp * one.chunks)
+        return [chain[first:end] for first, end in cuts]
+
+    def _messages_s(self, one: Candidate, mesh: Mesh, stages: Sequence[Sequence[int]]) -> float:
+        """What passes between stages, as far as ranks wait for it."""
+        if one.pp == 1:
+            return 0.0
+        pieces = one.data_ranks * one.microbatches
+        sizes = [self.profile.boundary[u[-1]].local(pieces, one.tp) for u in stages[:-1] if u]
+        send_s = collective_seconds("send", max(sizes, default=0.0), mesh, PP)
+        return sent_s(one.schedule, one.pp, one.chunks, one.microbatches, send_s)
+
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
         pieces = one.data_ranks * one.microbatches
-        key = (pieces, one.tp, one.recompute, mesh)
+        key = (pieces, one.tp, mesh)
         if key not in self.known:
-            times = self._unit_times(pieces, one.tp, mesh)
-            self.known[key] = self._recomputed(times) if one.recompute == "block" else times
+            self.known[key] = self._unit_times(pieces, one.tp, mesh)
         return self.known[key]
-
-    def _recomputed(self, times: UnitTimes) -> UnitTimes:
-        """The same with the forward of every block once more in its backward."""
-        blocks = np.array(self.profile.is_block)
-        compute, tensor = times.compute.copy(), times.tensor.copy()
-        for seconds in (compute, tensor):
-            seconds[blocks, BACKWARD] += seconds[blocks, FORWARD]
-        return UnitTimes(compute, times.weight_grads, tensor)
 
     def _unit_times(self, dp: int, tp: int, mesh: Mesh) -> UnitTimes:
         calls, num = self.profile.calls, len(self.profile.units)
         seconds = call_seconds(calls, self.topology.device, dp, tp)
-        tensor = np.zeros((num, 2))
+        tensor, sums = np.zeros((num, 2)), np.zeros(num)
         if tp > 1:
             sent: dict[tuple[str, float], float] = {}
             for move in self.profile.transfers:
@@ -186,11 +202,12 @@ class Estimator:
                 if key not in sent:
                     sent[key] = collective_seconds(*key, mesh, TP)
                 tensor[move.unit, move.phase] += sent[key]
+                sums[move.unit] += sent[key] * move.sums_gradient
         compute = np.zeros((num, 2))
         np.add.at(compute, (calls.unit, calls.phase), seconds)
         weights = np.zeros(num)
         np.add.at(weights, calls.unit, seconds * calls.is_weight_grad)
-        return UnitTimes(compute, weights, tensor)
+        return UnitTimes(compute, weights, tensor, sums)
 
     def _stage(self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int]) -> _Stage:
         forward = self._phase(one, mesh, times, units, FORWARD)
@@ -206,10 +223,14 @@ class Estimator:
         self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int], phase: int
     ) -> _Waits:
         """Walk a stage's units beside the streams that move its weights and gradients."""
+        if not units:
+            return _Waits(0.0, 0.0)
         gathers = [0.0] * len(units)
         if (one.data == "fsdp" and one.shard > 1) or (one.data == "zero1" and phase == FORWARD):
             gathers = [self._gather_s(one, mesh, unit) for unit in units]
         once = one.data == "zero1"  # all are started when the step begins
+        # gradients that are summed once per step are so behind its last microbatch
+        once_per_step = one.data != "fsdp" and one.microbatches * one.pp > 1
         now = shared = between = waited = 0.0
         arrives = accumulate(gathers) if once else iter(())
         arrived = gathers[0]
@@ -220,10 +241,14 @@ class Estimator:
             if number + 1 < len(units) and not once:
                 arrived = shared = max(shared, now) + gathers[number + 1]
             now += float(times.exposed[unit, phase])
-            if phase == BACKWARD and one.data_ranks > 1:
+            if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
                 shared = max(shared, now) + self._reduce_s(one, mesh, unit)
                 between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
-        return _Waits(waited, max(0.0, shared - now, between - now) if phase == BACKWARD else 0.0)
+        if phase == FORWARD or one.data_ranks == 1:
+            return _Waits(waited, 0.0)
+        if once_per_step:
+            return _Waits(waited, sum(self._reduce_s(one, mesh, unit) for unit in units))
+        return _Waits(waited, max(0.0, shared - now, between - now))
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
@@ -231,11 +256,10 @@ class Estimator:
         return collective_seconds("all_gather", weights.size.local(1, one.tp) / ranks, mesh, axis)
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
-        """The gradients of a unit; once per step they take a share of each microbatch's time."""
+        """The gradients of a unit."""
         size = self.profile.weights[unit].size.local(1, one.tp)
         kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
-        seconds = collective_seconds(kind, size, mesh, self._shard_axis(one, mesh)[0])
-        return seconds if one.data == "fsdp" else seconds / one.microbatches
+        return collective_seconds(kind, size, mesh, self._shard_axis(one, mesh)[0])
 
     def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """What replicas add up of the gradients that each has scattered."""
@@ -266,7 +290,6 @@ class Estimator:
 
     def _bytes(self, one: Candidate, stages: Sequence[Sequence[int]]) -> dict[str, float]:
         """The bytes of the fullest pipeline rank."""
-        pieces = one.data_ranks * one.microbatches
         by_rank = [
             [u for chunk in range(one.chunks) for u in stages[chunk * one.pp + rank]]
             for rank in range(one.pp)
@@ -274,28 +297,37 @@ class Estimator:
         found = []
         for rank, units in enumerate(by_rank):
             weights = self._weights(one, units)
-            kept = sum(self._kept(one, u).local(pieces, one.tp) for u in units)
-            whole = max(self.profile.weights[u].size.local(1, one.tp) for u in units)
             sharded = self._sharded(one)
-            params = weights / sharded if one.data == "fsdp" else weights
-            grads = params if one.data != "zero1" else weights
-            working = self.profile.working.local(pieces, one.tp) if rank == one.pp - 1 else 0.0
-            if one.recompute == "block":
-                again = (self.profile.saved[u].local(pieces, one.tp) for u in units)
-                working = max(working, *again)
-            found.append({
-                "parameters": params,
-                "gradients": grads,
+            held = {
+                "parameters": weights / (sharded if one.data == "fsdp" else 1),
                 "optimizer": self.copies * weights / sharded,
-                "activations": kept * _in_flight(one, rank) / one.chunks,
-                "working": working + (3 * whole if one.data == "fsdp" and sharded > 1 else 0.0),
-            })  # fmt: skip
+            }
+            others = in_flight(one.pp, one.chunks, one.microbatches, rank) / one.chunks - 1
+            times = self._backward_bytes(one, units, others, rank == one.pp - 1)
+            found.append(held | max(times, key=lambda each: sum(each.values())))
         return max(found, key=lambda each: sum(each.values()))
 
-    def _kept(self, one: Candidate, unit: int) -> Sizes:
-        """What a unit keeps for its backward: a block that is recomputed, only what enters it."""
-        again = one.recompute == "block" and self.profile.is_block[unit]
-        return self.profile.boundary[unit] if again else self.profile.saved[unit]
+    def _backward_bytes(
+        self, one: Candidate, units: Sequence[int], others: float, has_loss: bool
+    ) -> Iterator[dict[str, float]]:
+        """What is held while the backward of each unit runs, and that of ``others`` microbatches
+        is still to come: fewer activations from unit to unit, and more gradients.
+        """
+        pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
+        gathers = one.data == "fsdp" and sharded > 1
+        sizes = [self.profile.weights[u].size.local(1, one.tp) for u in units]
+        gathered = 3 * max(sizes, default=0.0) if gathers else 0.0
+        grads = [size / (sharded if one.data == "fsdp" else 1) for size in sizes]
+        kept = [self.profile.saved[u].local(pieces, one.tp) for u in units]
+        accumulates = one.microbatches * one.pp > 1
+        for at, unit in reversed(list(enumerate(units))):
+            peak = has_loss and at == len(units) - 1
+            working = self.profile.working if peak else self.profile.beside[unit]
+            yield {
+                "gradients": sum(grads if accumulates else grads[at:]),
+                "activations": others * sum(kept) + sum(kept[: at + 1]),
+                "working": working.local(pieces, one.tp) + gathered,
+            }
 
 
 @dataclass(frozen=True)
@@ -305,7 +337,7 @@ class _Stage:
     compute: float
     tensor: float
     gathers: float
-    closing: float
+    closing: float  # once per step
     weight_grads: float
 
     @property
@@ -313,64 +345,12 @@ class _Stage:
         return self.compute + self.tensor + self.gathers
 
 
+def _together(stages: Sequence[_Stage]) -> _Stage:
+    """The stages of one rank."""
+    return _Stage(*(sum(each) for each in zip(*map(astuple, stages), strict=True)))
+
+
 @dataclass(frozen=True)
 class _Waits:
     waits: float
     closing: float  # what is still under way when the phase ends
-
-
-def call_seconds(calls: Calls, device: Device, dp: int, tp: int) -> Floats:
-    """``Device.seconds`` of every call's local part."""
-    pieces = np.where(calls.cut[:, 0], dp, 1) * np.where(calls.cut[:, 1], tp, 1)
-    flops = calls.flops / pieces
-    moved = calls.bytes @ np.array([1.0, 1 / tp, 1 / dp, 1 / (dp * tp)])
-    peaks = np.array([device.peak(dtype) for dtype in calls.dtype])
-    reached = np.where(
-        calls.is_attention,
-        _fractions(device, "attention", flops),
-        _fractions(device, "matmul", flops),
-    )
-    memory = moved / (device.memory_bytes_per_s * _fractions(device, "pointwise", moved))
-    seconds: Floats = np.maximum(np.maximum(flops / (peaks * reached), memory), device.launch_s)
-    return seconds
-
-
-def _fractions(device: Device, work: str, amounts: Floats) -> Floats:
-    """``Device.fraction`` of many amounts."""
-    points = device.efficiency.get(work, ((1.0, 1.0),))
-    at = np.array([amount for amount, _ in points])
-    seconds = at / np.array([fraction for _, fraction in points])
-    inside: Floats = np.clip(amounts, at[0], at[-1])
-    between = inside / np.interp(inside, at, seconds)
-    fractions: Floats = between
-    return fractions
-
-
-def _stages(profile: Profile, times: UnitTimes, num: int) -> list[list[int]]:
-    """The chain cut into stages of about equal time: each ends where its share is reached."""
-    chain = list(profile.chain)
-    each = times.exposed.sum(axis=1)
-    ends = np.cumsum([each[unit] for unit in chain])
-    cuts = [int(np.searchsorted(ends, ends[-1] * i / num - each.max() / 2)) for i in range(1, num)]
-    edges = [0, *cuts, len(chain)]
-    return [chain[a:b] or [chain[min(a, len(chain) - 1)]] for a, b in pairwise(edges)]
-
-
-def _bubble(one: Candidate, turn: float, weight_grads: float) -> float:
-    """Seconds in which a rank has nothing to do, by the schedules' published formulas."""
-    if one.pp == 1:
-        return 0.0
-    ramp = one.pp - 1
-    if one.schedule == "zb-h1":
-        return ramp * max(0.0, turn - 2 * weight_grads)
-    return ramp * turn  # of one chunk's turn: interleaving makes turns shorter
-
-
-def _in_flight(one: Candidate, rank: int) -> float:
-    """Microbatches whose activations a rank holds, in whole ranks' worth of stages times chunks."""
-    if one.pp == 1:
-        return 1.0 if one.microbatches == 1 else float(one.chunks)
-    if one.chunks > 1:
-        most = one.chunks * one.pp + one.pp - 1 - 2 * rank + one.pp - 1
-        return float(min(one.microbatches * one.chunks, most))
-    return float(min(one.microbatches, one.pp - rank))

@@ -11,6 +11,7 @@ from partc.amounts import amount, time_text
 from partc.errors import MemoryLimitError, PlanError
 from partc.mesh import Mesh
 from partc.passes.search.alternatives import only_changed
+from partc.passes.search.estimate import RECOMPUTE
 from partc.passes.search.search_plans import Ranked, Search, Taken
 
 HOLDERS = 3  # of memory, that an error names
@@ -74,7 +75,7 @@ def _freed(search: Search) -> Iterator[tuple[str, Search]]:
         yield f"schedule={search.schedule!r}", replace(search, schedule="")
     if len(search.recompute) == 1:
         pin = f"recompute={search.recompute[0]!r}"
-        yield pin, replace(search, recompute=("cheap", "block"))
+        yield pin, replace(search, recompute=RECOMPUTE)
     if search.memory_bytes:
         yield _memory(search), replace(search, memory_bytes=0)
 

@@ -6,14 +6,12 @@ from partc.errors import PartcError
 from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.passes.search.candidates import WORDS, names_axes, sizes_of
-from partc.passes.search.estimate import Candidate, Data, Recompute
-from partc.passes.search.profile import profile
-from partc.passes.search.search_plans import Search, Taken
+from partc.passes.search.estimate import RECOMPUTE, Candidate, Data
+from partc.passes.search.search_plans import Search, Taken, profiles_of
 from partc.plan import Plan
 
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "zb-h1": "zb-h1"}
 SHARDED: dict[str, Data] = {"ddp": "ddp", "zero1": "zero1", "fsdp": "fsdp", "hsdp": "fsdp"}
-RECOMPUTE: dict[object, Recompute] = {"cheap": "cheap", "block": "block"}
 
 
 def by_hand(graph: Graph, mesh: Mesh, plan: Plan) -> Taken | None:
@@ -25,7 +23,7 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan) -> Taken | None:
         return None
     words = ("", *WORDS) if candidate.tp > 1 else ("",)
     try:
-        profiles = {word: profile(graph, word) for word in words}
+        profiles = profiles_of(graph, words, RECOMPUTE)
     except PartcError:
         return None
     return Taken(Search(mesh, profiles, plan.memory_bytes), candidate, searched=False)
@@ -36,7 +34,8 @@ def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:
     own = plan.params or plan.inputs or plan.values or plan.gather or plan.scatter
     if own or plan.stages or plan.order or plan.chunks or plan.schedule not in SCHEDULES:
         return None
-    if not names_axes(mesh) or mesh.num_ranks == 1 or plan.recompute not in RECOMPUTE:
+    again = next((way for way in RECOMPUTE if way == plan.recompute), None)
+    if not names_axes(mesh) or mesh.num_ranks == 1 or again is None:
         return None
     pp, replicate, shard, tp = sizes_of(mesh)
     words = plan.preset.split("+")
@@ -46,5 +45,5 @@ def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:
         return None
     return Candidate(
         replicate, shard, tp, pp, plan.microbatches, SHARDED[data], tensor,
-        schedule=SCHEDULES[plan.schedule], recompute=RECOMPUTE[plan.recompute], given=mesh,
+        schedule=SCHEDULES[plan.schedule], recompute=again, given=mesh,
     )  # fmt: skip

@@ -8,118 +8,76 @@ thousands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import gcd
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, copied, held, picked, tensor_args, value
+from partc.graph import Graph, Value, copied, held, picked, tensor_args, value
 from partc.mesh import Mesh
 from partc.moves import kind_of
+from partc.passes import recompute as recomputing
 from partc.passes.alike_blocks import blocks_of
 from partc.passes.apply_preset import complete
-from partc.passes.bytes import moved_bytes, put_in_bytes
+from partc.passes.bytes import moved_bytes, packed_bytes, unpacked_bytes
 from partc.passes.flops import node_flops, op_name
 from partc.passes.insert_collectives import insert_collectives
-from partc.passes.memory import MemoryCurve, memory_curve
+from partc.passes.memory import Buffer, MemoryCurve, memory_curve
 from partc.passes.propagate import propagate
-from partc.passes.recompute import recompute
+from partc.passes.search.laws import (
+    BACKWARD,
+    DP,
+    FORWARD,
+    TP,
+    Calls,
+    Profile,
+    Sizes,
+    Transfer,
+    Weights,
+)
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.plan import Plan
+from partc.products import NONE, Product, product_of
+from partc.roofline import work_of
 from partc.sharding import DTYPE_NAMES
 
-DP, TP = "dp", "tp"
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-FORWARD, BACKWARD = 0, 1
+Row = tuple[float, float, float, float]
+UNCUT = ((False, False),) * 3
+Recompute = Literal["cheap", "none", "attention", "block"] | tuple[str, ...]  # a plan's
+Touched = Callable[[Graph], Mapping[fx.Node, Sequence[fx.Node]]]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes by the axes that cut them: by none, by ``tp``, by ``dp``, by both; of the whole."""
-
-    by_cut: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-
-    def local(self, dp: int, tp: int) -> float:
-        """The bytes of one rank; ``dp`` counts microbatches too."""
-        none, tensor, data, both = self.by_cut
-        return none + tensor / tp + data / dp + both / (dp * tp)
-
-    def __add__(self, other: Sizes) -> Sizes:
-        a, b = self.by_cut, other.by_cut
-        return Sizes((a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]))
+def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What every call of a graph reads from memory and writes there: operands, and its result."""
+    return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A collective over ``tp`` that a unit makes in one phase."""
-
-    unit: int
-    phase: int
-    kind: str
-    size: Sizes  # what a rank puts in
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Parameters of one unit: bytes by how ``tp`` cuts them, in number of tensors ``count``."""
-
-    size: Sizes
-    count: int
-    largest_dtype: str
-
-
-@dataclass(frozen=True, eq=False)
-class Calls:
-    """All calls as columns: where they stand, their FLOPs and the axes that cut these, bytes."""
-
-    unit: Ints
-    phase: Ints
-    is_weight_grad: NDArray[np.bool_]
-    flops: Floats
-    cut: NDArray[np.bool_]  # [call, (dp, tp)]
-    bytes: Floats  # [call, (none, tp, dp, both)]
-    dtype: tuple[str, ...]
-    is_attention: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
-class Profile:
-    """A model's step under one way to cut weights over ``tp``.
-
-    ``units`` are its blocks and what stands between, ``chain`` has them in the order in which they
-    run, a block that stands for others several times. ``saved`` is what a unit keeps for its
-    backward, ``working`` the most that is live beside it; ``dp_divides`` and ``tp_divides`` are
-    what the axis sizes have to divide.
-    """
-
-    word: str
-    units: tuple[str, ...]
-    is_block: tuple[bool, ...]
-    chain: tuple[int, ...]
-    calls: Calls
-    transfers: tuple[Transfer, ...]
-    weights: tuple[Weights, ...]
-    saved: tuple[Sizes, ...]
-    boundary: tuple[Sizes, ...]
-    working: Sizes
-    dp_divides: int
-    tp_divides: int
-    flops: float  # of the whole step, without what is computed twice
-
-
-def profile(graph: Graph, word: str) -> Profile:
+def profile(
+    graph: Graph, word: str, *, recompute: Recompute = "cheap", touched: Touched = touched_values
+) -> Profile:
     """The laws of a joint graph's step; ``word`` is a tensor preset, or "" for no ``tp``.
 
-    The graph stays as it is. Raises what ``complete`` and ``propagate`` raise.
+    ``recompute`` is what the plan's field says; ``touched(local)`` which values each call of the
+    partitioned graph reads from memory or writes there. The graph stays as it is. Raises what
+    ``complete`` and ``propagate`` raise.
     """
-    local, plan = _representative(graph, word)
-    return _Reader(graph, local, plan, word).profile()
+    (found,) = profiles(graph, word, (recompute,), touched=touched)
+    return found
+
+
+def profiles(
+    graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values
+) -> Iterator[Profile]:
+    """A profile for each way to recompute, of one partition: that is what takes time."""
+    whole, plan = _representative(graph, word)
+    for again in ways:
+        local = recomputing.recompute(copied(whole), plan.changed(recompute=again))
+        yield _Reader(graph, local, word, touched(local)).profile()
 
 
 def _representative(graph: Graph, word: str) -> tuple[Graph, Plan]:
@@ -130,7 +88,7 @@ def _representative(graph: Graph, word: str) -> tuple[Graph, Plan]:
     split_bias(copy)
     plan = complete(Plan(preset="+".join(filter(None, ["ddp", word]))), copy, copy.mesh)
     choices = propagate(copy, plan, warnings=[])
-    return recompute(fuse_bias(insert_collectives(copy, plan, choices)), plan), plan
+    return fuse_bias(insert_collectives(copy, plan, choices)), plan
 
 
 @dataclass
@@ -139,8 +97,8 @@ class _Reader:
 
     graph: Graph
     local: Graph
-    plan: Plan
     word: str
+    touched: Mapping[fx.Node, Sequence[fx.Node]]
     units: list[str] = field(default_factory=list)
     unit_of: dict[fx.Node, int] = field(default_factory=dict)
     of_module: dict[str, int] = field(default_factory=dict)
@@ -159,6 +117,7 @@ class _Reader:
             weights=tuple(self._weights()),
             saved=tuple(self._saved(curve, by_name)),
             boundary=tuple(self._boundary()),
+            beside=tuple(self._beside(curve, by_name)),
             working=self._working(curve, by_name),
             dp_divides=self._divides(DP),
             tp_divides=self._divides(TP),
@@ -204,12 +163,15 @@ class _Reader:
         sharding = value(node).sharding
         return sharding.on(DP).kind == "cut", sharding.on(TP).kind == "cut"
 
-    def _size(self, node: fx.Node) -> Sizes:
-        """The bytes of a value, those of its results where it has several."""
+    def _size(self, node: fx.Node, result: int | None = None) -> Sizes:
+        """The bytes of a value; of one, or of all of its results where it has several."""
         fake = held(node)
         if not isinstance(fake, Tensor):
             parts = [n for n in node.users if n.op == "call_function" and n.args[0] is node]
-            return sum({picked(n)[1]: self._size(n) for n in parts}.values(), Sizes())
+            sizes = {picked(n)[1]: self._size(n) for n in parts}
+            return (
+                sizes.get(result, Sizes()) if result is not None else sum(sizes.values(), Sizes())
+            )
         data, tensor = self._cut(node)
         whole = fake.numel() * fake.element_size() * (1 + data) * (1 + tensor)
         row = [0.0] * 4
@@ -230,38 +192,77 @@ class _Reader:
     # columns ---------------------------------------------------------------------------------
     def _calls(self) -> Calls:
         rows = [row for node in self.local.calls() if (row := self._call(node)) is not None]
-        unit, phase, grads, flops, cuts, sizes, dtypes, attention = zip(*rows, strict=True)
+        unit, phase, grads, flops, cuts, sizes, dtypes, work, products, of, written = zip(
+            *rows, strict=True
+        )
         return Calls(
             np.array(unit), np.array(phase), np.array(grads), np.array(flops, dtype=np.float64),
-            np.array(cuts), np.array(sizes), tuple(dtypes), np.array(attention),
+            np.array(cuts), np.array(sizes), tuple(dtypes), np.array(work),
+            np.array(products, dtype=np.float64), np.array(of), np.array(written),
         )  # fmt: skip
 
     def _call(self, node: fx.Node) -> tuple[object, ...] | None:
-        if node.target in (*collectives.COLLECTIVES, collectives.wait):
+        if node.target in collectives.COLLECTIVES:
+            return self._copies(node)
+        if node.target is collectives.wait:
             return None
         moved = moved_bytes(node, self.ran)
         flops = node_flops(node)
         if not moved and not flops:
             return None
-        touched = [*dict.fromkeys(tensor_args(node)), node]
-        cuts = [self._cut(n) for n in touched]
+        cuts = [self._cut(n) for n in (*tensor_args(node), node)]
         cut = (any(c[0] for c in cuts), any(c[1] for c in cuts))
-        size = sum((self._size(n) for n in touched), Sizes())
+        size = sum((self._size(n) for n in self.touched[node]), Sizes())
         whole = flops * (1 + cut[0]) * (1 + cut[1])
-        known = value(node)
         return (
-            self._unit(node), BACKWARD if known.phase != "F" else FORWARD,
-            _makes_weight_grad(self.local, node), whole, cut, size.by_cut, _dtype(node),
-            "attention" in op_name(node),
+            *self._place(node), _makes_weight_grad(self.local, node), whole, cut, size.by_cut,
+            _dtype(node), work_of(node), *self._product(node),
+        )  # fmt: skip
+
+    def _product(self, node: fx.Node) -> tuple[Product, tuple[tuple[bool, bool], ...], Row]:
+        """The whole sizes of a matrix product's result, the axes that cut each, and its bytes."""
+        made = product_of(node)
+        if made == NONE:
+            return NONE, UNCUT, Sizes().by_cut
+        dims = held(node).dim()
+        last = (dims - 3, dims - 2, dims - 1) if made.batch > 1 else (-1, dims - 2, dims - 1)
+        cuts = [(False, False)] * 3
+        for axis, name in enumerate((DP, TP)):
+            layout = value(node).sharding.on(name)
+            if layout.kind == "cut":
+                of = next((i for i, dim in enumerate(last) if layout.dim <= dim), 2)
+                cuts[of] = (cuts[of][0] or axis == 0, cuts[of][1] or axis == 1)
+        whole = (size * (1 + a) * (1 + b) for size, (a, b) in zip(made, cuts, strict=True))
+        return Product(*whole), tuple(cuts), self._size(node).by_cut
+
+    def _place(self, node: fx.Node) -> tuple[int, int]:
+        return self._unit(node), BACKWARD if value(node).phase != "F" else FORWARD
+
+    def _copies(self, node: fx.Node) -> tuple[object, ...] | None:
+        """What is copied before a collective over ``tp`` starts, and when it has arrived."""
+        size = Sizes()
+        if node.kwargs["axis"] == TP and packed_bytes(node):
+            size += sum((self._size(n) for n in tensor_args(node)), Sizes())
+        if node.kwargs["axis"] == TP and unpacked_bytes(node):
+            size += self._size(node)
+        if size == Sizes():
+            return None
+        return (
+            *self._place(node), False, 0, (False, False), (size + size).by_cut, _dtype(node),
+            "pointwise", NONE, UNCUT, Sizes().by_cut,
         )  # fmt: skip
 
     def _transfers(self) -> Iterator[Transfer]:
-        for node in self.local.calls():
-            if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == TP:
-                phase = BACKWARD if value(node).phase != "F" else FORWARD
-                size = sum((self._size(n) for n in tensor_args(node)), Sizes())
-                assert put_in_bytes(node) >= 0
-                yield Transfer(self._unit(node), phase, kind_of(node), size)
+        moves = (n for n in self.local.calls() if n.target in collectives.COLLECTIVES)
+        forward: set[Value] = set()  # what the backward repeats of it is no gradient
+        for node in (n for n in moves if n.kwargs["axis"] == TP):
+            size = sum((self._size(n) for n in tensor_args(node)), Sizes())
+            if value(node).phase == "F":
+                forward.add(value(node))
+            new = value(node).phase != "F" and replace(value(node), phase="F") not in forward
+            kind = kind_of(node)
+            sums = new and kind in ("all_reduce", "reduce_scatter")
+            yield Transfer(*self._place(node), kind, size, sums)
 
     def _weights(self) -> Iterator[Weights]:
         """Trainable and frozen parameters by the unit that reads them first."""
@@ -282,15 +283,40 @@ class _Reader:
         found = [Sizes()] * len(self.units)
         for buffer in curve.saved():
             node = by_name[buffer.name]
-            found[self._unit(node)] += self._size(node)
+            found[self._unit(node)] += self._size(node, buffer.result)
         yield from found
 
+    def _beside(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Iterator[Sizes]:
+        """By unit, what is live beside what was saved, at its worst call."""
+        rest = self._unsaved(curve)
+        change = np.zeros(len(curve.calls) + 2)
+        for buffer in rest:
+            change[buffer.born] += buffer.num_bytes
+            change[buffer.dies + 1] -= buffer.num_bytes
+        live = np.cumsum(change)[: len(curve.calls)] + np.array(curve.temporary_bytes)
+        of_unit = np.array([self.unit_of[by_name[name]] for name in curve.calls])
+        for unit in range(len(self.units)):
+            calls = np.nonzero(of_unit == unit)[0]
+            yield self._live(curve, rest, int(calls[np.argmax(live[calls])]), by_name)
+
     def _working(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Sizes:
-        """What is live at the peak beside what was saved, and gradients of parameters."""
-        at, kept = curve.peak_at, set(map(id, curve.saved()))
-        grads = {n.name for n in self.local.grads.values()}
-        live = [b for b in curve.buffers if b.born <= at <= b.dies and id(b) not in kept]
-        return sum((self._size(by_name[b.name]) for b in live if b.name not in grads), Sizes())
+        return self._live(curve, self._unsaved(curve), curve.peak_at, by_name)
+
+    def _unsaved(self, curve: MemoryCurve) -> list[Buffer]:
+        """All memory but what the forward leaves for the backward, and gradients of parameters."""
+        kept = {id(buffer) for buffer in curve.saved()}
+        return [b for b in curve.buffers if id(b) not in kept and b.dies < len(curve.calls)]
+
+    def _live(
+        self, curve: MemoryCurve, buffers: list[Buffer], at: int, by_name: Mapping[str, fx.Node]
+    ) -> Sizes:
+        """What is live of these during a call, with what that call needs inside."""
+        live = [b for b in buffers if b.born <= at <= b.dies]
+        data, tensor = self._cut(by_name[curve.calls[at]])
+        row = [0.0] * 4
+        row[2 * data + tensor] = curve.temporary_bytes[at] * (1 + data) * (1 + tensor)
+        inside = Sizes((row[0], row[1], row[2], row[3]))
+        return sum((self._size(by_name[b.name], b.result) for b in live), inside)
 
     def _boundary(self) -> Iterator[Sizes]:
         """What the next units' forwards read of a unit."""

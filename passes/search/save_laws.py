@@ -14,7 +14,7 @@ import numpy as np
 from partc.mesh import Mesh
 from partc.objective import Batch, objective_of
 from partc.passes.search.estimate import Candidate
-from partc.passes.search.profile import Calls, Profile, Sizes, Transfer, Weights
+from partc.passes.search.laws import Calls, Profile, Sizes, Transfer, Weights
 from partc.passes.search.search_plans import Search, Taken
 from partc.topology_text import parse_topology
 
@@ -35,7 +35,10 @@ def taken_as_json(taken: Taken) -> Json:
         "batch": asdict(search.batch),
         "candidate": {**asdict(taken.candidate), "given": None},
         "searched": taken.searched,
-        "profiles": [_profile_as_json(found) for found in search.profiles.values()],
+        "profiles": [
+            {"recompute": again, **_profile_as_json(found)}
+            for (_, again), found in search.profiles.items()
+        ],
     }
 
 
@@ -43,11 +46,13 @@ def taken_of_json(data: Mapping[str, Any]) -> Taken:
     """What ``taken_as_json`` was given; KeyError and its like if something is amiss."""
     topology = parse_topology(data["machine"], "the saved machine")
     mesh = Mesh(tuple((name, size) for name, size in data["axes"]), topology)
-    profiles = [_profile_of_json(each) for each in data["profiles"]]
+    profiles = {
+        (each["word"], each["recompute"]): _profile_of_json(each) for each in data["profiles"]
+    }
     search = Search(
-        mesh=mesh, profiles={found.word: found for found in profiles},
-        memory_bytes=data["memory_bytes"], microbatches=data["microbatches"],
-        schedule=data["schedule"], recompute=tuple(data["recompute"]),
+        mesh=mesh, profiles=profiles, memory_bytes=data["memory_bytes"],
+        microbatches=data["microbatches"], schedule=data["schedule"],
+        recompute=tuple(data["recompute"]),
         objective=objective_of(data["objective"]), batch=Batch(**data["batch"]),
     )  # fmt: skip
     given = mesh if mesh.axes else None
@@ -94,21 +99,27 @@ class _Table:
 
 
 def _call_text(calls: Calls, i: int) -> str:
-    flags = calls.phase[i], calls.is_weight_grad[i], *calls.cut[i], calls.is_attention[i]
-    return _words((*flags, calls.flops[i], *calls.bytes[i])) + f" {calls.dtype[i]}"
+    flags = calls.phase[i], calls.is_weight_grad[i], *calls.cut[i], *calls.product_cut[i].flat
+    amounts = calls.flops[i], *calls.bytes[i], *calls.product[i], *calls.written[i]
+    return f"{_words((*flags, *amounts))} {calls.work[i]} {calls.dtype[i]}"
 
 
 def _unit_text(found: Profile, number: int, calls: Iterable[int]) -> str:
-    """Lines: calls, parameters, what is saved, what passes on; then the transfers."""
+    """Lines: calls, parameters, what is saved, passes on, lives beside; then the transfers."""
     weights = found.weights[number]
     lines = [
         _words(calls),
         f"{_size_text(weights.size)} {weights.count} {weights.largest_dtype}",
         _size_text(found.saved[number]),
         _size_text(found.boundary[number]),
+        _size_text(found.beside[number]),
     ]
     moves = (move for move in found.transfers if move.unit == number)
-    return "\n".join([*lines, *(f"{_size_text(m.size)} {m.phase} {m.kind}" for m in moves)])
+    return "\n".join([*lines, *map(_move_text, moves)])
+
+
+def _move_text(move: Transfer) -> str:
+    return f"{_size_text(move.size)} {_words((move.phase, move.sums_gradient))} {move.kind}"
 
 
 def _words(numbers: Iterable[float]) -> str:
@@ -134,6 +145,7 @@ def _profile_of_json(data: Mapping[str, Any]) -> Profile:
         weights=tuple(Weights(_size(w[:4]), int(w[4]), w[5]) for w in weights),
         saved=tuple(_size(kind[2].split()) for kind in kinds),
         boundary=tuple(_size(kind[3].split()) for kind in kinds),
+        beside=tuple(_size(kind[4].split()) for kind in kinds),
         working=_size(data["working"].split()),
         dp_divides=data["dp_divides"],
         tp_divides=data["tp_divides"],
@@ -144,25 +156,28 @@ def _profile_of_json(data: Mapping[str, Any]) -> Profile:
 def _calls(rows: list[str], of_units: Iterable[str]) -> Calls:
     units = [[int(number) for number in text.split()] for text in of_units]
     used = [rows[number].split() for unit in units for number in unit]
-    columns = np.array([row[:-1] for row in used], dtype=np.float64).reshape(-1, 10)
-    flags = columns[:, :5].astype(np.int64)
+    columns = np.array([row[:-2] for row in used], dtype=np.float64).reshape(-1, 22)
+    flags = columns[:, :10].astype(np.int64)
     return Calls(
         unit=np.repeat(np.arange(len(units)), [len(unit) for unit in units]),
         phase=flags[:, 0],
         is_weight_grad=flags[:, 1].astype(np.bool_),
-        flops=columns[:, 5],
+        flops=columns[:, 10],
         cut=flags[:, 2:4].astype(np.bool_),
-        bytes=columns[:, 6:],
+        bytes=columns[:, 11:15],
         dtype=tuple(row[-1] for row in used),
-        is_attention=flags[:, 4].astype(np.bool_),
+        work=np.array([row[-2] for row in used]),
+        product=columns[:, 15:18],
+        product_cut=flags[:, 4:10].astype(np.bool_).reshape(-1, 3, 2),
+        written=columns[:, 18:],
     )
 
 
 def _transfers(kinds: Iterable[list[str]]) -> Iterable[Transfer]:
     for unit, kind in enumerate(kinds):
-        for text in kind[4:]:
-            *size, phase, name = text.split()
-            yield Transfer(unit, int(phase), name, _size(size))
+        for text in kind[5:]:
+            *size, phase, sums, name = text.split()
+            yield Transfer(unit, int(phase), name, _size(size), sums == "1")
 
 
 def _size(words: list[str]) -> Sizes:

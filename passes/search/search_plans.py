@@ -7,19 +7,31 @@ other links, devices or memory.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.objective import NO_BATCH, Batch, Objective, per_million, price_text
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.search.candidates import Space
-from partc.passes.search.estimate import Candidate, Estimate, Estimator, Recompute
-from partc.passes.search.profile import Profile
+from partc.passes.search.estimate import RECOMPUTE, Candidate, Estimate, Estimator, Recompute
+from partc.passes.search.laws import Profile
+from partc.passes.search.profile import profiles
 from partc.topology import Topology
 
+Profiles = Mapping[tuple[str, Recompute], Profile]  # by tensor preset and what is recomputed
 SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
+
+
+def profiles_of(graph: Graph, words: Sequence[str], ways: Sequence[Recompute]) -> Profiles:
+    """The laws of a joint graph's step under each tensor preset and way to recompute."""
+    return {
+        (word, again): found
+        for word in words
+        for again, found in zip(ways, profiles(graph, word, ways), strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -46,18 +58,18 @@ def anything(one: Candidate) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """What is known of a model (``profiles`` by tensor preset) and what the user has pinned.
+    """What is known of a model and what the user has pinned.
 
     ``mesh`` is open or has axes; ``memory_bytes`` is the limit of a rank, 0 for what a device has.
     For money and energy an open mesh may be used in part, and seconds of all devices count.
     """
 
     mesh: Mesh
-    profiles: Mapping[str, Profile]
+    profiles: Profiles
     memory_bytes: int = 0
     microbatches: int | None = None
     schedule: str = ""
-    recompute: tuple[Recompute, ...] = ("cheap", "block")
+    recompute: tuple[Recompute, ...] = RECOMPUTE
     objective: Objective = "time"
     batch: Batch = NO_BATCH
 
@@ -73,13 +85,13 @@ class Search:
     @cached_property
     def space(self) -> Space:
         """The candidates that agree with what is pinned."""
-        found = self.profiles.items()
+        uncut = self.profiles["", self.recompute[0]]
         return Space(
             mesh=self.mesh, microbatches=self.microbatches, schedule=self.schedule,
             devices=self.devices, recompute=self.recompute,
-            dp_divides=self.profiles[""].dp_divides,
-            tp_divides={word: each.tp_divides for word, each in found if word},
-            units=len(self.profiles[""].chain), fewer=self.objective != "time",
+            dp_divides=uncut.dp_divides,
+            tp_divides={w: found.tp_divides for (w, _), found in self.profiles.items() if w},
+            units=len(uncut.chain), fewer=self.objective != "time",
         )  # fmt: skip
 
     @cached_property
@@ -107,11 +119,11 @@ class Search:
         return price_text(self.objective, self.per_million(one), self.batch)
 
     @cached_property
-    def _estimators(self) -> dict[str, Estimator]:
-        return {w: Estimator(found, self.mesh.hardware) for w, found in self.profiles.items()}
+    def _estimators(self) -> dict[tuple[str, Recompute], Estimator]:
+        return {key: Estimator(found, self.mesh.hardware) for key, found in self.profiles.items()}
 
     def _of(self, one: Candidate) -> Estimator:
-        return self._estimators[one.word if one.tp > 1 else ""]
+        return self._estimators[one.word if one.tp > 1 else "", one.recompute]
 
     def estimate(self, one: Candidate) -> Ranked:
         """What a candidate costs."""

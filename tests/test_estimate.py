@@ -1,0 +1,129 @@
+"""The search's estimates against the programs and simulated schedules that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.mesh import Mesh
+from partc.passes.search.estimate import Candidate, Estimator
+from partc.passes.search.profile import Recompute, profile
+from partc.passes.search.turns import bubble_s, cut_evenly, sent_s
+from partc.pipeline_step import plan_step
+from partc.plan import Plan
+from partc.schedules import make
+from partc.schedules.step_costs import Link, StepCosts
+from partc.schedules.timing import Costs
+from partc.topology import Topology
+from partc.trace import trace
+
+SEQ, WIDTH, HEADS = 1024, 2048, 16
+TIME = 0.06
+# A program's blocks hold values until they return: a third more where there are few blocks.
+LEAST_BYTES, MOST_BYTES = 0.66, 1.05
+
+
+class Block(nn.Module):
+    """A GPT's block, all scores in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (
+            each(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        weights = F.softmax(q @ k.transpose(-1, -2), dim=-1)
+        x = x + self.o((weights @ v).transpose(1, 2).flatten(2))
+        mlp: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + mlp
+
+
+class Model(nn.Module):
+    """Equal blocks between a table and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4096, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, 4096, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+
+CASES: dict[str, tuple[Candidate, Recompute]] = {
+    "fsdp": (Candidate(shard=8, data="fsdp"), "cheap"),
+    "ddp": (Candidate(replicate=8), "block"),
+    "tensor": (Candidate(tp=8, word="megatron"), "none"),
+    "tensor, blocks": (Candidate(tp=8, word="megatron"), "block"),
+    "sequence": (Candidate(tp=8, word="megatron-sp"), "attention"),
+    "sequence, blocks": (Candidate(tp=8, word="megatron-sp"), "block"),
+    "pipeline": (Candidate(pp=2, tp=4, word="megatron", microbatches=4), "cheap"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_take_what_is_estimated(name: str) -> None:
+    one, again = CASES[name]
+    with torch.device("meta"):
+        model = Model().to(torch.bfloat16)
+    ids = torch.zeros(8, SEQ, dtype=torch.long, device="meta")
+    machine = Topology.load("dgx-a100", 8)
+    plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches)
+    cost = partc.compile(
+        model, one.mesh(machine), (ids, ids.clone()), loss=loss_of, plan=plan
+    ).cost.as_json()  # fmt: skip
+    laws = profile(trace(model, (ids, ids.clone()), loss_of), one.word, recompute=again)
+    found = Estimator(laws, machine).estimate(one)
+    assert found.step_s == pytest.approx(cost["prediction"]["seconds"], rel=TIME)
+    peak = max(rank["peak_bytes"] for rank in cost.get("ranks", [cost]))
+    assert LEAST_BYTES < found.peak_bytes / peak < MOST_BYTES
+
+
+# turns --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("send_s", [0.0, 0.2])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 16), (8, 64)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1)]
+)
+def test_even_stages_take_turns_as_simulated(
+    schedule: str, chunks: int, ranks: int, microbatches: int, send_s: float
+) -> None:
+    num = ranks * chunks
+    each, none = (1.0,) * num, (0.0,) * num
+    costs = Costs(each, each, each, transfer=none, activation=none, waiting=none)
+    links = [Link(send_s, 1.0)] * num
+    order = make(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    step = plan_step(order, StepCosts.of(costs, message=none, links=links))
+    turns = 3.0 * chunks * microbatches
+    waits = bubble_s(schedule, 3.0 * (ranks - 1), 1.0 * (ranks - 1))
+    waits += sent_s(schedule, ranks, chunks, microbatches, send_s)
+    assert turns + waits == pytest.approx(step.simulated.makespan, rel=1e-9)
+
+
+def test_stages_are_as_even_as_they_can_be() -> None:
+    assert cut_evenly([1.0] * 8 + [1.9], 4) == [(0, 3), (3, 6), (6, 8), (8, 9)]
+    assert cut_evenly([5.0, 1.0, 1.0, 1.0], 2) == [(0, 1), (1, 4)]
+    assert cut_evenly([1.0, 1.0], 3) == [(0, 1), (1, 2), (2, 2)]
+
+
+def test_axes_of_a_mesh_are_a_candidates() -> None:
+    assert str(Candidate(pp=2, replicate=3, tp=4, word="megatron").mesh(None)) == str(
+        Mesh((("pp", 2), ("dp", 3), ("tp", 4)))
+    )
