@@ -181,10 +181,13 @@ def test_a_limit_is_met_layer_by_layer() -> None:
         variables.append(Variable(f"{layer}.b", ("whole", "cut"), np.zeros(2)))
     tied = np.array([[0.0, np.inf], [np.inf, 0.0]])
     factors = [Factor((v, v + 1), tied) for v in range(0, 40, 2)]
-    found = solve(Problem(tuple(variables), tuple(factors)), {"memory": 100.5})
+    problem = Problem(tuple(variables), tuple(factors))
+    found = solve(problem, {"memory": 100.5}, asked_cells=0)
     assert found.how == "lagrangian"
     assert found.cost == 12.0
     assert found.bound == pytest.approx(20 - 80.5 / 9)
+    proven = solve(problem, {"memory": 100.5})
+    assert (proven.how, proven.cost, proven.bound) == ("milp", 12.0, 12.0)
 
 
 def test_what_is_impossible_is_named() -> None:

@@ -67,14 +67,15 @@ def solve(
     seed: int = 0,
     max_cells: float = MAX_CELLS,
     max_table: float = MAX_TABLE,
+    asked_cells: int = ASKED_CELLS,
     milp_seconds: float = 0.0,
 ) -> Solution:
     """A cheapest assignment that takes no more of each resource in ``limit`` (name to units).
 
     By elimination if its tables fit ("exact"), else by conditioning search, which ``seed`` makes
     repeatable ("conditioned"); where a limit binds, with prices on resources ("lagrangian"). HiGHS
-    is asked last: for a few nodes if nothing was found nor proven impossible, or if a small problem
-    has a gap; for up to ``milp_seconds`` if any has. The result is the same on every machine unless
+    is asked last: for a few nodes if nothing was found nor proven impossible, or if a problem of
+    at most ``asked_cells`` has a gap; for up to ``milp_seconds`` if any has. The result is the same on every machine unless
     ``milp_seconds`` is set.
     """
     unknown = [name for name in limit or {} if name not in problem.resources]
@@ -85,7 +86,7 @@ def solve(
     if limit and not problem.fits(found.assignment, limit) and math.isfinite(found.cost):
         found = solver.limited(found)
     nothing = math.isinf(found.cost) and not found.infeasible
-    small = sum(factor.table.size for factor in problem.factors) <= ASKED_CELLS
+    small = sum(factor.table.size for factor in problem.factors) <= asked_cells
     if nothing or ((milp_seconds > 0 or small) and found.gap > 0):
         found = solver.last_resort(found, milp_seconds)
     return replace(found, stats=replace(found.stats, seconds=time.perf_counter() - began))
