@@ -75,8 +75,8 @@ def solve(
     By elimination if its tables fit ("exact"), else by conditioning search, which ``seed`` makes
     repeatable ("conditioned"); where a limit binds, with prices on resources ("lagrangian"). HiGHS
     is asked last: for a few nodes if nothing was found nor proven impossible, or if a problem of
-    at most ``asked_cells`` has a gap; for up to ``milp_seconds`` if any has. The result is the same on every machine unless
-    ``milp_seconds`` is set.
+    at most ``asked_cells`` has a gap; for up to ``milp_seconds`` if any has. The result is the same
+    on every machine unless ``milp_seconds`` is set.
     """
     unknown = [name for name in limit or {} if name not in problem.resources]
     assert not unknown, f"limits on what nothing weighs: {unknown}"
