@@ -126,16 +126,12 @@ class Turns:
         for name, tensor in grown:
             getattr(stage, name).append(tensor)
         shared = (*results, *operands, *(tensor for _, tensor in grown))
-        held = [shared[place] for place in turn.shares]
-        held += [_memory(size, line, live) for line, size in turn.kept]
+        held: list[Any] = [shared[place] for place in turn.shares]
+        held.append(live.hold(turn.kept))
         tables = _tables(stage)
         for name in turn.tables:
             tables[name][i] = held
         return results
-
-
-def _memory(num_bytes: int, line: int, live: LiveMemory) -> Tensor:
-    return live.made_at(line, lambda: torch.empty(num_bytes, dtype=torch.uint8))
 
 
 # what a call did ----------------------------------------------------------------------------------

@@ -45,6 +45,21 @@ class _Piece:
     died: int | None = None
 
 
+class Held:
+    """Pieces of memory without tensors: they go when it goes."""
+
+    def __init__(self, live: LiveMemory, pieces: list[_Piece]) -> None:
+        self.live, self.pieces = live, pieces
+        live.pieces += pieces
+        for piece in pieces:
+            live.total += piece.num_bytes
+            live.lines[piece.line] += piece.num_bytes
+
+    def __del__(self) -> None:
+        for piece in self.pieces:
+            self.live.drop(piece)
+
+
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of storages that are alive after every op; a storage tells when it dies.
 
@@ -54,7 +69,6 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self, file: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.file = file
-        self.run = FakeCalls(_with_workspace)
         self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
         self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Piece]] = {}
         self.pieces: list[_Piece] = []
@@ -78,7 +92,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        result, workspace_bytes = self.run(func, args, kwargs or {})
+        result, workspace_bytes = _CALLS(func, args, kwargs or {})
         self.calls += 1
         for tensor in tensors_in(result):
             self._add(tensor.untyped_storage())
@@ -99,6 +113,10 @@ class LiveMemory(TorchDispatchMode):
 
     def _died(self, key: int) -> None:
         _, piece = self.alive.pop(key)
+        self.drop(piece)
+
+    def drop(self, piece: _Piece) -> None:
+        """Note that a piece of memory has gone."""
         piece.died = self.calls
         self.total -= piece.num_bytes
         self.lines[piece.line] -= piece.num_bytes
@@ -136,6 +154,10 @@ class LiveMemory(TorchDispatchMode):
         ]
 
     # for what is not executed ---------------------------------------------------------------
+    def hold(self, lines: Sequence[tuple[int, int]]) -> Held:
+        """Memory made at some lines, for as long as what is given back is kept."""
+        return Held(self, [_Piece(size, line, self.calls) for line, size in lines])
+
     def alive_lines(self) -> dict[int, tuple[int, int]]:
         """Line and bytes of every storage that is alive, by its address."""
         return {key: (piece.line, piece.num_bytes) for key, (_, piece) in self.alive.items()}
@@ -160,3 +182,6 @@ def _with_workspace(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, i
     """A call's result, and the bytes that its kernel takes beside it."""
     result = func(*args, **kwargs)
     return result, workspace_of(func, result, args, kwargs)
+
+
+_CALLS = FakeCalls(_with_workspace)  # of all runs: it keeps how results look, no tensors

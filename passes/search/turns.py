@@ -17,8 +17,7 @@ ROUNDS = 40  # halvings of an interval: stages are even to a billionth
 def cut_evenly(seconds: Sequence[float], num: int) -> list[tuple[int, int]]:
     """Cut a chain of units that take so long into ``num`` stages, the slowest as fast as can be.
 
-    Stages as ``(first, end)``; those that are left without units, where there are too few, are
-    empty.
+    Stages as ``(first, end)``. Where there are too few units, the last stages are empty.
     """
     ends = np.concatenate([[0.0], np.cumsum(seconds)])
     low, high = max(seconds), float(ends[-1])
@@ -28,6 +27,8 @@ def cut_evenly(seconds: Sequence[float], num: int) -> list[tuple[int, int]]:
         low, high = (low, middle) if fits else (middle, high)
     cuts = _greedy(ends, high)
     edges = [0, *cuts, *[len(seconds)] * (num - len(cuts))]
+    if len(seconds) >= num:  # none stays empty: each leaves a unit for every stage behind it
+        edges = [min(end, len(seconds) - num + at) for at, end in enumerate(edges)]
     return list(pairwise(edges))
 
 
