@@ -27,6 +27,7 @@ from partc.folds import Fold
 from partc.source_lines import calls_here, source_here
 
 Objective = Callable[..., Any]
+SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compiling
 
 
 @dataclass

@@ -27,14 +27,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from partc.capture import Objective, fake_of, named_results, names_of, quiet_generator, untouched
+from partc.capture import (
+    SMALL_BYTES,
+    Objective,
+    fake_of,
+    named_results,
+    names_of,
+    quiet_generator,
+    untouched,
+)
 from partc.fake_calls import call_on_fakes
 from partc.folds import Fold, list_member
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
-Place = tuple[Owner, Any]  # who made a tensor, and which of the owner's it is
-SMALL_BYTES = 1 << 20  # tensors up to this size are compared by value
 FEWEST = 5  # blocks of a span that skipping is worth it for
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from partc.capture import Objective, Recording, names_of, record
+from partc.capture import SMALL_BYTES, Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
 from partc.folds import Fold, Kept
 from partc.graph import (
@@ -33,8 +33,6 @@ from partc.passes.fold_layers import Unfolded, confirm, fold_layers
 from partc.passes.functionalize import functionalize
 from partc.scan_blocks import skipping, spare_blocks
 from partc.source_lines import module_of, source_of
-
-SMALL_BYTES = 1 << 20  # buffers up to this size keep their values in the graph
 
 
 def trace(
