@@ -12,7 +12,7 @@ from partc.errors import UsageError
 from partc.mesh import Mesh
 from partc.passes.search.alternatives import grown
 from partc.passes.search.search_plans import Ranked
-from partc.pipeline_cost import Closing, PipelineCost, StageCost, stage_link, step_costs
+from partc.pipeline_cost import Closing, PipelineCost
 from partc.pipeline_prediction import predict_pipeline
 from partc.pipeline_step import Step, gradients_of, plan_step
 from partc.prediction import Prediction, optimizer_time, prediction
@@ -21,6 +21,7 @@ from partc.roofline import Box, Clock
 from partc.saved_step import SavedStep, saved_schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link
+from partc.stage_cost import StageCost, stage_link, step_costs
 from partc.step_walk import step_times, walk_phases
 from partc.what_if import Change
 

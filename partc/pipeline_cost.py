@@ -13,67 +13,22 @@ from typing import Any
 from torch import fx
 
 from partc.amounts import amount, table, time_text
-from partc.collective_cost import cheapest
 from partc.cost import TOP
 from partc.dry_run import DryRun, Known, dry_run
-from partc.graph import Graph, Phase, held, value
+from partc.graph import Graph
 from partc.memory_limit import Holders, Peak
-from partc.mesh import PP, Mesh
-from partc.passes.bytes import moved_bytes
-from partc.passes.flops import node_flops
+from partc.mesh import Mesh
 from partc.passes.memory import STATE_COPIES
-from partc.passes.storage import Replay, Storage, replay
 from partc.pipeline_prediction import predict_pipeline
 from partc.pipeline_step import Step, plan_step
 from partc.prediction import Prediction, Work
 from partc.role import Role
-from partc.roofline import Spent
 from partc.schedules import Schedule
 from partc.schedules.programs import Collective
-from partc.schedules.step_costs import Link, StepCosts
-from partc.schedules.timing import Costs
-from partc.step_walk import phase_times
+from partc.schedules.step_costs import Link
+from partc.stage_cost import StageCost, num_bytes, stage_link, stage_of_json, step_costs
 
 DRY_RUN_ACTIONS = 4096  # of a rank; a longer program's peak is that of the simulation
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """One stage; compute and times are of one microbatch, but for those of phases S and E.
-
-    ``activation_bytes`` are held from a microbatch's forward to its backward, ``waiting_bytes``
-    from there to its weight gradients. ``sent_bytes`` go to the next stage, its gradient comes
-    back. ``spent`` says by phase where the time goes.
-    """
-
-    forward_flops: int
-    backward_flops: int
-    weight_flops: int
-    moved_bytes: int
-    spent: Mapping[Phase, Spent]
-    activation_bytes: int
-    waiting_bytes: int
-    sent_bytes: int
-
-    @property
-    def forward_s(self) -> float:
-        return self._seconds("F")
-
-    @property
-    def backward_s(self) -> float:
-        return self._seconds("B")
-
-    @property
-    def weight_s(self) -> float:
-        return self._seconds("W")
-
-    @property
-    def closing_s(self) -> float:
-        """Of the sums over ranks that end the step."""
-        return self._seconds("E")
-
-    def _seconds(self, phase: Phase) -> float:
-        return self.spent[phase].seconds if phase in self.spent else 0.0
 
 
 @dataclass(frozen=True)
@@ -201,7 +156,7 @@ class PipelineCost:
             rank["holders"] = tuple((who, size) for who, size in rank["holders"])
         return cls(**own | {
             "link": Link(*own["link"]),
-            "stages": tuple(map(_stage_of_json, own["stages"])),
+            "stages": tuple(map(stage_of_json, own["stages"])),
             "ranks": tuple(RankCost(**rank) for rank in ranks),
             "closing": tuple(Closing(**each) for each in closing),
             "prediction": Prediction.of_json(own["prediction"]),
@@ -213,36 +168,6 @@ class PipelineCost:
         costs = step_costs(self.stages, closing_s, self.link)
         closing = [Collective(each.name, (), each.members) for each in self.closing]
         return plan_step(schedule, costs, closing)
-
-
-def stage_costs(graphs: Sequence[Graph], mesh: Mesh) -> tuple[StageCost, ...]:
-    """The costs of every stage from its scheduled graph, on the hardware of the whole mesh."""
-    return tuple(_stage_cost(graph, mesh) for graph in graphs)
-
-
-def stage_link(stages: Sequence[StageCost], mesh: Mesh) -> Link:
-    """The connection between neighbouring pipeline ranks, at its best for the largest message."""
-    if PP not in mesh.names or mesh.size(PP) == 1:
-        level = mesh.hardware.levels[0]  # a stage after the other on one rank: no message is sent
-        return Link(level.latency_s, level.attained_bytes_per_s)
-    send = cheapest("send", max(stage.sent_bytes for stage in stages), mesh, PP)
-    return Link(send.latency_s, 1 / send.s_per_byte)
-
-
-def step_costs(
-    stages: Sequence[StageCost], closing_s: Mapping[str, float], link: Link
-) -> StepCosts:
-    """The costs of a step in seconds and bytes."""
-    costs = Costs(
-        forward=tuple(s.forward_s for s in stages),
-        input_grad=tuple(s.backward_s for s in stages),
-        weight_grad=tuple(s.weight_s for s in stages),
-        transfer=(0.0,) * len(stages),
-        activation=tuple(float(s.activation_bytes) for s in stages),
-        waiting=tuple(float(s.waiting_bytes) for s in stages),
-    )
-    message = [float(s.sent_bytes) for s in stages]
-    return StepCosts.of(costs, message=message, links=[link] * len(stages), collectives=closing_s)
 
 
 def pipeline_cost(
@@ -279,74 +204,6 @@ def pipeline_cost(
     )  # fmt: skip
 
 
-# stages -------------------------------------------------------------------------------------------
-def _stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
-    ran = replay(graph)
-    flops: dict[Phase, int] = {}
-    moved = 0
-    for node in graph.calls():
-        phase = value(node).phase
-        times = graph.times(node)
-        flops[phase] = flops.get(phase, 0) + times * node_flops(node)
-        moved += times * moved_bytes(node, ran) if phase in "FBW" else 0
-    activation, waiting = _held_bytes(graph, ran)
-    return StageCost(
-        forward_flops=flops.get("F", 0),
-        backward_flops=flops.get("B", 0),
-        weight_flops=flops.get("W", 0),
-        moved_bytes=moved,
-        spent=phase_times(graph, ran, mesh),
-        activation_bytes=activation,
-        waiting_bytes=waiting,
-        sent_bytes=sum(_num_bytes(n) for n in graph.outputs.sent.values() if _is(n, "F")),
-    )
-
-
-def _stage_of_json(stage: Mapping[str, Any]) -> StageCost:
-    spent = {phase: Spent.of_json(each) for phase, each in stage["spent"].items()}
-    return StageCost(**{**stage, "spent": spent})
-
-
-def _held_bytes(graph: Graph, ran: Replay) -> tuple[int, int]:
-    """What one microbatch holds between its forward and backward, and then until its weights'."""
-    made: dict[Storage, Phase] = {}
-    sizes: dict[Storage, int] = {}
-    read: dict[Storage, set[Phase]] = {}
-    for node in graph.fx.nodes:
-        if node.op == "output" or (node.op == "placeholder" and value(node).kind != "received"):
-            continue
-        for storage, size in ran.storages(node).items():
-            made.setdefault(storage, value(node).phase)
-            sizes.setdefault(storage, graph.times(node) * size)
-        for operand in node.all_input_nodes:
-            for storage in ran.storages(operand):
-                read.setdefault(storage, set()).add(value(node).phase)
-    outside = {
-        storage
-        for node in graph.fx.nodes
-        if node.op == "placeholder" and value(node).kind != "received"
-        for storage in ran.storages(node)
-    }
-
-    def total(makers: str, readers: str) -> int:
-        return sum(
-            sizes[storage]
-            for storage, phase in made.items()
-            if storage not in outside and phase in makers and read.get(storage, set()) & {*readers}
-        )
-
-    return total("F", "BW"), total("FB", "W")
-
-
-def _is(node: fx.Node, phase: Phase) -> bool:
-    return value(node).phase == phase
-
-
-def _num_bytes(node: fx.Node) -> int:
-    fake = held(node)
-    return int(fake.numel() * fake.element_size())
-
-
 # ranks --------------------------------------------------------------------------------------------
 def _rank_costs(
     graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str
@@ -378,7 +235,7 @@ def _rank_cost(
         params=sum(params.values()),
         grads=of_grads,
         optimizer=STATE_COPIES[optimizer] * trained,
-        buffers_and_inputs=sum(buffers.values()) + sum(map(_num_bytes, graphs[0].inputs.values())),
+        buffers_and_inputs=sum(buffers.values()) + sum(map(num_bytes, graphs[0].inputs.values())),
         in_flight=in_flight,
         live=0 if ran is None else ran.peak_bytes,
         holders=_holders(ran, of_grads, in_flight),
@@ -398,7 +255,7 @@ def trained_bytes_of(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
 def _sizes(graph: Graph, named: Mapping[str, fx.Node]) -> dict[str, int]:
     """Bytes of parameters, gradients or buffers by name, of blocks that are left out as well."""
     places = {**graph.params, **graph.buffers}
-    return {name: graph.times(places[name]) * _num_bytes(node) for name, node in named.items()}
+    return {name: graph.times(places[name]) * num_bytes(node) for name, node in named.items()}
 
 
 def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:

@@ -16,11 +16,11 @@ from partc.passes.memory import state_bytes
 from partc.passes.place_waits import place_waits
 from partc.passes.repeat_stages import repeat_stages
 from partc.passes.split_stages import split_stages
-from partc.pipeline_cost import StageCost, stage_costs, stage_link, step_costs
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
 from partc.plan import Plan
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
+from partc.stage_cost import StageCost, stage_costs, stage_link, step_costs
 from partc.tied import Tied, tied_parameters
 
 
