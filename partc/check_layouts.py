@@ -13,6 +13,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from partc import collectives, ops
+from partc.check_calls import result_nodes, wrong
+from partc.check_rows import check_order, check_rows, rows_made
 from partc.errors import CheckError
 from partc.graph import (
     Graph,
@@ -30,6 +32,7 @@ from partc.mesh import Mesh
 from partc.moves import Move, moves, results
 from partc.passes.local_batch_norm import NOTE, fits_locally
 from partc.rules import strategies
+from partc.rules.rows import SORTS, alike, has_rows, rows_known
 from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
 from partc.whole_twin import whole_twin
@@ -40,8 +43,11 @@ MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
 def check_layouts(graph: Graph) -> None:
     """Raise CheckError at the first call whose result does not lie as its operands make it lie."""
     sound: set[Hashable] = set()  # the circumstances of calls that a rule allows
+    sorted_by: dict[int, Hashable] = {}
     with FakeTensorMode():
         for node in graph.calls():
+            if node.target in SORTS and value(node).rows is not None:
+                check_order(node, sorted_by)
             if node.target is collectives.wait:
                 _check_wait(node)
             elif node.target in MOVES:
@@ -60,13 +66,14 @@ def check_layouts(graph: Graph) -> None:
 def _circumstances(node: fx.Node) -> Hashable:
     """All that the check of a call looks at: equal calls of equal blocks are checked once."""
     operands = tuple(_known(n) for n in tensor_args(node))
-    outs = tuple(None if n is None else _known(n) for n in _result_nodes(node))
+    outs = tuple(None if n is None else _known(n) for n in result_nodes(node))
     results = tuple(
         None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
     )
     windows = tuple(windows_of(node).items())
     is_local = value(node).note == NOTE
-    return node.target, literals(node), operands, outs, results, windows, is_local
+    rows = alike([*rows_known(node), *rows_made(result_nodes(node))]) if has_rows(node) else ()
+    return node.target, literals(node), operands, outs, results, windows, is_local, rows
 
 
 def _known(node: fx.Node) -> Hashable:
@@ -79,14 +86,14 @@ def _known(node: fx.Node) -> Hashable:
 def _check_wait(node: fx.Node) -> None:
     (operand,) = tensor_args(node)
     if typed(operand) != typed(node):
-        raise _wrong(node, "a wait changes nothing", "Give its result the type of its operand.")
+        raise wrong(node, "a wait changes nothing", "Give its result the type of its operand.")
 
 
 def _check_moves(node: fx.Node, mesh: Mesh) -> None:
     """A collective does to every tensor that it moves what its kind says."""
     axis, num = str(node.kwargs["axis"]), node.kwargs["num"]
     if axis not in mesh.names or mesh.size(axis) != num:
-        raise _wrong(node, f"mesh {mesh} has no axis {axis} of {num} ranks", "Take its own axis.")
+        raise wrong(node, f"mesh {mesh} has no axis {axis} of {num} ranks", "Take its own axis.")
     for move in moves(node):
         if move.result is not None:
             _check_move(node, move, move.result, mesh)
@@ -100,14 +107,14 @@ def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
     on = have.on(axis)
     if on != before:
         why = f"on {axis} its operand {move.operand.name} lies as {on}, and it needs {before}"
-        raise _wrong(node, why, "Use the collective that fits, once, over the right axis and dim.")
+        raise wrong(node, why, "Use the collective that fits, once, over the right axis and dim.")
     if want != have.with_(axis, after, mesh) or value(move.operand).shape != value(result).shape:
         why = f"it makes {axis} {after} and leaves the other axes alone"
-        raise _wrong(node, why, "Correct its note, axis or dim.")
+        raise wrong(node, why, "Correct its note, axis or dim.")
     for side in (have, want):
         if side.on(axis).kind == "cut" and not _innermost(side, axis):
             why = f"another axis cuts inside {axis}'s pieces, so they are not neighbours"
-            raise _wrong(node, why, "Move the inner cut first.")
+            raise wrong(node, why, "Move the inner cut first.")
 
 
 def _meaning(move: Move, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[Layout, Layout]:
@@ -144,7 +151,9 @@ def _innermost(sharding: Sharding, axis: str) -> bool:
 
 def _check_call(node: fx.Node, mesh: Mesh) -> None:
     """On each axis the op is replicated, or cut in one of the ways its rule allows."""
-    outs, windows = _result_nodes(node), windows_of(node)
+    outs, windows = result_nodes(node), windows_of(node)
+    if any(rows_made(outs)):
+        check_rows(node, outs)
     for axis in mesh.names:
         ins = [layout_on(n, axis) for n in tensor_args(node)]
         noted = [None if n is None else layout_on(n, axis) for n in outs]
@@ -178,11 +187,9 @@ def _unruled(
             "counts its indices from this rank's rows" if windowed else "has indices of the whole"
         )
         why = f"on {axis} it {counts}, and that is not how ({text}) is cut"
-        return _wrong(node, why, "Put a window on its indices exactly where the rows are cut.")
+        return wrong(node, why, "Put a window on its indices exactly where the rows are cut.")
     why = f"on {axis} no rule of {name_of(node.target)} takes ({text}) to ({made})"
-    return _wrong(
-        node, why, "Finish sums before ops that are not linear in them; reshard operands."
-    )
+    return wrong(node, why, "Finish sums before ops that are not linear in them; reshard operands.")
 
 
 # windows: indices counted from this rank's first row ---------------------------------------------
@@ -204,13 +211,13 @@ def _check_window(node: fx.Node, mesh: Mesh) -> None:
     if index.target is not collectives.axis_index or index.kwargs["num"] != mesh.size(
         str(index.kwargs["axis"])
     ):
-        raise _wrong(node, f"{index.name} is no rank's place on an axis", "Take axis_index.")
+        raise wrong(node, f"{index.name} is no rank's place on an axis", "Take axis_index.")
     if typed(operand) != typed(node):
-        raise _wrong(node, "a window lies as its indices do", "Give it the type of its operand.")
+        raise wrong(node, "a window lies as its indices do", "Give it the type of its operand.")
     rows = int(str(node.args[2]))
     if operand.target is ops.window and operand.args[2] != rows * int(str(index.kwargs["num"])):
         why = f"{rows} rows on each rank are not the {operand.args[2]} of the window before"
-        raise _wrong(node, why, "Divide the rows by one axis after the other.")
+        raise wrong(node, why, "Divide the rows by one axis after the other.")
 
 
 def _check_mask(node: fx.Node) -> None:
@@ -220,12 +227,12 @@ def _check_mask(node: fx.Node) -> None:
         (mask, _), cuts = results(node, 2), dict(value(operand).sharding.cuts())
         layouts = {} if mask is None else dict(value(mask).sharding.layouts)
         if mask is not None and layouts != cuts:
-            raise _wrong(node, "a mask is cut as its value is", "Give it these cuts.")
+            raise wrong(node, "a mask is cut as its value is", "Give it these cuts.")
         return
     drawn = picked(operand)[0] if operand.target is operator.getitem else operand
     first = results(drawn, 2)[0] if drawn.target is ops.drawn_mask else None
     if first is None or typed(first) != typed(node) or drawn.args[1] != node.args[1]:
-        raise _wrong(node, "it is not the mask that was drawn from this state", "Copy that one.")
+        raise wrong(node, "it is not the mask that was drawn from this state", "Copy that one.")
 
 
 def _check_rows(
@@ -238,24 +245,9 @@ def _check_rows(
     last = min(windows_of(node).values())
     if held_rows != {last} or rows % last:
         why = f"the window has {last} rows, and this rank holds {sorted(held_rows)}"
-        raise _wrong(node, why, "Give the window the rows of this rank's piece.")
+        raise wrong(node, why, "Give the window the rows of this rank's piece.")
 
 
 def _fits(rule: Sequence[Layout], noted: Sequence[Layout | None]) -> bool:
     pairs = zip(rule, noted, strict=True)
     return all(mine is None or mine == layout for layout, mine in pairs)
-
-
-def _result_nodes(node: fx.Node) -> list[fx.Node | None]:
-    """The nodes that carry a call's results: itself, or one getitem each, None where unread."""
-    return [node] if is_tensor(node) else results(node, len(results_of(node)))
-
-
-def _wrong(node: fx.Node, why: str, do: str) -> CheckError:
-    operands = ", ".join(typed(n) for n in tensor_args(node))
-    made = ", ".join("-" if n is None else typed(n) for n in _result_nodes(node))
-    known = value(node)
-    where = ", ".join(x for x in (known.module, known.source.partition(": ")[0], node.name) if x)
-    return CheckError(
-        where=where, what=f"{name_of(node.target)}({operands}) -> {made}", why=why, do=do
-    )

@@ -25,6 +25,7 @@ import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywh
 from partc.fake_calls import call_on_fakes
 from partc.folds import Fold, Kept
 from partc.mesh import Mesh
+from partc.rows import Rows
 from partc.sharding import REPLICATED, Layout, Sharding
 
 Kind = Literal["param", "buffer", "input", "received", "op"]
@@ -53,6 +54,7 @@ class Value:
     phase: Phase = "F"
     stage: int = 0  # of the pipeline; -1: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
+    rows: Rows | None = None  # of what lies in an order that a sort made
     opened: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
 

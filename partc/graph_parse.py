@@ -185,12 +185,14 @@ class _Reader:
 
 
 def _dim(position: int, text: str, layouts: dict[str, Layout]) -> int:
-    """The size of ``64``, ``64@tp+dp`` or ``(3 1024@tp)``; its cuts go to ``layouts``."""
+    """The size of ``64``, ``64@tp+dp``, ``64~dp`` or ``(3 1024@tp)``; its cuts go to
+    ``layouts``.
+    """
     outer, sizes = 1, []
     for part in text.strip("()").split(" "):
-        size, _, axes = part.partition("@")
-        for axis in axes.split("+") if axes else []:
-            layouts[axis] = cut(position, outer)
+        size, *marked = re.split(r"([@~])", part)
+        for mark, axes in zip(marked[::2], marked[1::2], strict=True):
+            layouts |= {axis: cut(position, outer, own=mark == "~") for axis in axes.split("+")}
         sizes.append(int(size))
         outer = prod(sizes)
     return outer

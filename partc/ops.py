@@ -17,6 +17,12 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
+def inverse_order(order: Tensor) -> Tensor:
+    """Where each row went that ``order`` names: ``x[order][inverse_order(order)]`` is ``x``."""
+    places = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
 def dropout_mask(x: Tensor, p: float) -> Tensor:
     """0 with probability ``p``, else ``1 / (1 - p)``, shaped as ``x``: dropout is ``x * mask``.
 

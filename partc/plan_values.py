@@ -18,7 +18,7 @@ from typing import Any
 from partc.sharding import Layout, M, R, U, cut
 
 _WORDS = {"whole": R, "sum": U, "max": M}
-_CUT = re.compile(r"(\d+)(?:/(\d+))?\Z", re.ASCII)
+_CUT = re.compile(r"(\d+)(?:/(\d+))?(~?)\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _layout(text: str) -> Layout:
     found = _CUT.match(text)
     if found is None or found.group(2) == "0":
         raise ValueError(f"{text!r} is no layout: write dim, dim/outer, {', '.join(_WORDS)}")
-    return cut(int(found.group(1)), int(found.group(2) or 1))
+    return cut(int(found.group(1)), int(found.group(2) or 1), own=bool(found.group(3)))
 
 
 def _write(lies: Lies) -> str:
@@ -90,4 +90,5 @@ def _text(layout: Layout) -> str:
     for word, each in _WORDS.items():
         if layout == each:
             return word
-    return f"{layout.dim}" + (f"/{layout.outer}" if layout.outer > 1 else "")
+    outer = f"/{layout.outer}" if layout.outer > 1 else ""
+    return f"{layout.dim}{outer}{'~' if layout.own else ''}"

@@ -3,6 +3,7 @@
 On one axis a tensor is replicated, an unfinished sum (or max), or cut along a dim. A cut has an
 ``outer`` factor: the dim of size N is seen as ``(outer, N / outer)`` and the second part is cut.
 ``outer=1`` is the ordinary cut; ``outer=3`` cuts each third of a fused q, k, v weight by itself.
+What lies in an order that a rank made by itself (``partc.rows``) is ``own``, written ``80~dp``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class Layout:
     kind: Literal["R", "U", "M", "cut"] = "R"
     dim: int = 0
     outer: int = 1
+    own: bool = False  # the rows of this cut, in an order of the rank's own
 
     def __str__(self) -> str:
         if self.kind != "cut":
             return self.kind
-        return f"cut {self.dim}" + (f" outer {self.outer}" if self.outer > 1 else "")
+        return f"{'own' if self.own else 'cut'} {self.dim}" + (
+            f" outer {self.outer}" if self.outer > 1 else ""
+        )
 
 
 R = Layout("R")  # every rank holds the whole
@@ -42,9 +46,9 @@ U = Layout("U")  # the whole is the sum over the axis
 M = Layout("M")  # the whole is the maximum over the axis
 
 
-def cut(dim: int, outer: int = 1) -> Layout:
+def cut(dim: int, outer: int = 1, own: bool = False) -> Layout:
     """The layout in which each rank of the axis holds one piece of ``dim``."""
-    return Layout("cut", dim, outer)
+    return Layout("cut", dim, outer, own)
 
 
 @dataclass(frozen=True)
@@ -142,19 +146,21 @@ REPLICATED = Sharding()
 
 
 def _dim_text(size: int, cuts: Sequence[tuple[str, Layout]]) -> str:
-    """``1024@tp``, ``64@tp,dp`` or, with an outer factor, ``(3 1024@tp)``."""
-    factors: dict[int, list[str]] = {}
-    for axis, layout in cuts:
-        factors.setdefault(layout.outer, []).append(axis)
+    """``1024@tp``, ``64@tp+dp``, ``80~dp`` or, with an outer factor, ``(3 1024@tp)``."""
+    factors: dict[int, str] = {}
+    for outer in {layout.outer for _, layout in cuts}:
+        here = [(axis, layout.own) for axis, layout in cuts if layout.outer == outer]
+        named = {"@": [a for a, own in here if not own], "~": [a for a, own in here if own]}
+        factors[outer] = "".join(mark + "+".join(axes) for mark, axes in named.items() if axes)
     if not factors:
         return str(size)
     texts, done = [], 1
     starts = sorted({1, *factors})
     for start, end in zip(starts, [*starts[1:], size], strict=True):
         part = end // start
-        axes = "+".join(factors.get(start, []))
+        axes = factors.get(start, "")
         if part > 1 or axes:
-            texts.append(f"{part}@{axes}" if axes else str(part))
+            texts.append(f"{part}{axes}")
         done = end
     assert done == size
     return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"

@@ -18,6 +18,7 @@ from partc.passes.open_means import open_means
 from partc.passes.open_strides import open_strides
 from partc.passes.pad_slices import pad_slices
 from partc.passes.squeeze_sums import squeeze_sums
+from partc.passes.unsort_rows import unsort_rows
 
 PASSES = (
     open_strides,
@@ -28,6 +29,7 @@ PASSES = (
     open_means,
     pad_slices,
     join_scatters,
+    unsort_rows,
     narrow_expands,
     cancel_transposes,
     fold_linear,

@@ -68,7 +68,9 @@ class Prices:
         """Bytes to bring one operand into the layout that the strategy wants; None if it may
         not.
         """
-        if want.kind in "UM" and self.shared(operand) and self.axis != MB:
+        rows = value(operand).rows
+        parts = self.axis == MB or (rows is not None and rows.counted)  # read as they are
+        if want.kind in "UM" and self.shared(operand) and not parts:
             return None  # several readers: finished once for all of them
         if want in self.made[operand]:
             return 0.0

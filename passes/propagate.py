@@ -39,6 +39,7 @@ from partc.plan import Plan
 from partc.plan_values import Lies, write_value
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
+from partc.rules.rows import alike, rows_known
 from partc.rules.table import name_of
 from partc.sharding import Layout, R, Sharding, U
 
@@ -79,10 +80,15 @@ def pinned(graph: Graph, plan: Plan) -> Pins:
     return {node: lies for node, lies in found.items() if lies is not None}
 
 
+class OwnOrderFailsError(Exception):
+    """On this axis something has to see whole what ranks have in an order of their own."""
+
+
 @dataclass
 class AxisWalk:
     """``made`` has the layouts of each value that are at hand, the produced one first; ``decided``
-    the strategies chosen so far, by circumstances.
+    the strategies chosen so far, by circumstances; ``own_orders`` says whether ranks may sort
+    their own rows by themselves.
     """
 
     graph: Graph
@@ -95,6 +101,7 @@ class AxisWalk:
     made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     decided: dict[Hashable, Strategy] = field(default_factory=dict)
     given: set[fx.Node] = field(default_factory=set)  # on the axis of microbatches
+    own_orders: bool = True
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.graph, self.plan, self.axis, self.choices, self.made)
@@ -104,8 +111,20 @@ class AxisWalk:
         """Walk the graph once; True if an op was opened and the walk has to be repeated on all
         axes.
         """
-        opened = self._walk(_for_one_grad(self.graph))
-        return self._walk(set()) or opened
+        try:
+            opened = self._walk(_for_one_grad(self.graph))
+            return self._walk(set()) or opened
+        except OwnOrderFailsError:
+            self._forget()
+            return self.run()
+
+    def _forget(self) -> None:
+        """Begin anew, with sorts of the whole only."""
+        self.own_orders = False
+        self.made.clear()
+        self.decided.clear()
+        for chosen in self.choices.values():
+            chosen.pop(self.axis, None)
 
     def _walk(self, later: set[fx.Node]) -> bool:
         """Decide what is not yet decided, in order, and leave out what comes ``later``."""
@@ -177,6 +196,8 @@ class AxisWalk:
             node, self.prices.num, seen, strict=self.strict, warnings=self.warnings
         )
         options = [whole, *known]
+        if not self.own_orders:
+            options = [s for s in options if not any(out.own for out in s.outs)]
         if node in self.given:
             options = [s for s in options if not any(out.kind in "UM" for out in s.outs)]
         priced = [
@@ -184,6 +205,8 @@ class AxisWalk:
             for i, s in enumerate(options)
             if (cost := self.prices.price(node, operands, s)) is not None
         ]
+        if not priced and any(have.own for o in operands for have in self.made[o]):
+            raise OwnOrderFailsError
         return options[min(priced)[1]] if priced else whole
 
     def as_pinned(self, node: fx.Node, lies: Lies) -> Strategy:
@@ -211,7 +234,9 @@ class AxisWalk:
             None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
         )
         before = (*self.choices.get(node, {}).items(), node in self.given)
-        return node.target, literals(node), known, results, before, self.prices.final.get(node)
+        orders = alike(rows_known(node))
+        final = self.prices.final.get(node)
+        return node.target, literals(node), known, results, before, orders, final
 
     def _gathers(self, node: fx.Node, best: Strategy) -> bool:
         """Whether the best there is undoes a cut that an operand arrives with."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from partc.ops import masked_embedding, masked_gather, weight_grad, window
+from partc.ops import inverse_order, masked_embedding, masked_gather, weight_grad, window
 from partc.rules.signature import Signature, Spec, f, i
 
 aten = torch.ops.aten
@@ -90,6 +90,7 @@ EMBEDDING = (
     call(aten.embedding.default, f(24, 36), i(12, 2)),
     call(masked_embedding, f(24, 36), i(12, 2)),
     call(masked_gather, f(12, 24), 1, i(12, 6)),
+    call(inverse_order, i(12)),
     call(window, i(12, 2), 1, 3),
     call(aten.embedding.default, f(24, 36), i(12, 2), 5),
     call(aten.embedding_dense_backward.default, f(12, 2, 36), i(12, 2), 24, -1, False),

@@ -134,7 +134,13 @@ def _offsets(signature: Signature, spec: Spec, generator: torch.Generator) -> Te
     return ends.to(spec.dtype)
 
 
+def _order(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
+    """Every place once."""
+    return torch.randperm(spec.shape[0], generator=generator).to(spec.dtype)
+
+
 # Operands with a structure of their own.
 SPECIAL: dict[str, dict[int, Callable[[Signature, Spec, torch.Generator], Tensor]]] = {
     "aten._grouped_mm": {2: _offsets},
+    "partc.ops.inverse_order": {0: _order},
 }

@@ -139,3 +139,4 @@ rule("aten.scatter_reduce.two aten.scatter.reduce aten.scatter.value_reduce", sc
 rule("aten.searchsorted.Tensor aten.masked_scatter aten.bincount aten.nonzero", whole_only)
 rule("aten.histc", histogram)
 rule("aten.one_hot", "...->..._")
+rule("partc.ops.inverse_order", whole_only)

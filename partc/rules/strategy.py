@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx
 from partc.graph import tensor_args
 from partc.rules.call import Call, whole_call
 from partc.rules.notation import Dim, Factors, Notation, parse, resolve
+from partc.rules.rows import own_ways
 from partc.rules.table import Rule, find
 from partc.sharding import Layout, M, R, U, cut
 
@@ -54,11 +55,42 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     order = _operand_order(node, call)
     wishes = [(_wished(position, order, call), layout) for position, layout in seen]
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
-    picked = (
-        Strategy(tuple(R if i is None else s.ins[i] for i in order), s.outs, s.variant)
-        for s in found
-    )
+    picked = [_by_operand(s, order) for s in found]
+    picked += [Strategy(*layouts) for layouts in own_ways(node, num, list(seen))]
     return [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
+
+
+def _by_operand(found: Strategy, order: Sequence[int | None]) -> Strategy:
+    """A strategy by slot as one by operand."""
+    ins = tuple(R if i is None else found.ins[i] for i in order)
+    return Strategy(ins, found.outs, found.variant)
+
+
+def letter_cut(
+    node: fx.Node, dims: Mapping[int, int]
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
+    """Operands' and results' layouts where a call is cut along the one letter that these dims of
+    its operands are, each dim being that letter alone; None if there is no such cut.
+    """
+    entry = find(node.target)
+    if entry is None:
+        return None
+    call = whole_call(node)
+    view = _View(entry, call, *applied(entry, call), 1)
+    order = _operand_order(node, call)
+    letters = set()
+    for position, dim in dims.items():
+        slot = order[position]
+        factors = view.factors.operands[slot] if slot is not None else ()
+        letters.add(factors[dim] if dim < len(factors) else ())
+    letter = letters.pop()
+    if letters or len(letter) != 1 or letter[0] in view.factors.frozen:
+        return None
+    tensors = [*view.factors.operands, *view.factors.results]
+    if any(len(dim) > 1 and letter[0] in dim for dims_of in tensors for dim in dims_of):
+        return None
+    found = [s for s in view._cut(letter[0], 1) if s.variant != "window"]
+    return (_by_operand(found[0], order).ins, found[0].outs) if found else None
 
 
 def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
@@ -169,7 +201,7 @@ class _View:
         return not truncates and all(_adds_up(dtype, layout) for dtype in (*ins, *outs))
 
     def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
-        """Any layout of an operand that is not read, the rest replicated.
+        """Any layout of an operand that is not read, the rest replicated; or results cut as it is.
 
         The shape of a piece is read where no argument says how large the result is.
         """
@@ -181,6 +213,15 @@ class _View:
         for layout in sorted({U, M, *(wished if self.rule.sizes else ())}):
             ins = tuple(layout if i == slot else R for i in range(len(replicated)))
             yield Strategy(ins, tuple(R for _ in self.call.results))
+            if layout.kind == "cut" and not layout.own and self._has_dim_of(slot, layout.dim):
+                yield Strategy(ins, tuple(layout for _ in self.call.results))
+
+    def _has_dim_of(self, slot: int, dim: int) -> bool:
+        """Whether the results have this dim of an operand as well."""
+        sizes = [
+            shape[dim : dim + 1] for shape in (self.call.shape(slot), *self.call.results) if shape
+        ]
+        return len(set(sizes)) == 1
 
     def _expresses(self, result: int, layout: Layout) -> bool:
         """Whether a result's dtype allows it to be an unfinished sum or max."""

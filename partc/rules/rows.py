@@ -1,0 +1,272 @@
+"""How a call may be cut whose rows each rank has in an order of its own.
+
+Whole, rows lie as one sort of the whole batch put them; on a rank as a sort of its own rows did.
+What a call does to every row by itself it may do there too, places among rows count from the
+rank's first, and the counts of groups are parts of a sum. ``way_of`` says what a call does to rows
+in such an order, and gives nothing where it would mix orders or read where a row lies.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc import ops
+from partc.graph import results_of, tensor_args, value
+from partc.rows import Rows
+from partc.rules.table import find
+from partc.sharding import Layout, R, U, cut
+
+aten = torch.ops.aten
+QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
+Known = Sequence[Rows | None]
+Lies = int | Layout  # the dim of the rows, or how what has none lies
+
+
+@dataclass(frozen=True)
+class Way:
+    """A call on rows in some order: how operands and results lie, and what the results are."""
+
+    ins: tuple[Lies, ...]
+    outs: tuple[Lies, ...]
+    rows: tuple[Rows | None, ...]
+
+    def layouts(self, known: Known, outer: int) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """Operands' and results' layouts if the batch was cut with this ``outer`` factor."""
+        ins, outs = (
+            tuple(
+                cut(lies, outer, own=rows is not None) if isinstance(lies, int) else lies
+                for lies, rows in zip(side, sides_rows, strict=True)
+            )
+            for side, sides_rows in ((self.ins, known), (self.outs, self.rows))
+        )
+        return ins, outs
+
+
+def rows_known(node: fx.Node) -> list[Rows | None]:
+    """What is known of a call's operands."""
+    return [value(operand).rows for operand in tensor_args(node)]
+
+
+def way_of(node: fx.Node) -> Way | None:
+    """What a call does to rows in an order of their own; None if it has to see the whole."""
+    known = rows_known(node)
+    special = _SPECIAL.get(node.target)
+    if special is not None:
+        found = special(node, known)
+        if found is not None or any(rows is not None and rows.counted for rows in known):
+            return found
+    if not any(known) or any(rows.counted for rows in known if rows is not None):
+        return None
+    return _row_by_row(node, known)
+
+
+def alike(known: Known) -> tuple[Rows | None, ...]:
+    """The same with orders numbered as they come: calls of equal blocks know equal rows."""
+    numbers = {0: 0}
+
+    def renumbered(rows: Rows) -> Rows:
+        order, of = (numbers.setdefault(x, len(numbers)) for x in (rows.order, rows.of))
+        return replace(rows, order=order, of=of)
+
+    return tuple(None if rows is None else renumbered(rows) for rows in known)
+
+
+def own_ways(
+    node: fx.Node, num: int, seen: Sequence[tuple[int, Layout]]
+) -> Iterator[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
+    """The layouts of operands and results that the rules of this file allow on ``num`` ranks."""
+    way = way_of(node) if has_rows(node) else None
+    if way is None:
+        return
+    shapes = [tuple(value(operand).shape) for operand in tensor_args(node)]
+    shapes += [() if fake is None else tuple(fake.shape) for fake in results_of(node)]
+    cuts = [
+        shape[lies]
+        for lies, shape in zip((*way.ins, *way.outs), shapes, strict=True)
+        if isinstance(lies, int)
+    ]
+    for outer in sorted({1, *(layout.outer for _, layout in seen if layout.kind == "cut")}):
+        if all(size % (outer * num) == 0 for size in cuts):
+            yield way.layouts(rows_known(node), outer)
+
+
+def has_rows(node: fx.Node) -> bool:
+    """Whether a call has to do with rows that were sorted."""
+    return value(node).rows is not None or any(rows_known(node))
+
+
+def quotient(node: Any) -> tuple[fx.Node, int] | None:
+    """Dividend and divisor of a whole number divided by one that is known, rounded down."""
+    if not isinstance(node, fx.Node) or node.target not in QUOTIENTS:
+        return None
+    dividend, divisor = node.args[:2]
+    rounds = node.kwargs.get("rounding_mode", "floor") == "floor"
+    if not isinstance(divisor, int) or divisor < 1 or not rounds:
+        return None
+    return dividend, divisor  # type: ignore[return-value]
+
+
+# calls that know of orders -----------------------------------------------------------------------
+def _sort(node: fx.Node, known: Known) -> Way | None:
+    """Sorting the batch's rows makes an order: values in it, and places in the batch."""
+    mine = value(node).rows  # the number of this order
+    (rows,) = known
+    shape = value(tensor_args(node)[0]).shape
+    if mine is None or rows is not None or len(shape) != 1:
+        return None
+    values = Rows("data", mine.order)
+    places = Rows("places", mine.order, of=0, size=shape[0])
+    if node.target in (aten.argsort.default, aten.argsort.stable):
+        return Way((0,), (0,), (places,))
+    return Way((0,), (0, 0), (values, places))
+
+
+def _inverse(node: fx.Node, known: Known) -> Way | None:
+    (rows,) = known
+    if rows is None or rows.kind != "places" or (rows.size,) != tuple(value(node).shape):
+        return None
+    return Way((0,), (0,), (replace(rows, order=rows.of, of=rows.order),))
+
+
+def _quotient(node: fx.Node, known: Known) -> Way | None:
+    """Of ``k`` rows for each token, ``row // k`` is the token."""
+    found, rows = quotient(node), known[0]
+    if found is None or rows is None or rows.kind != "places" or rows.of or rows.size % found[1]:
+        return None
+    lies = rows.dim
+    return Way((lies,), (lies,), (replace(rows, size=rows.size // found[1]),))
+
+
+def _pick(node: fx.Node, known: Known) -> Way | None:
+    """``x[places]`` has the rows of ``x`` in the order of the places."""
+    indices: Any = node.args[1] if node.target is aten.index.Tensor else [node.args[2]]
+    operands = tensor_args(node)
+    if len(indices) != 1 or len(operands) != 2 or node.args[1] in (1, -1):
+        return None
+    rows, places = known
+    if places is None or places.kind != "places" or len(value(operands[1]).shape) != 1:
+        return None
+    lies_so = Rows("data", places.of) if places.of else None
+    if rows != lies_so or value(operands[0]).shape[0] != places.size:
+        return None
+    return Way((0, 0), (0,), (Rows("data", places.order) if places.order else None,))
+
+
+def _histogram(node: fx.Node, known: Known) -> Way | None:
+    """How many rows each group has: sorted values fall into groups one after the other."""
+    rows = known[0]
+    bounds = (*node.args[2:4], 0, 0)[:2]
+    if rows is None or rows.kind != "data" or bounds[0] == bounds[1]:
+        return None
+    return Way((rows.dim,), (U,), (Rows("counts", rows.order),))
+
+
+def _copied(node: fx.Node, known: Known) -> Way | None:
+    """Counts and places stay what they are in another type of whole numbers."""
+    rows, dtype = known[0], value(node).dtype
+    if rows is None or rows.kind == "data":
+        return None
+    if rows.counted:
+        return Way((U,), (U,), (rows,))
+    return None if dtype.is_floating_point else Way((rows.dim,), (rows.dim,), (rows,))
+
+
+def _running_sum(node: fx.Node, known: Known) -> Way | None:
+    """The running sum of counts is where groups end."""
+    rows = known[0]
+    if rows is None or rows.kind != "counts" or len(value(node).shape) != 1:
+        return None
+    return Way((U,), (U,), (Rows("ends", rows.order),))
+
+
+def _grouped_mm(node: fx.Node, known: Known) -> Way | None:
+    """Each row times its group's matrix, or a product of two sets of rows for each group."""
+    operands = tensor_args(node)
+    if len(operands) != 3 or known[2] is None or known[2].kind != "ends":
+        return None
+    order = known[2].order
+    left, right = (Rows("data", order, dim) for dim in (1, 0))
+    ranks = [len(value(operand).shape) for operand in operands[:2]]
+    if ranks == [2, 3] and known[:2] == [right, None]:
+        return Way((0, R, U), (0,), (right,))
+    if ranks == [2, 2] and known[:2] == [left, right]:
+        return Way((1, 0, U), (U,), (None,))
+    return None
+
+
+_SPECIAL: dict[Any, Callable[[fx.Node, Known], Way | None]] = {
+    aten.sort.default: _sort,
+    aten.sort.stable: _sort,
+    aten.argsort.default: _sort,
+    aten.argsort.stable: _sort,
+    ops.inverse_order: _inverse,
+    **dict.fromkeys(QUOTIENTS, _quotient),
+    aten.index.Tensor: _pick,
+    aten.index_select.default: _pick,
+    aten.histc.default: _histogram,
+    aten._to_copy.default: _copied,
+    aten.cumsum.default: _running_sum,
+    aten._grouped_mm.default: _grouped_mm,
+}
+SORTS = tuple(target for target, way in _SPECIAL.items() if way is _sort)
+
+
+# all other calls ---------------------------------------------------------------------------------
+def _row_by_row(node: fx.Node, known: Known) -> Way | None:
+    """What a rule's letter says of rows: a call that may be cut along them anywhere takes each by
+    itself.
+    """
+    from partc.rules.strategy import letter_cut  # it asks this file for its strategies
+
+    entry = find(node.target)
+    marked = {i: rows for i, rows in enumerate(known) if rows is not None}
+    places = any(rows.kind == "places" for rows in marked.values())
+    if entry is None or (places and not entry.moves) or node.target is operator.getitem:
+        return None
+    found = letter_cut(node, {i: rows.dim for i, rows in marked.items()})
+    if found is None or len({replace(rows, dim=0) for rows in marked.values()}) != 1:
+        return None
+    ins, outs = (tuple(_lies(layout) for layout in side) for side in found)
+    if {i for i, lies in enumerate(ins) if isinstance(lies, int)} != set(marked):
+        return None  # rows of the batch beside rows in another order
+    like = next(iter(marked.values()))
+    rows = tuple(replace(like, dim=lies) if isinstance(lies, int) else None for lies in outs)
+    return Way(ins, outs, rows)
+
+
+def _lies(layout: Layout) -> Lies:
+    return layout.dim if layout.kind == "cut" else layout
+
+
+def mark(graph: fx.Graph) -> None:
+    """Note on every value what it has to do with the orders that sorts make."""
+    ways: dict[fx.Node, Way] = {}
+    order = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            call, index = node.args
+            rows = ways[call].rows[index] if call in ways else None
+        else:
+            if node.target in SORTS:
+                order += 1
+                _note(node, Rows("data", order))
+            way = way_of(node) if has_rows(node) else None
+            if way is not None:
+                ways[node] = way
+            elif node.target in SORTS:
+                _note(node, None)
+            rows = way.rows[0] if way is not None and len(way.rows) == 1 else value(node).rows
+        _note(node, rows)
+
+
+def _note(node: fx.Node, rows: Rows | None) -> None:
+    if value(node).rows != rows:
+        node.meta["value"] = replace(value(node), rows=rows)
