@@ -28,7 +28,8 @@ NUM_PARAMETERS = 8
 
 
 def measure_compute(watch: Stopwatch) -> list[Measured]:
-    """Products, attention, sums, the optimizer's step and a launch."""
+    """Products, attention, sums, the optimizer's step and a launch, by each rank for itself."""
+    watch = watch.of_each()
     parts = (_launch, _matmuls, _attention, _sums, _functions, _optimizer)
     with torch.no_grad():
         watch.rand(LARGE_BYTES // 4)  # from here on glibc keeps what is freed, as after a step

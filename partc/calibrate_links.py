@@ -12,12 +12,13 @@ from torch import Tensor
 
 from partc.measured import Measured
 from partc.stopwatch import Stopwatch
-from partc.topology import COLLECTIVES
+from partc.topology import APART_S, COLLECTIVES
 
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(KIB * 4**i for i in range(9))  # 1 KiB to 64 MiB
 BESIDE_BYTES = 8 * MIB  # of the all_reduce that runs beside computing
 SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices that are multiplied beside it
+SMALL_BYTES, MEETINGS = 256 * KIB, 8  # of the all_reduces for which ranks meet, and how many
 LONGER = 2  # times as long as the all_reduce takes computing, which so is never done first
 
 
@@ -94,34 +95,64 @@ def _run_of(kind: str, x: Tensor, group: dist.ProcessGroup) -> tuple[Callable[[]
     return there_and_back, 2
 
 
+def measure_sharing(watch: Stopwatch) -> list[Measured]:
+    """Products on all ranks, each by itself, and on the first one while all others wait."""
+    side = SIDE[watch.device.type]
+    matrix = watch.rand(side, side)
+    alone = dist.get_rank() == 0
+
+    def once() -> None:
+        if alone:
+            matrix @ matrix
+
+    what = f"f32[{side},{side}] @ f32[{side},{side}]"
+    return [
+        watch.of_each().time("all computing", what, 0, lambda: matrix @ matrix),
+        watch.time("one computing", what, 0, once),
+    ]
+
+
 def measure_contention(watch: Stopwatch, groups: list[list[int]]) -> list[Measured]:
-    """An all_reduce, products that take several times as long, and both at once, in turns: the
-    samples of one number belong together.
+    """An all_reduce, products that take several times as long, and both at once; products without
+    and with small all_reduces in between. All in turns: the samples of one number belong together.
     """
     side = SIDE[watch.device.type]
-    x = torch.zeros(BESIDE_BYTES // 4, device=watch.device)
+    x, small = (torch.zeros(n // 4, device=watch.device) for n in (BESIDE_BYTES, SMALL_BYTES))
     matrix = watch.rand(side, side)
     with watch.groups(groups) as group:
         move = watch.time("all_reduce", "", 0, lambda: dist.all_reduce(x, group=group))
         product = watch.time("matmul", "", 0, lambda: matrix @ matrix)
         times = ceil(LONGER * move.seconds / product.seconds)
+        each = ceil(APART_S / product.seconds)
 
-        def compute() -> None:
+        def compute(times: int) -> None:
             for _ in range(times):
                 matrix @ matrix
 
         def both() -> None:
             moving = dist.all_reduce(x, group=group, async_op=True)
-            compute()
+            compute(times)
             moving.wait()
 
-        runs = {"transfer": lambda: dist.all_reduce(x, group=group), "computing": compute,
-                "both": both}  # fmt: skip
-        rounds = watch.effort.num_samples(2 * (LONGER + 1) * move.seconds)
+        def meet(each: int, before: int = 0) -> None:
+            compute(before)
+            for _ in range(MEETINGS):
+                compute(each)
+                dist.all_reduce(small, group=group)
+
+        runs: dict[str, Callable[[], object]] = {
+            "transfer": lambda: dist.all_reduce(x, group=group),
+            "computing": lambda: compute(times), "both": both,
+            "short computing": lambda: compute(MEETINGS * each),
+            "meeting at the end": lambda: meet(0, before=MEETINGS * each),
+            "meeting": lambda: meet(each),
+        }  # fmt: skip
+        rounds = watch.effort.num_samples(2 * (LONGER + 1) * move.seconds + 3 * MEETINGS * APART_S)
         samples = [[watch.once(run) for run in runs.values()] for _ in range(rounds)]
     what = f"{times} products of f32[{side},{side}], all_reduce of {x.nbytes} bytes"
+    often = f"{MEETINGS} times {each} products, all_reduce of {small.nbytes} bytes"
     slowest = [watch.agreed(each) for each in samples]
     return [
-        Measured(name, what, 0, tuple(times))
-        for name, times in zip(runs, zip(*slowest, strict=True), strict=True)
+        Measured(name, often if number > 2 else what, 0, tuple(times))
+        for number, (name, times) in enumerate(zip(runs, zip(*slowest, strict=True), strict=True))
     ]

@@ -40,20 +40,19 @@ class Found:
     compute: tuple[Measured, ...]
     links: tuple[tuple[Measured, ...], ...] = ()
     beside: tuple[Measured, ...] = ()
+    sharing: tuple[Measured, ...] = ()
 
     def of(self, work: str) -> list[Measured]:
         """The measurements of one kind of work, by amount."""
         return sorted((m for m in self.compute if m.work == work), key=lambda m: m.amount)
 
     def everything(self) -> list[Measured]:
-        return [*self.compute, *(m for level in self.links for m in level), *self.beside]
+        links = (measured for level in self.links for measured in level)
+        return [*self.compute, *links, *self.beside, *self.sharing]
 
     def lines(self, level: int) -> dict[str, Line]:
         """Latency and bandwidth of each collective over a level."""
-        points = defaultdict(list)
-        for each in self.links[level]:
-            points[each.work].append((each.amount, each.seconds))
-        return {kind: fit_line(f"{kind}, {LEVELS[level]}", points[kind]) for kind in COLLECTIVES}
+        return _lines(self.links[level], LEVELS[level])
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,7 @@ def check_found(found: Found, keep_noisy: bool = False) -> None:
                 do="Check the clock of this machine, and that its devices do what they are told.",
             )
     noisy = [each for each in found.everything() if each.is_noisy]
-    off = [
-        f"{kind} is up to {line.worst:.1f} times off a straight line"
-        for level in range(len(found.links))
-        for kind, line in found.lines(level).items()
-        if line.worst > FITS
-    ]
+    off = [text for level in found.links for text in lines_off(level)]
     if (noisy or off) and not keep_noisy:
         told = [f"{each.work} {each.what} by {each.spread:.0%}" for each in noisy]
         raise RunError(
@@ -95,6 +89,22 @@ def check_found(found: Found, keep_noisy: bool = False) -> None:
             why="; ".join((told + off)[:NUM_NAMED]),
             do="Measure while nothing else runs, or keep them, marked: --keep-noisy.",
         )
+
+
+def lines_off(level: Sequence[Measured]) -> list[str]:
+    """The collectives over a level whose times are on no straight line."""
+    return [
+        f"{kind} is up to {line.worst:.1f} times off a straight line"
+        for kind, line in _lines(level, "links").items()
+        if line.worst > FITS
+    ]
+
+
+def _lines(level: Sequence[Measured], name: str) -> dict[str, Line]:
+    points = defaultdict(list)
+    for each in level:
+        points[each.work].append((each.amount, each.seconds))
+    return {kind: fit_line(f"{kind}, {name}", points[kind]) for kind in COLLECTIVES}
 
 
 def _sheet(found: Found) -> Topology | None:
@@ -130,7 +140,9 @@ def fitted_topology(found: Found) -> Fitted:
         )
         or (_alone(found),),
         start_s=start_s,
-        contention=_contention(found.beside),
+        contention=_share(found.beside[:3]),
+        skew=_share(found.beside[3:]),
+        sharing=_sharing(found.sharing),
         library=found.library,
     )
     return Fitted(topology, tuple(_comments(found, levels)))
@@ -218,13 +230,24 @@ def _alone(found: Found) -> Level:
     return Level(LEVELS[0], 1, _short(max(m.rate for m in found.of("pointwise"))), _short(launch))
 
 
-def _contention(beside: Sequence[Measured]) -> float:
-    """Which part of a transfer's time computing beside it loses."""
-    if not beside:
+def _share(measured: Sequence[Measured]) -> float:
+    """Contention is which part of a transfer's time computing beside it loses: (both - computing) /
+    transfer. Skew is what ranks wait that meet often: (meeting - meeting at the end) / computing.
+    """
+    if not measured:
         return 0.0
-    turns = zip(*(each.samples for each in beside), strict=True)
-    lost = median((both - computing) / transfer for transfer, computing, both in turns)
+    turns = zip(*(each.samples for each in measured), strict=True)
+    lost = median((longer - shorter) / base for base, shorter, longer in turns)
     return _short(min(1.0, max(0.0, lost)))
+
+
+def _sharing(measured: Sequence[Measured]) -> float:
+    """How many times faster a rank is while the others wait; what a spread explains is nothing."""
+    if not measured:
+        return 1.0
+    together, alone = measured
+    faster = together.seconds / alone.seconds
+    return _short(faster) if faster > 1 + together.spread + alone.spread else 1.0
 
 
 def _comments(found: Found, levels: Sequence[dict[str, Line]]) -> Iterable[str]:

@@ -21,7 +21,7 @@ from partc.roofline import Box, Clock
 from partc.saved_step import SavedStep, saved_schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link
-from partc.stage_cost import StageCost, stage_link, step_costs
+from partc.stage_cost import StageCost, sharing_costs, stage_link, step_costs
 from partc.step_walk import step_times, walk_phases
 from partc.what_if import Change
 
@@ -59,12 +59,18 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
         for stage, tape in zip(cost.stages, basis.tapes, strict=True)
     )
     link = stage_link(stages, mesh)
-    closing = tuple(_closing(each, stages, cost.link, link) for each in cost.closing)
-    seconds = {each.name: each.seconds for each in closing}
-    step = plan_step(
-        saved_schedule(program), step_costs(stages, seconds, link),
-        [Collective(each.name, (), each.members) for each in closing],
-    )  # fmt: skip
+
+    def planned(stages: tuple[StageCost, ...]) -> tuple[Step, tuple[Closing, ...]]:
+        closing = tuple(_closing(each, stages, cost.link, link) for each in cost.closing)
+        seconds = {each.name: each.seconds for each in closing}
+        members = [Collective(each.name, (), each.members) for each in closing]
+        return plan_step(
+            saved_schedule(program), step_costs(stages, seconds, link), members
+        ), closing
+
+    step, closing = planned(stages)
+    if shared := sharing_costs(stages, step, mesh.hardware.sharing):
+        stages, (step, closing) = shared, planned(shared)
     there = predict_pipeline(
         [stage.spent for stage in stages], step, basis.trained_bytes, cost.prediction.work, mesh,
         flops=sum(s.forward_flops + s.backward_flops + s.weight_flops for s in stages),

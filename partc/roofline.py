@@ -23,7 +23,7 @@ from partc.passes.storage import Replay
 from partc.products import busy_share, product_of
 from partc.sharding import DTYPE_NAMES
 from partc.tape import Call, Move
-from partc.topology import Device
+from partc.topology import APART_S, Device
 
 FUNCTIONS = frozenset(
     f"aten.{name}{suffix}"
@@ -62,6 +62,12 @@ class Spent:
         """What takes most of the time."""
         parts = self.parts
         return max(parts, key=parts.__getitem__, default="nothing")
+
+    def times(self, factor: float) -> Spent:
+        """So many times as much."""
+        whole = Spent()
+        whole.add(self, factor)
+        return whole
 
     def add(self, other: Spent, times: float = 1.0) -> None:
         """Add what another spent, so many times."""
@@ -127,12 +133,13 @@ class Clock:
     """How far computing has come, and until when the links of each axis are taken.
 
     Collectives of one axis run one after the other, those of several axes side by side. While any
-    runs, computing is slower by the topology's ``contention``. With ``boxes`` it notes all of it.
+    runs, computing is slower by the topology's ``contention``; where ranks meet, they wait for the
+    slowest (``skew``). With ``boxes`` it notes all of it.
     """
 
     def __init__(self, mesh: Mesh, boxes: list[Box] | None = None) -> None:
         self.mesh, self.device = mesh, mesh.hardware.device
-        self.now = 0.0
+        self.now = self.met = 0.0  # seconds; when ranks last waited for each other
         self.free: dict[str, float] = {}  # axis -> when its last transfer ends
         self.boxes = boxes
         self.block = ""
@@ -155,9 +162,10 @@ class Clock:
 
     def wait(self, move: Move, end: float, spent: Spent) -> None:
         """Wait for a started collective that ends then, and make the whole of what arrived."""
+        end += self.mesh.hardware.skew * min(self.now - self.met, APART_S)
         if end > self.now:
             self._expose(move.axis, end - self.now, spent)
-            self.now = end
+            self.now = self.met = end
         self._copy(move.unpacked_bytes, spent)
 
     def note(self, name: str, seconds: float) -> None:

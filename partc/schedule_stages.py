@@ -20,7 +20,7 @@ from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan
 from partc.plan import Plan
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
-from partc.stage_cost import StageCost, stage_costs, stage_link, step_costs
+from partc.stage_cost import StageCost, sharing_costs, stage_costs, stage_link, step_costs
 from partc.tied import Tied, tied_parameters
 
 
@@ -65,6 +65,14 @@ def planned(
     graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule, mesh: Mesh
 ) -> Stages:
     """Lower and simulate a schedule of stages with these costs."""
+    stages = _planned(graphs, costs, order, mesh)
+    shared = sharing_costs(costs, stages.step, mesh.hardware.sharing)
+    return stages if shared is None else _planned(graphs, shared, order, mesh)
+
+
+def _planned(
+    graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule, mesh: Mesh
+) -> Stages:
     ends = [cost.closing_s for cost in costs]
     link = stage_link(costs, mesh)
     tied = tied_parameters(graphs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -14,6 +14,7 @@ from partc.mesh import PP, Mesh
 from partc.passes.bytes import moved_bytes
 from partc.passes.flops import node_flops
 from partc.passes.storage import Replay, Storage, replay
+from partc.pipeline_step import Step
 from partc.roofline import Spent
 from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
@@ -62,6 +63,25 @@ class StageCost:
 def stage_costs(graphs: Sequence[Graph], mesh: Mesh) -> tuple[StageCost, ...]:
     """The costs of every stage from its scheduled graph, on the hardware of the whole mesh."""
     return tuple(_stage_cost(graph, mesh) for graph in graphs)
+
+
+def sharing_costs(
+    stages: Sequence[StageCost], step: Step, sharing: float
+) -> tuple[StageCost, ...] | None:
+    """The costs where ranks share processors (``Topology.sharing``) and those that wait for others
+    leave theirs to them; None where no rank would be faster.
+
+    With ``busy`` of the ranks at work on average, and processors for one in ``sharing`` of them.
+    """
+    simulated = step.simulated
+    busy = sum(simulated.busy) / (len(simulated.busy) * simulated.makespan)
+    share = max(1 / sharing, busy)
+    if share >= 1:
+        return None
+    return tuple(
+        replace(s, spent={phase: each.times(share) for phase, each in s.spent.items()})
+        for s in stages
+    )
 
 
 def stage_link(stages: Sequence[StageCost], mesh: Mesh) -> Link:

@@ -27,6 +27,7 @@ DTYPES = ("bf16", "f16", "f32", "f64", "tf32", "f8")
 # exponentials and their like, which processors without units for them are slow at.
 WORK = ("matmul", "attention", "pointwise", "functions", "optimizer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+APART_S = 1e-2  # after so long, what delays ranks evens out rather than adds up
 LIBRARIES = ("nccl", "gloo")
 TERA, PETA = 1e12, 1e15
 
@@ -225,7 +226,10 @@ class Topology:
     ``start_s`` is what a collective takes beside its messages: launching it, waking the peers.
     ``contention`` is which part of a transfer's time the computing beside it loses: 0 where links
     move data by themselves, 1 where nothing can be hidden, as processors that are busy move it.
-    ``library`` says whose algorithms there are (``LIBRARIES``). ``notes`` are for readers.
+    ``skew`` is which part of the time that they computed, counting ``APART_S`` at most, ranks wait
+    for the slowest where they meet. ``sharing`` is how many times faster a device computes while
+    all others wait: more than 1 where ranks have fewer processors than there are ranks. ``library``
+    says whose algorithms there are (``LIBRARIES``). ``notes`` are for readers.
     """
 
     name: str
@@ -233,6 +237,8 @@ class Topology:
     levels: tuple[Level, ...]
     start_s: float = 0.0
     contention: float = 0.0
+    skew: float = 0.0
+    sharing: float = 1.0
     library: str = "nccl"
     notes: tuple[str, ...] = ()
 
@@ -254,8 +260,14 @@ class Topology:
             )
         if self.start_s != 0:
             check_number(f"{where}, start_s", self.start_s, 1.0)
-        if self.contention != 0:
-            check_number(f"{where}, contention", self.contention, 1.0)
+        for name in ("contention", "skew"):
+            if (share := getattr(self, name)) != 0:
+                check_number(f"{where}, {name}", share, 1.0)
+        if self.sharing < 1:
+            raise refusal(
+                f"{where}, sharing", f"{self.sharing} is less than 1",
+                "a device is no slower where others wait",
+            )  # fmt: skip
         if self.library not in LIBRARIES:
             raise refusal(
                 f"{where}, library", f"{self.library!r} is unknown", f"known are {LIBRARIES}"

@@ -14,7 +14,7 @@ from partc.topology import Device, Level, Points, Topology
 from partc.topology_checks import check_keys, refusal
 
 T = TypeVar("T", Device, Level)
-NUMBERS = ("start_s", "contention")
+NUMBERS = ("start_s", "contention", "skew", "sharing")
 TOPOLOGY_KEYS = ("name", "library", *NUMBERS, "notes", "devices", "levels")
 
 
@@ -150,8 +150,12 @@ def write_topology(topology: Topology) -> str:
     """The TOML form."""
     lines = [f"name = {_text(topology.name)}", f"library = {_text(topology.library)}"]
     lines += [f"start_s = {_number(topology.start_s)}"]
-    if topology.contention:
-        lines += [f"contention = {_number(topology.contention)}"]
+    told = {
+        "contention": topology.contention,
+        "skew": topology.skew,
+        "sharing": topology.sharing - 1,
+    }
+    lines += [f"{name} = {_number(getattr(topology, name))}" for name in told if told[name]]
     if topology.notes:
         lines += ["notes = [", *(f"    {_text(note)}," for note in topology.notes), "]"]
     for device, count in topology.groups:

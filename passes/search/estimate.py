@@ -148,11 +148,14 @@ class Estimator:
         count = one.microbatches
         others = (sum(rank.turn for rank in ranks) - slowest.turn) / one.chunks
         grads = (sum(rank.weight_grads for rank in ranks) - slowest.weight_grads) / one.chunks
+        bubble = bubble_s(one.schedule, others, grads)
+        mean = sum(rank.turn for rank in ranks) / one.pp
+        share = self._share(mean * count / (slowest.turn * count + bubble))
         seconds = {
-            "compute": slowest.compute * count,
-            "tensor transfers": slowest.tensor * count,
-            "weight transfers": slowest.gathers * count,
-            "bubble": bubble_s(one.schedule, others, grads),
+            "compute": slowest.compute * count * share,
+            "tensor transfers": slowest.tensor * count * share,
+            "weight transfers": slowest.gathers * count * share,
+            "bubble": bubble * share,
             "messages": self._messages_s(one, mesh, stages),
             "gradients": slowest.closing,
             "optimizer": self._optimizer_s(one, stages),
@@ -166,7 +169,14 @@ class Estimator:
         turn = float(times.exposed[chain].sum()) / (one.pp * one.chunks)
         grads = float(times.weight_grads[chain].sum()) / (one.pp * one.chunks)
         ramp = bubble_s(one.schedule, (one.pp - 1) * turn, (one.pp - 1) * grads)
-        return one.microbatches * one.chunks * turn + ramp
+        busy = one.microbatches * one.chunks * turn
+        return (busy + ramp) * self._share(busy / (busy + ramp))
+
+    def _share(self, busy: float) -> float:
+        """Of the time that work takes while all ranks work, what it takes if a part of them is busy
+        (``stage_cost.sharing_costs``).
+        """
+        return max(1 / self.topology.sharing, busy)
 
     # time --------------------------------------------------------------------------------------
     def _cut(self, one: Candidate, times: UnitTimes) -> list[list[int]]:
@@ -205,6 +215,7 @@ class Estimator:
                 sums[move.unit] += sent[key] * move.sums_gradient
         compute = np.zeros((num, 2))
         np.add.at(compute, (calls.unit, calls.phase), seconds)
+        tensor += self.topology.skew * compute * (tensor > 0)  # ranks meet again and again
         weights = np.zeros(num)
         np.add.at(weights, calls.unit, seconds * calls.is_weight_grad)
         return UnitTimes(compute, weights, tensor, sums)
