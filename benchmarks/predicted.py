@@ -2,7 +2,8 @@
 
 Run ``python -m benchmarks.predicted`` on a quiet machine. For each number of ranks the machine is
 calibrated, every layout compiled for what was found, and all of them take turns in the same
-processes. Nothing is fitted to the measured steps.
+processes; what ``plan="auto"`` chooses for these ranks is among them. Nothing is fitted to the
+measured steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from benchmarks.measure import peak_bytes, sample
 from benchmarks.workload import SIZES, Pipeline, Size, reference
 from partc.calibrate import calibrate
 from partc.mesh import Mesh
+from partc.plan import Plan
 from partc.processes import Processes
 from partc.program import Program
 from partc.resident import free_at_once
@@ -35,26 +38,34 @@ from partc.topology import Topology
 
 WARM_UP = 2  # steps before the first that counts
 TIMEOUT_S = 900.0
-GOAL_CORRELATION, GOAL_MEMORY = 0.9, 0.03
+GOAL_CORRELATION, GOAL_MEMORY, GOAL_AUTO = 0.9, 0.03, 0.03
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, a plan, and for a pipeline its cut."""
+    """A mesh, a plan, and for a pipeline its cut; or so many ranks for partc to choose them."""
 
     mesh: str
     plan: str
     cut: Pipeline | None = None
-
-    @property
-    def name(self) -> str:
-        if self.cut is None:
-            return f"{self.mesh} {self.plan}"
-        return f"{self.mesh} {self.plan} {self.cut.schedule} x{self.cut.microbatches}"
+    auto_ranks: int = 0
 
     @property
     def num_ranks(self) -> int:
-        return Mesh.of(self.mesh).num_ranks
+        return self.auto_ranks or Mesh.of(self.mesh).num_ranks
+
+    def on(self, topology: Topology) -> Mesh:
+        """Its mesh on a machine; for auto the machine alone."""
+        return Mesh(() if self.auto_ranks else Mesh.of(self.mesh).axes, topology)
+
+    def name(self, program: Program) -> str:
+        """Mesh, plan and schedule of what was compiled."""
+        if self.auto_ranks:
+            plan = Plan.parse(program.plan)
+            turns = f" {plan.schedule} x{plan.microbatches}" if plan.microbatches > 1 else ""
+            return f"auto: {program.mesh} {plan.preset}{turns}"
+        turns = f" {self.cut.schedule} x{self.cut.microbatches}" if self.cut else ""
+        return f"{self.mesh} {self.plan}{turns}"
 
 
 LAYOUTS = (
@@ -76,6 +87,7 @@ LAYOUTS = (
     Layout("dp=2,tp=2", "fsdp+megatron"),
     Layout("pp=2,dp=2", "ddp", Pipeline("1f1b", 2, 2, 4)),
     Layout("pp=4", "ddp", Pipeline("1f1b", 4, 4, 8)),
+    *(Layout("", "auto", auto_ranks=ranks) for ranks in (1, 2, 4)),
 )
 
 
@@ -84,6 +96,7 @@ class Row:
     """One layout: seconds of each measured step, and bytes of the rank with most."""
 
     layout: str
+    ranks: int
     predicted_s: float
     measured_s: list[float]
     predicted_bytes: int
@@ -114,8 +127,7 @@ def measure(layouts: list[Layout], size: Size, topology: Topology, num_rounds: i
     with tempfile.TemporaryDirectory() as root:
         folders = [str(Path(root, str(number))) for number in range(len(layouts))]
         for layout, folder in zip(layouts, folders, strict=True):
-            mesh = Mesh(Mesh.of(layout.mesh).axes, topology)
-            partc_side.compile_to(folder, size, mesh, layout.plan, layout.cut)
+            partc_side.compile_to(folder, size, layout.on(topology), layout.plan, layout.cut)
         programs = [partc.load(folder) for folder in folders]
         num = layouts[0].num_ranks
         with Processes(num, timeout=TIMEOUT_S, quiet=True) as world:
@@ -126,7 +138,8 @@ def measure(layouts: list[Layout], size: Size, topology: Topology, num_rounds: i
     of_layouts = zip(layouts, programs, timed, held, strict=True)
     return [
         Row(
-            layout=layout.name,
+            layout=layout.name(program),
+            ranks=num,
             predicted_s=predicted_seconds(program),
             measured_s=[max(turn) for turn in zip(*ranks, strict=True)],  # of the slowest rank
             predicted_bytes=predicted_bytes(program),
@@ -188,7 +201,23 @@ def summary(rows: list[Row]) -> str:
         f"goal, a correlation above {GOAL_CORRELATION} and memory within {GOAL_MEMORY:.0%}: "
         f"{'met' if good else 'NOT met'}",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_auto_lines(rows)])
+
+
+def _auto_lines(rows: list[Row]) -> Iterator[str]:
+    """Per number of ranks, the plan that was chosen beside the fastest that was given."""
+    for ranks in dict.fromkeys(row.ranks for row in rows):
+        times = {row.layout: median(row.measured_s) for row in rows if row.ranks == ranks}
+        chosen = next((name for name in times if name.startswith("auto")), None)
+        given = {name: each for name, each in times.items() if name != chosen}
+        if chosen and given:
+            best = min(given, key=given.__getitem__)
+            slower = times[chosen] / given[best] - 1
+            met = "met" if slower <= GOAL_AUTO else "NOT met"
+            yield (
+                f"{ranks} ranks, {chosen}: {slower:+.1%} beside {best}; goal, at most "
+                f"{GOAL_AUTO:.0%} slower: {met}"
+            )
 
 
 def main() -> int:

@@ -68,14 +68,13 @@ def stage_costs(graphs: Sequence[Graph], mesh: Mesh) -> tuple[StageCost, ...]:
 def sharing_costs(
     stages: Sequence[StageCost], step: Step, sharing: float
 ) -> tuple[StageCost, ...] | None:
-    """The costs where ranks share processors (``Topology.sharing``) and those that wait for others
-    leave theirs to them; None where no rank would be faster.
-
-    With ``busy`` of the ranks at work on average, and processors for one in ``sharing`` of them.
+    """The costs where ranks share processors (``Topology.sharing``), and those that wait for what
+    others compute leave theirs to them; None where no rank would be faster. Waiting for transfers
+    leaves nothing: such ranks move their data themselves.
     """
     simulated = step.simulated
-    busy = sum(simulated.busy) / (len(simulated.busy) * simulated.makespan)
-    share = max(1 / sharing, busy)
+    busy = sum(simulated.busy) + sum(simulated.exposed)
+    share = max(1 / sharing, busy / (len(simulated.busy) * simulated.makespan))
     if share >= 1:
         return None
     return tuple(
