@@ -14,6 +14,7 @@ from partc.errors import PlanError
 from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.passes.search.choose_plan import Choice, choose_plan
+from partc.passes.search.shardings import search_shardings
 from partc.plan import Plan
 from partc.trace import trace
 
@@ -57,6 +58,12 @@ def large() -> Graph:
     return traced(llama(layers=32, width=4096), 32)
 
 
+@pytest.fixture(scope="module")
+def many() -> Graph:
+    """Seven billion parameters, 256 sequences."""
+    return traced(llama(layers=32, width=4096), 256)
+
+
 def best(graph: Graph, machine: str, devices: int, **plan: Any) -> Choice:
     return choose_plan(graph, Mesh.load(machine, devices), AUTO.changed(**plan))
 
@@ -73,12 +80,32 @@ def test_parameters_are_sharded_where_they_do_not_fit(large: Graph) -> None:
     assert one.pp == 1
 
 
-def test_slow_links_between_machines_keep_shards_inside(large: Graph) -> None:
-    found = best(large, "p4d-ethernet", 32, memory_bytes=30_000_000_000)
-    one = found.ranked[0].candidate
-    assert one.pp > 1 or one.replicate > 1 or one.tp > 1  # no gather of all weights between them
-    whole = [r for r in found.ranked if r.candidate.data == "fsdp" and r.candidate.shard == 32]
-    assert found.ranked[0] not in whole
+def test_slow_links_between_machines_keep_shards_inside(many: Graph) -> None:
+    one = best(many, "p4d-ethernet", 32, memory_bytes=30_000_000_000).ranked[0].candidate
+    assert (one.replicate, one.shard, one.tp, one.pp) == (4, 8, 1, 1)  # HSDP: 8 devices a machine
+    assert one.data == "fsdp"
+
+
+def test_slow_links_between_machines_carry_pipelines(large: Graph) -> None:
+    one = best(large, "p4d-ethernet", 128).ranked[0].candidate
+    assert one.tp == 8  # all of a machine
+    assert one.word == "megatron-sp"
+    assert one.pp > 1
+
+
+def test_columns_then_rows_and_sequences_in_between() -> None:
+    """Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198)."""
+    graph = trace(llama(layers=2), (tokens(1),), loss_of, fold=True)
+    found = search_shardings(graph, Mesh((("tp", 8),), Mesh.load("dgx-h100", 8).topology))
+    layer = {
+        name.split(".")[-2]: str(cuts.get("tp", "whole"))
+        for name, cuts in found.plan.params.items()
+        if "layers" in name and "norm" not in name
+    }
+    columns = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], "cut 0")
+    assert layer == columns | {"o_proj": "cut 1", "down_proj": "cut 1"}
+    assert found.plan.scatter == {"tp": 1}
+    assert found.gap == 0
 
 
 def test_few_samples_on_many_devices_cut_tensors_inside_a_machine(large: Graph) -> None:
