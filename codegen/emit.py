@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jinja2
 import torch
@@ -80,6 +81,8 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
 
 @dataclass
 class RoleText:
+    step_locals: ClassVar[tuple[str, ...]] = ()  # what `step` calls its own
+
     graph: Graph
     header: str
     items: list[Item]
@@ -157,7 +160,7 @@ class RoleText:
         return {n: self.attributes[n] for n in nodes if "." not in self.attributes[n]}
 
     def arguments_by_node(self) -> dict[fx.Node, str]:
-        scope = Scope(self.helpers.names)
+        scope = Scope([*self.helpers.names, *self.step_locals])
         return {node: scope.fresh(name) for name, node in self.graph.inputs.items()}
 
     # data ------------------------------------------------------------------------------------

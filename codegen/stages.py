@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx, nn
 
@@ -75,6 +75,8 @@ def stage_text(
 class StageText(RoleText):
     """Prints one stage; ``seen`` and ``scope`` are shared by its methods, so that a value is called
     the same in all of them."""
+
+    step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results")
 
     label: str = ""
     title: str = ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +241,15 @@ def small() -> Case:
 def square_loss(model: nn.Module, x: Tensor) -> Tensor:
     out: Tensor = model(x).square().mean()
     return out
+
+
+@pytest.mark.parametrize("name", ["i", "stage", "loss", "self_", "x_in"])
+def test_inputs_may_be_called_as_the_program_calls_its_own(name: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def loss_of(model, {name}):\n    return model({name}).square().mean()", scope)
+    case = replace(small(), loss=scope["loss_of"])
+    program = compiled(case, "pp=2", Plan(preset="ddp", stages=("1",)), "1f1b", 3)
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
 # inference ----------------------------------------------------------------------------------------
