@@ -45,7 +45,7 @@ class BlockClass:
     name: str
     attribute: str
     helpers: Helpers
-    adds: tuple[str, str] = ADDS
+    adds: tuple[str, str, str] = ADDS
     weights: Interface | None = None
     suffixes: dict[str, str] = field(
         default_factory=dict
@@ -205,7 +205,7 @@ class BlockClass:
             taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
             lines.append(Line(f"{names} = {taken}"))
         if self.reduces(side):
-            self.helpers.use("finish")
+            self.helpers.use(self.adds[2])
             arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
         statements = body.statements()

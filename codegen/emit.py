@@ -88,7 +88,7 @@ class RoleText:
     items: list[Item]
     sides: dict[Loop, Interface]
     helpers: Helpers
-    adds: tuple[str, str] = ADDS
+    adds: tuple[str, str, str] = ADDS
     lent: frozenset[str] = frozenset()  # buffers that another stage of the rank holds
     layers: Layers | None = None  # the graph's names count from, where several ranks run the text
     classes: dict[Run, BlockClass] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class RoleText:
             helpers=self.helpers.text(),
             blocks=blocks,
             seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
-            reduces="finish" in self.helpers.used,
+            reduces=bool({"finish", "finish_partials"} & self.helpers.used),
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
             declarations=made,

@@ -21,7 +21,8 @@ from partc.codegen.text import COMPARE, Text
 from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
 from partc.quoting import literal
 
-ADDS, PARTIALS = ("add_grad", "add_weight_grad"), ("add_partial", "add_weight_partial")
+ADDS = ("add_grad", "add_weight_grad", "finish")
+PARTIALS = ("add_partial", "add_weight_partial", "finish_partials")
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Expressions:
     stored: dict[fx.Node, list[str]] = field(default_factory=dict)
     device: str = "self.device"
     prefix: str = ""
-    adds: tuple[str, str] = ADDS  # the functions that add to a gradient
+    adds: tuple[str, str, str] = ADDS  # the functions that add to a gradient
     own: Sequence[str] = ()
 
     def __post_init__(self) -> None:

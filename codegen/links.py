@@ -124,6 +124,15 @@ def add_weight_partial(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
         weight.partial.addmm_(d_y.T, x)
 
 
+def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
+    """Wait for reduced parts of gradients and add them up; the list is left empty."""
+    for grads, done in reduced:
+        done.wait()
+        for param, grad in grads.items():
+            param.partial = grad if param.partial is None else param.partial.add_(grad)
+    reduced.clear()
+
+
 def take_partial(param: nn.Parameter) -> Tensor:
     """This rank's part of a gradient, of all microbatches."""
     whole, param.partial = param.partial, None

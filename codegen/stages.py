@@ -325,7 +325,7 @@ class StageText(RoleText):
     def _with_reductions(self, lines: list[Line]) -> list[Line]:
         if not any("reduced" in line.code for line in lines):
             return lines
-        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
 
     def _made(self, item: Item) -> list[fx.Node]:
         """What can be read after a call or a loop."""

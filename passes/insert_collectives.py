@@ -25,6 +25,7 @@ from partc.graph import (
     tensor_args,
     value,
 )
+from partc.mesh import Mesh
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
 from partc.passes.microbatches import MB, check_microbatches, given
 from partc.passes.price import Choices
@@ -221,7 +222,8 @@ class _Partition:
         mesh = self.graph.mesh
         if MB not in mesh.names:
             return self._final(node, want)
-        before = value(node).sharding if when == "step" else want
+        have = value(node).sharding
+        before = have if when == "step" else _in_pieces(have, want, mesh)
         turn = self._get(node, before.with_(MB, U, mesh), value(node))
         whole = value(turn).sharding.with_(MB, R, mesh)
         kwargs = {"axis": MB, "num": mesh.size(MB)}
@@ -242,6 +244,14 @@ class _Partition:
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))
+
+
+def _in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
+    """How a gradient is kept from one microbatch to the next: cut as it is stored, while a sum over
+    axes that all store it alike can wait for the last one.
+    """
+    waits = [axis for axis in mesh.names if have.on(axis) == U and want.on(axis) == R]
+    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
 
 
 def _drop_unused(graph: fx.Graph) -> None:

@@ -243,6 +243,20 @@ def square_loss(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
+def test_replicas_add_up_once_per_step(mesh: str) -> None:
+    """Shards of gradients are scattered every microbatch, and summed over replicas at the end."""
+    case = small()
+    plan = Plan(preset="hsdp", stages=("1",) if "pp" in mesh else ())
+    program = compiled(case, mesh, plan, "1f1b", 3)
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+    for source in program.sources.values():
+        turns, _, ends = source.partition("def finish(self)")
+        assert "group=self.dp_shard" in turns or "self.dp_shard)" in turns
+        assert "sum_grads(grads, self.dp_replicate)" in ends
+        assert "sum_grads(grads, self.dp_replicate)" not in turns
+
+
 @pytest.mark.parametrize("name", ["i", "stage", "loss", "self_", "x_in"])
 def test_inputs_may_be_called_as_the_program_calls_its_own(name: str) -> None:
     scope: dict[str, Any] = {}

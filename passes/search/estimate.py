@@ -241,7 +241,8 @@ class Estimator:
             gathers = [self._gather_s(one, mesh, unit) for unit in units]
         once = one.data == "zero1"  # all are started when the step begins
         # gradients that are summed once per step are so behind its last microbatch
-        once_per_step = one.data != "fsdp" and one.microbatches * one.pp > 1
+        turns = one.microbatches * one.pp > 1
+        once_per_step = one.data != "fsdp" and turns
         now = shared = between = waited = 0.0
         arrives = accumulate(gathers) if once else iter(())
         arrived = gathers[0]
@@ -254,12 +255,14 @@ class Estimator:
             now += float(times.exposed[unit, phase])
             if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
                 shared = max(shared, now) + self._reduce_s(one, mesh, unit)
-                between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
+                if not turns:
+                    between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
             return _Waits(waited, 0.0)
         if once_per_step:
             return _Waits(waited, sum(self._reduce_s(one, mesh, unit) for unit in units))
-        return _Waits(waited, max(0.0, shared - now, between - now))
+        late = sum(self._reduce_between_s(one, mesh, unit) for unit in units) if turns else 0.0
+        return _Waits(waited, max(0.0, shared - now, between - now) + late)
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
@@ -327,7 +330,9 @@ class Estimator:
         pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
         gathers = one.data == "fsdp" and sharded > 1
         sizes = [self.profile.weights[u].size.local(1, one.tp) for u in units]
-        gathered = 3 * max(sizes, default=0.0) if gathers else 0.0
+        # a unit's weights and the next one's on their way; its gradients, and those of two units
+        # on their way
+        gathered = 5 * max(sizes, default=0.0) if gathers else 0.0
         grads = [size / (sharded if one.data == "fsdp" else 1) for size in sizes]
         kept = [self.profile.saved[u].local(pieces, one.tp) for u in units]
         accumulates = one.microbatches * one.pp > 1
