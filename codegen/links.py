@@ -133,10 +133,12 @@ def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]])
     reduced.clear()
 
 
-def take_partial(param: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient, of all microbatches."""
-    whole, param.partial = param.partial, None
-    return whole
+def take_partials(params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """This rank's parts of gradients, of all microbatches; what another stage has taken is gone."""
+    parts = {p: p.partial for p in params if p.partial is not None}
+    for param in parts:
+        param.partial = None
+    return parts
 
 
 def with_partials(module: nn.Module) -> None:

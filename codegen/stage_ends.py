@@ -141,12 +141,12 @@ class Finish:
 
     def _reductions(self) -> Iterator[Line]:
         """Start all sums over ranks, then wait for them."""
-        take, bucket = self.helpers.use("take_partial"), self.helpers.use("in_buckets")
+        take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
         yield Line("reduced = []")
         for chain, names in self.ends.groups():
             paths = [self.attributes[self.graph.params[n]] for n in names]
             everything = len(names) == len(self.graph.params)
-            partials = f"{{w: {take}(w) for w in {paths_text(paths, everything)}}}"
+            partials = f"{take}({paths_text(paths, everything)})"
             if not chain:
                 yield Line(f"for w, grad in {partials}.items():")
                 yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
@@ -202,7 +202,7 @@ def paths_text(paths: Sequence[str], everything: bool) -> str:
     '[self.embed, *(w for layer in self.layers for w in (layer.w,))]'
     """
     if everything:
-        return "self.parameters()"
+        return "[*self.parameters()]"
     alone = [f"self.{path}" for path in paths if "." not in path]
     lists: dict[str, dict[str, None]] = {}
     for path in paths:

@@ -105,6 +105,10 @@ def test_with_data_and_tensor_parallelism(schedule: str) -> None:
     right(schedule, 3, mesh="pp=2,dp=2,tp=2", preset="fsdp+megatron-sp", tied=True)
 
 
+def test_a_parameter_of_two_stages_of_a_rank_is_summed_once() -> None:
+    right("zb-v", 3, mesh="pp=2,dp=2", preset="ddp", tied=True)
+
+
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
 def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
