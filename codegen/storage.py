@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,9 +25,14 @@ VIEWS = {
 
 def is_view(node: fx.Node) -> bool:
     """Whether a call's result may share memory with its first operand."""
-    if node.target in (operator.getitem, collectives.keep_piece, collectives.wait):
+    return _gives_view(node.target)
+
+
+@cache
+def _gives_view(target: Any) -> bool:
+    if target in (operator.getitem, collectives.keep_piece, collectives.wait):
         return True
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(target, "_schema", None)
     if schema is None:
         return False
     return schema.name.split("::")[1] in VIEWS or any(r.alias_info for r in schema.returns)

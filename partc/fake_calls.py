@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -87,20 +86,16 @@ class FakeCalls:
         return result, noted
 
 
-_OF_MODE: WeakKeyDictionary[FakeTensorMode, FakeCalls] = WeakKeyDictionary()
-
-
 def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on fake tensors; equal calls in one mode are executed once."""
-    fakes = (x for x in tensors_in((args, *kwargs.values())) if isinstance(x, FakeTensor))
-    first = next(fakes, None)
-    if first is None:
-        return target(*args, **kwargs)
-    return _OF_MODE.setdefault(first.fake_mode, FakeCalls(_executed))(target, args, kwargs)[0]
+    """What a call gives on fake tensors; equal calls are executed once."""
+    return _CALLS(target, args, kwargs)[0]
 
 
 def _executed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
     return target(*args, **kwargs), 0
+
+
+_CALLS = FakeCalls(_executed)  # of all modes: it keeps how results look, no tensors
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:

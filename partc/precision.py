@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -34,15 +33,18 @@ class Raised(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace != "aten" or func._schema.is_mutable:
             return func(*args, **kwargs)
-        raised_args, raised_kwargs = tree_map(_raise, (tuple(args), kwargs))
-        return tree_map(_raise, func(*raised_args, **raised_kwargs))
+        raised = {name: _raise(value) for name, value in kwargs.items()}
+        return _raise(func(*map(_raise, args), **raised))
 
 
 def _raise(value: Any) -> Any:
+    """An op's argument or result, a sequence of them too."""
+    if isinstance(value, Tensor):
+        return value.to(torch.float64) if value.dtype in NARROW else value
     if isinstance(value, torch.dtype):
         return torch.float64 if value in NARROW else value
-    if isinstance(value, Tensor) and value.dtype in NARROW:
-        return value.to(torch.float64)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_raise, value))
     return value
 
 

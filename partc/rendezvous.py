@@ -78,11 +78,16 @@ class StopRank(Exception):
 
 
 class World:
-    """The meeting place of all rank threads; one lock guards everything."""
+    """The meeting place of all rank threads; one lock guards what is known here.
+
+    Ranks compute in turns, each until it waits: threads that compute at once spend most of their
+    time on handing the interpreter to each other, once per torch call.
+    """
 
     def __init__(self, num: int, timeout: float) -> None:
         self.num, self.timeout = num, timeout
         self.changed = threading.Condition()
+        self.turn = threading.Lock()  # of the rank that computes
         self.here = threading.local()
         self.meetings: dict[tuple[tuple[int, ...], str, int], Meeting] = {}
         self.counts: dict[tuple[tuple[int, ...], str, int], int] = {}  # calls so far, by rank
@@ -110,7 +115,14 @@ class World:
             return Done(self, meeting, call, rank)
 
     def wait(self, meeting: Meeting, rank: int) -> Tensor:
-        """Block until the meeting is complete; RunError if it never can be."""
+        """Let others compute until the meeting is complete; RunError if it never can be."""
+        self.turn.release()
+        try:
+            return self._awaited(meeting, rank)
+        finally:
+            self.turn.acquire()
+
+    def _awaited(self, meeting: Meeting, rank: int) -> Tensor:
         with self.changed:
             self.waiting[rank] = meeting
             self._fail_if_stuck()

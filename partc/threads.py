@@ -161,7 +161,7 @@ class ThreadDist:
 
 
 def run_ranks(num: int, run: Callable[[int, ThreadDist], T], *, timeout: float = 120.0) -> list[T]:
-    """``run(rank, dist)`` in one thread per rank; what each returns, in rank order.
+    """``run(rank, dist)`` in one thread per rank, one at a time; what each returns, in rank order.
 
     The first error ends all ranks and is raised here, with a note that names its rank.
     """
@@ -172,7 +172,8 @@ def run_ranks(num: int, run: Callable[[int, ThreadDist], T], *, timeout: float =
     def thread(rank: int) -> None:
         world.here.rank = rank
         try:
-            results[rank] = run(rank, dist)
+            with world.turn:
+                results[rank] = run(rank, dist)
             world.finish(rank)
         except StopRank:
             pass

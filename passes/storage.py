@@ -77,17 +77,19 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
+_CALLS = FakeCalls(_Allocations().run)  # of all graphs: it keeps how results look, no tensors
+
+
 def replay(graph: Graph, ran: Replay | None = None) -> Replay:
     """Run a graph on fake tensors of its own shapes; ``ran`` has what succeeded, come what may."""
-    ran, watch = ran or Replay(), _Allocations()
-    run = FakeCalls(watch.run)
+    ran = ran or Replay()
     with torch.no_grad(), FakeTensorMode():
         for node in graph.fx.nodes:
             if node.op == "placeholder":
                 ran.results[node] = _fresh(held(node))
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
-                ran.results[node], ran.temporary_bytes[node] = run(node.target, args, kwargs)
+                ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)
             else:
                 assert node.op == "output", node.op
     return ran

@@ -102,6 +102,15 @@ def test_what_differs_is_executed(one: Callable[[], Any], other: Callable[[], An
     assert calls.times == 2
 
 
+def test_another_mode_gets_fakes_of_its_own() -> None:
+    calls = Counted()
+    calls(aten.add.Tensor, (x(), x()), {})
+    with FakeTensorMode() as mode:
+        result, _ = calls(aten.add.Tensor, (x(), x()), {})
+    assert calls.times == 1
+    assert result.fake_mode is mode
+
+
 def test_two_operands_share_memory_or_not() -> None:
     """A result over the second operand's memory is found there, wherever that lies."""
     calls = Counted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from partc.codegen.emit import emit
 from partc.codegen.header import header
 from partc.cost import cost_report
 from partc.folds import Fold
-from partc.graph import Graph
+from partc.graph import Graph, copied
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.trace import trace
@@ -35,13 +36,21 @@ LEFT_OUT = {
 }
 
 
+@cache
 def deep(name: str) -> Case:
-    return FAMILIES[name].case(name, **DEPTH[name])
+    """A family of the zoo, or the toy, with enough layers that some are left out."""
+    return toy(38) if name == "toy" else FAMILIES[name].case(name, **DEPTH[name])
 
 
-def compiled(case: Case, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
+@cache
+def traced_once(name: str, fold: bool) -> Graph:
+    case = deep(name)
+    return trace(case.model, case.inputs, case.loss, fold=fold)
+
+
+def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
     """Plan and text of a program, what it costs, and the graph that it was printed from."""
-    graph = trace(case.model, case.inputs, case.loss, fold=fold)
+    graph = copied(traced_once(name, fold))
     graph.mesh = Mesh.of(mesh)
     full, local = partition(graph, read_plan(plan))
     check(local)
@@ -60,9 +69,8 @@ def compiled(case: Case, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
     ],
 )
 def test_folded_program_is_the_program(name: str, mesh: str, plan: str) -> None:
-    case = deep(name)
-    whole, _ = compiled(case, mesh, plan, fold=False)
-    folded, graph = compiled(case, mesh, plan, fold=True)
+    whole, _ = compiled(name, mesh, plan, fold=False)
+    folded, graph = compiled(name, mesh, plan, fold=True)
     assert list(graph.folds) == LEFT_OUT[name]
     assert folded == whole
 
@@ -149,12 +157,13 @@ def test_stages_of_equal_blocks_are_compiled_once(
     mesh: str, plan: Plan, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle stages, and the middle of each stage, are copies: the program is the same."""
-    case = toy(38)
+    case = deep("toy")
     traced: list[Graph] = []
 
     def made(fold: bool) -> partc.Program:
         def traces(*args: Any, **options: Any) -> Graph:
-            traced.append(trace(*args, **options) if fold else trace(*args))
+            graph = trace(*args, **options) if fold else copied(traced_once("toy", False))
+            traced.append(graph)
             return traced[-1]
 
         monkeypatch.setattr(partc.api, "trace", traces)
@@ -187,7 +196,7 @@ def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[tuple[Fold, ...]] = []
 
     def whole(*args: Any, fold: bool = False) -> Graph:
-        graph = trace(*args)
+        graph = copied(traced_once("llama", False))
         traced.append(graph.folds)
         return graph
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -147,3 +148,17 @@ def test_an_error_of_one_rank_ends_all() -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         run_ranks(3, run)
     assert caught.value.__notes__ == ["on rank 1 of 3"]
+
+
+def test_ranks_compute_one_at_a_time() -> None:
+    computing: list[int] = []
+
+    def run(rank: int, dist: ThreadDist) -> None:
+        for _ in range(3):
+            computing.append(rank)
+            time.sleep(0.001)  # another thread would run now
+            assert computing == [rank]
+            computing.remove(rank)
+            dist.barrier()
+
+    run_ranks(4, run)
