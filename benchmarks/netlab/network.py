@@ -118,6 +118,7 @@ class Network:
             "MASTER_ADDR": "10.77.0.1",
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": "lab0",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that the hosts have no names
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
 
