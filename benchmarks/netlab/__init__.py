@@ -1,1 +1,1 @@
-"""A network of limited bandwidth on one machine: its hosts, their switch, commands that run on it."""
+"""A network of limited bandwidth on one machine: hosts, their switch, commands run on them."""

@@ -181,7 +181,7 @@ def _no_network(why: str) -> RunError:
         where="netlab",
         what="no network of limited bandwidth can be made here",
         why=why,
-        do=f"It takes Linux, root, gcc, nsenter (util-linux), {DEVICE}, and 2 to {MAX_HOSTS} hosts.",
+        do=f"It takes root, gcc, nsenter (util-linux), {DEVICE}, and 2 to {MAX_HOSTS} hosts.",
     )
 
 
