@@ -64,22 +64,22 @@ class Tape:
     calls: list[Call] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def replay(self) -> list[float]:
-        """Repeat all transfers with nothing between them; the seconds that each call took.
-
-        Every collective is waited for at once, messages between two ranks where the program waits,
-        as the other rank may do the same.
-        """
-        seconds = [0.0] * len(self.calls)
+    def replay(self) -> float:
+        """Repeat all transfers in the program's order with nothing between them; the seconds."""
+        start = time.perf_counter()
         under_way: dict[int, dist.Work] = {}
         for event in self.events:
-            call, begin = self.calls[event.call], time.perf_counter()
-            if not event.waits:
-                under_way[event.call] = call.start()
-            if (event.waits or not call.is_message) and event.call in under_way:
+            if event.waits:
                 under_way.pop(event.call).wait()
-            seconds[event.call] += time.perf_counter() - begin
-        return seconds
+            else:
+                under_way[event.call] = self.calls[event.call].start()
+        return time.perf_counter() - start
+
+    def replay_each(self) -> list[float]:
+        """Repeat all transfers one by one; the seconds of each. Not for messages between ranks:
+        one may begin only when another is under way.
+        """
+        return [_seconds(call) for call in self.calls]
 
 
 @dataclass
@@ -163,6 +163,12 @@ def compute_alone(tape: Tape, step: Callable[[], object]) -> tuple[float, list[E
     with _replaced(replace):
         step()
     return time.perf_counter() - start - aside_s, events
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call.start().wait()
+    return time.perf_counter() - start
 
 
 def _handle(wait: Callable[[], None], is_async: bool) -> Handle | None:

@@ -50,7 +50,7 @@ def _on(
         rounds=tuple(Round(**each) for each in found["rounds"]),
         switch_cpu_s=network.traffic.cpu_s if network.traffic else 0.0,
     )
-    return row, max(_error(*side, expected) for side in found["checks"])
+    return row, max(_error(losses, norm, expected) for losses, norm in found["checks"])
 
 
 def _error(losses: list[float], grad_norm: float, expected: Reference) -> float:
