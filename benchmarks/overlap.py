@@ -23,15 +23,18 @@ from benchmarks.overlap_table import Round, Row, table
 from benchmarks.peers import TOLERANCE
 from benchmarks.workload import SIZES, Reference, Size, reference
 from partc.errors import PartcError
+from partc.plan import Plan
 
 
-def measure(name: str, size: Size, links: list[Link], num_rounds: int) -> list[tuple[Row, float]]:
+def measure(
+    name: str, size: Size, links: list[Link], num_rounds: int, join_mb: float = Plan.join_mb
+) -> list[tuple[Row, float]]:
     """A row for each link, and how far losses and gradients are from one process at worst."""
     layout = LAYOUTS[name]
     expected = reference(size, NUM_CHECKED)
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder, "program"))
-        partc_side.compile_to(program, size, layout.mesh, layout.plan, layout.cut)
+        partc_side.compile_to(program, size, layout.mesh, layout.plan, layout.cut, join_mb)
         return [_on(name, size, link, num_rounds, program, expected) for link in links]
 
 
@@ -67,7 +70,7 @@ def main() -> int:
     try:
         with ended_like_interrupt():
             for name in options.layouts:
-                for row, error in measure(name, size, links, options.rounds):
+                for row, error in measure(name, size, links, options.rounds, options.join_mb):
                     rows.append(row)
                     worst = max(worst, error)
                     print(row, file=sys.stderr, flush=True)
@@ -92,6 +95,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--mbit", nargs="+", type=float, default=[250.0, 500.0, 1000.0])
     parser.add_argument("--latency", type=float, default=0.5, help="ms, one way")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--join-mb", type=float, default=Plan.join_mb, help="of partc's plan")
     parser.add_argument("--json", help="also write every figure to this file")
     return parser.parse_args(words)
 
