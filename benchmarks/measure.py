@@ -81,14 +81,19 @@ def sample(side: Side) -> Sample:
 
 def trial(side: Side, num_steps: int) -> Trial:
     """Train for some steps; the last one is counted by the profiler."""
-    losses, norm = [], 0.0
-    for step in range(num_steps - 1):
-        losses.append(_mean_loss(side.step()))
-        norm = side.grad_norm() if step == 0 else norm
+    losses, norm = first_steps(side, num_steps - 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss = side.step()
-    losses.append(_mean_loss(loss))
-    return Trial(tuple(losses), norm, _collectives(profiler))
+    return Trial((*losses, _mean_loss(loss)), norm, _collectives(profiler))
+
+
+def first_steps(side: Side, num_steps: int) -> tuple[tuple[float, ...], float]:
+    """Train for some steps: each one's loss, and the norm of the first gradient."""
+    losses, norm = [], 0.0
+    for step in range(num_steps):
+        losses.append(_mean_loss(side.step()))
+        norm = side.grad_norm() if step == 0 else norm
+    return tuple(losses), norm
 
 
 def peak_bytes(build: Callable[[], Side], num_steps: int) -> int | None:

@@ -11,11 +11,18 @@ from benchmarks.workload import Pipeline, Size, build_batch, build_model, loss_o
 from partc.mesh import Mesh
 
 
-def compile_to(folder: str, size: Size, mesh: str | Mesh, plan: str, cut: Pipeline | None) -> None:
+def compile_to(
+    folder: str,
+    size: Size,
+    mesh: str | Mesh,
+    plan: str,
+    cut: Pipeline | None,
+    join_mb: float = partc.Plan.join_mb,
+) -> None:
     """Compile the size's training step and save its sources in ``folder``."""
     with torch.device("meta"):
         model = build_model(size)
-    full = partc.Plan(preset=plan)
+    full = partc.Plan(preset=plan, join_mb=join_mb)
     if cut is not None:
         starts = stage_starts(size, cut.stages)[1:]
         full = full.changed(
