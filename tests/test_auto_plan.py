@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import partc
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.mesh import Mesh
+from partc.passes.search.candidates import Candidate
 from partc.passes.search.choose_plan import Choice, choose_plan
 from partc.passes.search.shardings import search_shardings
 from partc.plan import Plan
+from partc.topology import Topology
 from partc.trace import trace
 
 AUTO = Plan(preset="auto")
@@ -60,8 +63,8 @@ def large() -> Graph:
 
 @pytest.fixture(scope="module")
 def many() -> Graph:
-    """Seven billion parameters, 256 sequences."""
-    return traced(llama(layers=32, width=4096), 256)
+    """Seven billion parameters, 128 sequences."""
+    return traced(llama(layers=32, width=4096), 128)
 
 
 def best(graph: Graph, machine: str, devices: int, **plan: Any) -> Choice:
@@ -80,10 +83,22 @@ def test_parameters_are_sharded_where_they_do_not_fit(large: Graph) -> None:
     assert one.pp == 1
 
 
-def test_slow_links_between_machines_keep_shards_inside(many: Graph) -> None:
-    one = best(many, "p4d-ethernet", 32, memory_bytes=30_000_000_000).ranked[0].candidate
-    assert (one.replicate, one.shard, one.tp, one.pp) == (4, 8, 1, 1)  # HSDP: 8 devices a machine
-    assert one.data == "fsdp"
+def test_the_slower_the_links_between_machines_the_less_they_carry(many: Graph) -> None:
+    """Replicas add up what each machine shards (HSDP), then pipelines pass on activations."""
+    found = [slower(many, times) for times in (1, 2, 4)]
+    assert [(one.replicate, one.shard, one.tp, one.pp) for one in found[:2]] == [(4, 8, 1, 1)] * 2
+    assert found[2].pp == 4  # as many as machines
+    assert found[2].shard * found[2].tp == 8
+
+
+def slower(graph: Graph, times: int) -> Candidate:
+    """The best for four machines of eight devices whose links to each other are so much slower."""
+    topology = Topology.load("p4d-ethernet", 32)
+    inner, outer = topology.levels
+    outer = replace(outer, bytes_per_s=outer.bytes_per_s / times)
+    mesh = Mesh((), replace(topology, levels=(inner, outer)))
+    found = choose_plan(graph, mesh, AUTO.changed(memory_bytes=42_000_000_000))
+    return found.ranked[0].candidate
 
 
 def test_slow_links_between_machines_carry_pipelines(large: Graph) -> None:
