@@ -129,7 +129,7 @@ def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]])
     for grads, done in reduced:
         done.wait()
         for param, grad in grads.items():
-            param.partial = grad if param.partial is None else param.partial.add_(grad)
+            add_partial(param, grad)
     reduced.clear()
 
 

@@ -18,12 +18,13 @@ class Rows:
     Orders are numbered by the step's sorts; 0 is the order in which the batch came.
 
     - ``data``: its rows, along ``dim``, lie in ``order``;
+    - ``keys``: so do they, and they are what it was sorted by, ascending;
     - ``places``: so do they, and each is a place among ``size`` rows that lie in the order ``of``;
     - ``counts``: how many rows of ``order`` each group has, the groups one after the other;
     - ``ends``: where each group of ``order`` ends.
     """
 
-    kind: Literal["data", "places", "counts", "ends"]
+    kind: Literal["data", "keys", "places", "counts", "ends"]
     order: int
     dim: int = 0
     of: int = 0

@@ -102,6 +102,7 @@ class AxisWalk:
     decided: dict[Hashable, Strategy] = field(default_factory=dict)
     given: set[fx.Node] = field(default_factory=set)  # on the axis of microbatches
     own_orders: bool = True
+    opened: bool = False
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.graph, self.plan, self.axis, self.choices, self.made)
@@ -112,11 +113,12 @@ class AxisWalk:
         axes.
         """
         try:
-            opened = self._walk(_for_one_grad(self.graph))
-            return self._walk(set()) or opened
+            self._walk(_for_one_grad(self.graph))
+            self._walk(set())
         except OwnOrderFailsError:
             self._forget()
             return self.run()
+        return self.opened
 
     def _forget(self) -> None:
         """Begin anew, with sorts of the whole only."""
@@ -126,9 +128,8 @@ class AxisWalk:
         for chosen in self.choices.values():
             chosen.pop(self.axis, None)
 
-    def _walk(self, later: set[fx.Node]) -> bool:
+    def _walk(self, later: set[fx.Node]) -> None:
         """Decide what is not yet decided, in order, and leave out what comes ``later``."""
-        opened = False
         node = next(iter(self.graph.fx.nodes))
         while node.op != "output":
             if node in later or node in self.made:
@@ -143,12 +144,11 @@ class AxisWalk:
             elif node.op == "call_function":
                 best = self.choose(node)
                 if opens(node) and node not in self.pins and self._gathers(node, best):
-                    node, opened = open_op(self.graph, node), True
+                    node, self.opened = open_op(self.graph, node), True
                     continue
                 self._take(node, best)
                 self._at_hand_too(node)
             node = node.next
-        return opened
 
     def _at_hand_too(self, node: fx.Node) -> None:
         """Layouts that cost nothing: what follows from the inputs is there for all microbatches."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from partc import ops
 from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shape_of
-from partc.rules.rows import mark, quotient
+from partc.rules.rows import ascends, mark, quotient
 
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
@@ -50,14 +50,14 @@ def _name_inverse(node: Any) -> None:
             replace_by(node, call_before(node, ops.inverse_order, order))
     elif is_order(node) and not is_call(node, ops.inverse_order):
         sort = node.args[0] if is_call(node, operator.getitem) else node
-        if is_order(sort.args[0]) and _ascends(sort):
+        if is_order(sort.args[0]) and ascends(sort):
             replace_by(node, call_before(node, ops.inverse_order, sort.args[0]))
 
 
 def _gather(node: fx.Node) -> None:
     """``zeros[order] += rows`` is ``rows[inverse]``."""
     order = _only_index(node)
-    if is_order(order) and _adds_to_zeros(node) and shape_of(node)[:1] == shape_of(order):
+    if is_order(order) and _adds_to_zeros(node, order) and shape_of(node)[:1] == shape_of(order):
         rows = node.args[2]
         replace_by(node, call_before(node, aten.index.Tensor, rows, [inverse_of(order)]))
 
@@ -65,7 +65,7 @@ def _gather(node: fx.Node) -> None:
 def _gather_sums(node: fx.Node) -> None:
     """``zeros[order // k] += rows`` is the sum over each ``k`` neighbours of ``rows[inverse]``."""
     found = quotient(_only_index(node))
-    if found is None or not is_order(found[0]) or not _adds_to_zeros(node):
+    if found is None or not is_order(found[0]) or not _adds_to_zeros(node, found[0]):
         return
     order, times = found
     (num,) = shape_of(order)
@@ -86,11 +86,11 @@ def _only_index(node: fx.Node) -> Any:
     return indices[0] if len(indices) == 1 else None
 
 
-def _adds_to_zeros(node: fx.Node) -> bool:
-    """Whether every entry of the result is a sum of given values alone."""
-    base, _, values = node.args[:3]
-    fits = isinstance(values, fx.Node) and shape_of(values)[1:] == shape_of(node)[1:]
-    return fits and is_call(base, *ZEROS)
+def _adds_to_zeros(node: fx.Node, order: fx.Node) -> bool:
+    """Whether every entry of the result is a sum of given values alone, one row for each place."""
+    base, _, rows = node.args[:3]
+    one_each = (*shape_of(order), *shape_of(node)[1:])
+    return isinstance(rows, fx.Node) and shape_of(rows) == one_each and is_call(base, *ZEROS)
 
 
 def inverse_of(order: fx.Node) -> fx.Node:
@@ -99,8 +99,3 @@ def inverse_of(order: fx.Node) -> fx.Node:
         return order.args[0]  # type: ignore[return-value]
     known = next((user for user in order.users if is_call(user, ops.inverse_order)), None)
     return known or call_before(order.next, ops.inverse_order, order)
-
-
-def _ascends(sort: fx.Node) -> bool:
-    flags = [*sort.args[1:], sort.kwargs.get("descending")]
-    return not any(flag is True for flag in flags)

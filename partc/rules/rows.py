@@ -57,12 +57,10 @@ def way_of(node: fx.Node) -> Way | None:
     """What a call does to rows in an order of their own; None if it has to see the whole."""
     known = rows_known(node)
     special = _SPECIAL.get(node.target)
-    if special is not None:
-        found = special(node, known)
-        if found is not None or any(rows is not None and rows.counted for rows in known):
-            return found
-    if not any(known) or any(rows.counted for rows in known if rows is not None):
-        return None
+    found = None if special is None else special(node, known)
+    is_count = any(rows is not None and rows.counted for rows in known)
+    if found is not None or is_count or not any(known):
+        return found
     return _row_by_row(node, known)
 
 
@@ -112,6 +110,12 @@ def quotient(node: Any) -> tuple[fx.Node, int] | None:
     return dividend, divisor  # type: ignore[return-value]
 
 
+def ascends(sort: fx.Node) -> bool:
+    """Whether a sort is not the other way round."""
+    flags = [*sort.args[1:], sort.kwargs.get("descending")]
+    return not any(flag is True for flag in flags)
+
+
 # calls that know of orders -----------------------------------------------------------------------
 def _sort(node: fx.Node, known: Known) -> Way | None:
     """Sorting the batch's rows makes an order: values in it, and places in the batch."""
@@ -120,7 +124,7 @@ def _sort(node: fx.Node, known: Known) -> Way | None:
     shape = value(tensor_args(node)[0]).shape
     if mine is None or rows is not None or len(shape) != 1:
         return None
-    values = Rows("data", mine.order)
+    values = Rows("keys" if ascends(node) else "data", mine.order)
     places = Rows("places", mine.order, of=0, size=shape[0])
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return Way((0,), (0,), (places,))
@@ -145,9 +149,10 @@ def _quotient(node: fx.Node, known: Known) -> Way | None:
 
 def _pick(node: fx.Node, known: Known) -> Way | None:
     """``x[places]`` has the rows of ``x`` in the order of the places."""
-    indices: Any = node.args[1] if node.target is aten.index.Tensor else [node.args[2]]
     operands = tensor_args(node)
-    if len(indices) != 1 or len(operands) != 2 or node.args[1] in (1, -1):
+    indices: Any = node.args[1]  # or the dim, of index_select
+    is_of_rows = indices == 0 if isinstance(indices, int) else len(indices) == 1
+    if not is_of_rows or len(operands) != 2:
         return None
     rows, places = known
     if places is None or places.kind != "places" or len(value(operands[1]).shape) != 1:
@@ -159,22 +164,21 @@ def _pick(node: fx.Node, known: Known) -> Way | None:
 
 
 def _histogram(node: fx.Node, known: Known) -> Way | None:
-    """How many rows each group has: sorted values fall into groups one after the other."""
+    """How many rows each group has: keys in their order fall into groups one after the other."""
     rows = known[0]
     bounds = (*node.args[2:4], 0, 0)[:2]
-    if rows is None or rows.kind != "data" or bounds[0] == bounds[1]:
+    if rows is None or rows.kind != "keys" or bounds[0] == bounds[1]:
         return None
     return Way((rows.dim,), (U,), (Rows("counts", rows.order),))
 
 
 def _copied(node: fx.Node, known: Known) -> Way | None:
-    """Counts and places stay what they are in another type of whole numbers."""
+    """Counts, keys and places stay what they are in another type; a place is a whole number."""
     rows, dtype = known[0], value(node).dtype
-    if rows is None or rows.kind == "data":
+    if rows is None or rows.kind == "data" or (rows.kind == "places" and dtype.is_floating_point):
         return None
-    if rows.counted:
-        return Way((U,), (U,), (rows,))
-    return None if dtype.is_floating_point else Way((rows.dim,), (rows.dim,), (rows,))
+    lies: Lies = U if rows.counted else rows.dim
+    return Way((lies,), (lies,), (rows,))
 
 
 def _running_sum(node: fx.Node, known: Known) -> Way | None:
@@ -225,7 +229,7 @@ def _row_by_row(node: fx.Node, known: Known) -> Way | None:
     from partc.rules.strategy import letter_cut  # it asks this file for its strategies
 
     entry = find(node.target)
-    marked = {i: rows for i, rows in enumerate(known) if rows is not None}
+    marked = {i: _as_data(rows) for i, rows in enumerate(known) if rows is not None}
     places = any(rows.kind == "places" for rows in marked.values())
     if entry is None or (places and not entry.moves) or node.target is operator.getitem:
         return None
@@ -238,6 +242,11 @@ def _row_by_row(node: fx.Node, known: Known) -> Way | None:
     like = next(iter(marked.values()))
     rows = tuple(replace(like, dim=lies) if isinstance(lies, int) else None for lies in outs)
     return Way(ins, outs, rows)
+
+
+def _as_data(rows: Rows) -> Rows:
+    """What becomes of keys in a call: they are keys no more."""
+    return replace(rows, kind="data") if rows.kind == "keys" else rows
 
 
 def _lies(layout: Layout) -> Lies:
