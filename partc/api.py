@@ -21,7 +21,7 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
 from partc.folds import likes_of
 from partc.graph import Graph, copied, value
-from partc.memory_limit import check_memory
+from partc.memory_limit import check_memory, memory_limits
 from partc.mesh import PP, Mesh
 from partc.objective import Objective, objective_of
 from partc.passes.apply_preset import complete
@@ -200,7 +200,7 @@ def compile_stage(
     check(local)
     source = emit(local, header=header(local, full))
     cost = cost_report(local, role=Role.load(source, ROLE), work=work, mesh=mesh)
-    check_memory(cost.peaks(), full.memory_bytes)
+    check_memory(cost.peaks(), memory_limits(mesh, full.memory_bytes))
     tape = record_step(local, replay(local))
     return Program(
         plan=str(full),
@@ -247,7 +247,7 @@ def compile_pipeline(
     name_of = {rank: name for name, ranks in files.items() for rank in ranks}
     roles = [Role.load(sources[name_of[rank]], name_of[rank], rank) for rank in range(order.ranks)]
     cost = pipeline_cost(graphs, stages.costs, step, roles, mesh, work=work)
-    check_memory(cost.peaks(), full.memory_bytes)
+    check_memory(cost.peaks(), memory_limits(mesh, full.memory_bytes))
     at = [name_of[coords.get(PP, 0)] for coords in mesh.all_coords()]
     return Program(
         plan=str(full),

@@ -112,7 +112,7 @@ def _report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
 @contextmanager
 def alone(role: Role, rank: int) -> Iterator[RankMesh]:
     """Let one rank of a role run without the others: its collectives then move nothing."""
-    dist = role.module.__dict__["dist"]
+    dist = role.module.__dict__.get("dist")  # the program of one rank alone needs none
     here = _Here(role.mesh, rank)
     role.module.__dict__["dist"] = _Dist(here)
     try:

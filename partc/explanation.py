@@ -14,7 +14,7 @@ from partc.passes.search.alternatives import Alternative, WhatIf, alternatives, 
 from partc.passes.search.search_plans import Ranked, Search, Taken
 from partc.prediction import Prediction
 from partc.program import Program
-from partc.topology import Device
+from partc.topology import Topology
 
 Texts = Sequence[Sequence[str]]
 TOP = 8  # holders of memory that are shown
@@ -165,18 +165,18 @@ def explain_program(program: Program) -> Explanation:
     step = Prediction.of_json(told) if told else None
     return Explanation(
         prediction=step,
-        prices=_prices(step, program.basis.topology().device) if step else {},
+        prices=_prices(step, program.basis.topology()) if step else {},
         peak_bytes=peak,
         holders=holders,
         estimated=Estimated.of(taken) if taken else None,
     )
 
 
-def _prices(step: Prediction, device: Device) -> dict[str, float]:
+def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
     """What a million tokens cost, by unit, as far as the device's file says."""
     units: dict[str, Objective] = {"kWh": "energy", "$": "dollars"}
     prices = {
-        unit: per_million(objective, step.seconds, step.devices, device, step.work.batch)
+        unit: per_million(objective, step.seconds, step.devices, topology, step.work.batch)
         for unit, objective in units.items()
     }
     return {unit: price for unit, price in prices.items() if price is not None}

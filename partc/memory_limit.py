@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partc.errors import MemoryLimitError
+from partc.mesh import Mesh
 
 NAMED = 3  # holders that an error names
+SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
 Holders = tuple[tuple[str, int], ...]  # who, and how many bytes
 
 
@@ -24,10 +26,30 @@ class Peak:
     live: Holders
 
 
-def check_memory(peaks: Sequence[Peak], limit_bytes: int) -> None:
-    """MemoryLimitError for the rank with the highest peak if it is too high; 0 is no limit."""
-    worst = max(peaks, key=lambda peak: peak.num_bytes)
-    if not limit_bytes or worst.num_bytes <= limit_bytes:
+def memory_limits(mesh: Mesh, memory_bytes: int) -> list[int] | None:
+    """What the ranks at each place of the pipeline may hold, None for no limit: ``memory_bytes``,
+    and where devices are of several kinds no more than theirs leave.
+    """
+    if not mesh.hardware.is_mixed:
+        return [memory_bytes] * mesh.pipeline_ranks if memory_bytes else None
+    own = (usable(mesh.at_place(at).hardware.memory_bytes) for at in range(mesh.pipeline_ranks))
+    return [min(memory_bytes, each) if memory_bytes else each for each in own]
+
+
+def usable(memory_bytes: int) -> int:
+    """What of a device's memory a program may count on."""
+    return round(SPARE * memory_bytes)
+
+
+def check_memory(peaks: Sequence[Peak], limits: Sequence[int] | None) -> None:
+    """MemoryLimitError for the rank that is most above its limit; one limit and one peak for each
+    place of the pipeline, or none.
+    """
+    if limits is None:
+        return
+    pairs = zip(peaks, limits, strict=True)
+    worst, limit_bytes = max(pairs, key=lambda pair: pair[0].num_bytes - pair[1])
+    if worst.num_bytes <= limit_bytes:
         return
     holders = sorted((*worst.state, *worst.live), key=lambda holder: -holder[1])[:NAMED]
     raise MemoryLimitError(

@@ -114,6 +114,16 @@ class Mesh:
         """The machines to plan for; where nothing says which, CPU processes of one machine."""
         return self.topology or _processes(self.num_ranks)
 
+    def at_place(self, place: int) -> Mesh:
+        """This mesh as the ranks at one place of the pipeline see it, whose devices may be of
+        another kind than those at other places.
+        """
+        return _at_place(self.axes, self.topology, place) if self._is_mixed else self
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.topology is not None and self.topology.is_mixed
+
     def settled(self, axes: Mesh | None) -> Mesh:
         """This mesh if it has axes; an open one with those of another, PlanError without one."""
         if not self.is_open:
@@ -206,6 +216,13 @@ class Mesh:
 @cache
 def _processes(num: int) -> Topology:
     return Topology.load("cpu", num)
+
+
+@cache
+def _at_place(axes: tuple[tuple[str, int], ...], topology: Topology, place: int) -> Mesh:
+    mesh = Mesh(axes, topology)
+    ranks = (r for r in range(mesh.num_ranks) if mesh.coords(r).get(PP, 0) == place)
+    return Mesh(axes, topology.at(ranks))
 
 
 def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:

@@ -44,28 +44,37 @@ def objective_of(name: str) -> Objective:
 
 def check_price(objective: Objective, topology: Topology) -> None:
     """PlanError if the machines have no price and it is asked for."""
-    device = topology.device
-    if objective == "dollars" and device.dollars_per_hour is None:
+    unknown = [kind.name for kind, _ in topology.groups if kind.dollars_per_hour is None]
+    if objective == "dollars" and unknown:
         raise PlanError(
             where="objective 'dollars'",
-            what=f"the price of {device.name} is not known",
+            what=f"the price of {unknown[0]} is not known",
             why=f"[[devices]] of {topology.name} has no dollars_per_hour, and prices are yours",
             do="Write print(topology) to a mesh.toml and add `dollars_per_hour = ...`, what one "
-            f'device costs, under name = "{device.name}".',
+            f'device costs, under name = "{unknown[0]}".',
         )
 
 
 def per_million(
-    objective: Objective, seconds: float, devices: int, device: Device, batch: Batch
+    objective: Objective, seconds: float, devices: int, topology: Topology, batch: Batch
 ) -> float | None:
-    """Of a million tokens (or samples): $ or kWh; None where time is what counts, the device has
-    no price, or the batch is not known.
+    """Of a million tokens (or samples), on so many of the machines' devices: $ or kWh; None where
+    time is what counts, a device has no price, or the batch is not known.
     """
-    rates = {"dollars": device.dollars_per_hour, "energy": device.watts / WATTS_PER_KILOWATT}
-    rate = rates.get(objective)
-    if rate is None or not batch.size:
+    if objective == "time" or not batch.size:
         return None
+    if objective == "dollars" and any(d.dollars_per_hour is None for d, _ in topology.groups):
+        return None
+    rate = topology.mean(_dollars_per_hour if objective == "dollars" else _kilowatts)
     return seconds * devices / S_PER_HOUR * rate / batch.size * MILLION
+
+
+def _dollars_per_hour(device: Device) -> float:
+    return device.dollars_per_hour or 0.0
+
+
+def _kilowatts(device: Device) -> float:
+    return device.watts / WATTS_PER_KILOWATT
 
 
 def price_text(objective: Objective, price: float | None, batch: Batch) -> str:

@@ -54,9 +54,10 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
     """The step of a pipeline, its schedule as it is, on changed machines."""
     cost = PipelineCost.of_json(_saved(program, where))
     basis, mesh = program.basis, _mesh(program, change)
+    rank_of = saved_schedule(program).rank_of
     stages = tuple(
-        replace(stage, spent=walk_phases(tape, mesh))
-        for stage, tape in zip(cost.stages, basis.tapes, strict=True)
+        replace(stage, spent=walk_phases(tape, mesh.at_place(rank)))
+        for stage, tape, rank in zip(cost.stages, basis.tapes, rank_of, strict=True)
     )
     link = stage_link(stages, mesh)
 

@@ -188,7 +188,7 @@ def pipeline_cost(
         schedule=step.schedule.name,
         microbatches=step.schedule.microbatches,
         optimizer=optimizer,
-        device=f"{mesh.hardware.name}: {mesh.hardware.device.name}",
+        device=f"{mesh.hardware.name}: {mesh.hardware.kinds}",
         link=stage_link(stages, mesh),
         stages=tuple(stages),
         ranks=_rank_costs(graphs, step, roles, optimizer),

@@ -47,7 +47,10 @@ def predict_pipeline(
         hidden={PP: max(0.0, _sent_s(step, rank) - transfers)},
     )
     spent["optimizer"] = max(
-        (optimizer_time(each, mesh.hardware.device, optimizer) for each in trained_bytes),
+        (
+            optimizer_time(each, mesh.at_place(place).hardware.device, optimizer)
+            for place, each in enumerate(trained_bytes)
+        ),
         key=lambda each: each.seconds,
     )
     return prediction(spent, work, mesh, flops * schedule.microbatches / schedule.ranks)

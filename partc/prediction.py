@@ -185,7 +185,7 @@ def prediction(
     axes = [axis for axis in mesh.names if moved.get(axis)]
     hardware = mesh.hardware
     return Prediction(
-        hardware=f"{hardware.name}: {hardware.device.name}",
+        hardware=f"{hardware.name}: {hardware.kinds}",
         devices=mesh.num_ranks,
         seconds=whole.seconds,
         compute_s=sum(whole.computing.values()),
@@ -200,7 +200,7 @@ def prediction(
         ),
         work=work,
         device_flops=device_flops,
-        peak=hardware.device.peak(work.dtype),
+        peak=hardware.mean(lambda device: device.peak(work.dtype)),
     )
 
 

@@ -84,10 +84,16 @@ class Spent:
         return cls(**{name: dict(seconds) for name, seconds in data.items()})
 
 
-def call_seconds(node: fx.Node, ran: Replay, device: Device) -> float:
-    """The time of one call."""
+def piece_seconds(node: fx.Node, ran: Replay, device: Device, pieces: int) -> float:
+    """The time of one of so many equal pieces of a call, those of its rows or batch."""
     call = call_of(node, ran)
-    return max(_parts(call, device).values()) if call else 0.0
+    if call is None:
+        return 0.0
+    piece = call._replace(
+        flops=call.flops // pieces, num_bytes=call.num_bytes // pieces,
+        rows=-(-call.rows // pieces), written_bytes=call.written_bytes // pieces,
+    )  # fmt: skip
+    return max(_parts(piece, device).values())
 
 
 def call_of(node: fx.Node, ran: Replay) -> Call | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from partc.errors import PlanError
 from partc.folds import likes_of
 from partc.graph import Graph
+from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
@@ -20,7 +21,7 @@ from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan
 from partc.plan import Plan
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
-from partc.stage_cost import StageCost, sharing_costs, stage_costs, stage_link, step_costs
+from partc.stage_cost import StageCost, sharing_costs, stage_cost, stage_link, step_costs
 from partc.tied import Tied, tied_parameters
 
 
@@ -41,7 +42,7 @@ def schedule_stages(local: Graph, plan: Plan) -> Stages:
         return _auto(local, plan)
     _check_kinds(local, order)
     graphs = stage_graphs(local, plan, "W" in order.kinds)
-    return planned(graphs, _costs(graphs, local, plan), order, _mesh(plan))
+    return planned(graphs, _costs(graphs, local, plan, order.rank_of), order, _mesh(plan))
 
 
 def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
@@ -53,12 +54,15 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
     return repeat_stages(stages, local)
 
 
-def _costs(graphs: Sequence[Graph], local: Graph, plan: Plan) -> tuple[StageCost, ...]:
-    """The costs of every stage; those that are alike cost the same."""
-    likes = likes_of(local.kept, len(graphs))
-    compiled = dict(zip(likes, graphs, strict=True))
-    costs = dict(zip(compiled, stage_costs([*compiled.values()], _mesh(plan)), strict=True))
-    return tuple(costs[number] for number in likes)
+def _costs(
+    graphs: Sequence[Graph], local: Graph, plan: Plan, rank_of: Sequence[int]
+) -> tuple[StageCost, ...]:
+    """The costs of every stage on its own devices; those that are alike cost the same there."""
+    meshes = [_mesh(plan).at_place(rank) for rank in rank_of]
+    alike = list(zip(likes_of(local.kept, len(graphs)), (m.hardware for m in meshes), strict=True))
+    compiled = dict(zip(alike, zip(graphs, meshes, strict=True), strict=True))
+    costs = {key: stage_cost(*each) for key, each in compiled.items()}
+    return tuple(costs[key] for key in alike)
 
 
 def planned(
@@ -86,7 +90,8 @@ def _auto(local: Graph, plan: Plan) -> Stages:
     """The best order for what the stages cost; whether split backwards pay is its choice."""
     graphs = stage_graphs(local, plan, True)
     mesh = _mesh(plan)
-    costs = _costs(graphs, local, plan)
+    rank_of = named_schedule(plan).rank_of
+    costs = _costs(graphs, local, plan, rank_of)
     ranks = pipeline_ranks(plan)
     order = auto(
         step_costs(costs, {}, stage_link(costs, mesh)), ranks=ranks, microbatches=plan.microbatches,
@@ -95,7 +100,7 @@ def _auto(local: Graph, plan: Plan) -> Stages:
     if "W" in order.kinds:
         return planned(graphs, costs, order, mesh)
     graphs = stage_graphs(local, plan, False)
-    return planned(graphs, _costs(graphs, local, plan), order, mesh)
+    return planned(graphs, _costs(graphs, local, plan, rank_of), order, mesh)
 
 
 def _mesh(plan: Plan) -> Mesh:
@@ -107,21 +112,22 @@ def _mesh(plan: Plan) -> Mesh:
 def _left_for_activations(graphs: Sequence[Graph], plan: Plan) -> float | None:
     """What the memory of a rank leaves beside parameters, gradients, optimizer and inputs, taking
     the ranks as alike."""
-    if not plan.memory_bytes:
+    limits = memory_limits(_mesh(plan), plan.memory_bytes)
+    if limits is None:
         return None
+    limit = min(limits)
     states = [state_bytes(graph) for graph in graphs]
     each = sorted((s.params + s.grads + s.optimizer + s.buffers for s in states), reverse=True)
     most = sum(each[: chunks_of(plan)]) + states[0].inputs
-    if most >= plan.memory_bytes:
+    if most >= limit:
         raise PlanError(
             where="schedule='auto'",
-            what=f"parameters, gradients and optimizer need {most:,} bytes on a rank, of "
-            f"{plan.memory_bytes:,}",
+            what=f"parameters, gradients and optimizer need {most:,} bytes on a rank, of {limit:,}",
             why="nothing is left for activations",
             do="Cut the model over more ranks, shard the optimizer's states, or raise "
             "memory_bytes.",
         )
-    return float(plan.memory_bytes - most)
+    return float(limit - most)
 
 
 def _check_kinds(local: Graph, order: Schedule) -> None:

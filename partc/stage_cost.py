@@ -20,6 +20,8 @@ from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
 from partc.step_walk import phase_times
 
+_NOTHING_GAINED = 1e-9  # relative
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -60,23 +62,20 @@ class StageCost:
         return self.spent[phase].seconds if phase in self.spent else 0.0
 
 
-def stage_costs(graphs: Sequence[Graph], mesh: Mesh) -> tuple[StageCost, ...]:
-    """The costs of every stage from its scheduled graph, on the hardware of the whole mesh."""
-    return tuple(_stage_cost(graph, mesh) for graph in graphs)
-
-
 def sharing_costs(
     stages: Sequence[StageCost], step: Step, sharing: float
 ) -> tuple[StageCost, ...] | None:
     """The costs where ranks share processors (``Topology.sharing``), and those that wait for what
     others compute leave theirs to them; None where no rank would be faster. Waiting for transfers
-    leaves nothing: such ranks move their data themselves.
+    leaves nothing: such ranks move their data themselves. At any time all that work are as fast as
+    each other (processor sharing), so the order of what happens stays.
     """
-    simulated = step.simulated
-    busy = sum(simulated.busy) + sum(simulated.exposed)
-    share = max(1 / sharing, busy / (len(simulated.busy) * simulated.makespan))
-    if share >= 1:
+    whole, num = step.simulated.makespan, len(step.programs)
+    spans = step.simulated.working()
+    shared = sum(seconds * max(1 / sharing, at_once / num) for seconds, at_once in spans)
+    if shared >= whole * (1 - _NOTHING_GAINED):
         return None
+    share = shared / whole
     return tuple(
         replace(s, spent={phase: each.times(share) for phase, each in s.spent.items()})
         for s in stages
@@ -108,7 +107,7 @@ def step_costs(
     return StepCosts.of(costs, message=message, links=[link] * len(stages), collectives=closing_s)
 
 
-def _stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
+def stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
     ran = replay(graph)
     flops: dict[Phase, int] = {}
     moved = 0

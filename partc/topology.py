@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -300,14 +300,27 @@ class Topology:
 
     @property
     def device(self) -> Device:
-        """The only kind of device, or of several the slowest: every step waits for it."""
-        kinds = [device for device, _ in self.groups]
-        return min(kinds, key=lambda kind: (kind.peak("bf16"), kind.memory_bytes_per_s))
+        """The only kind of device, or of several the slowest: who works with all waits for it."""
+        return _slowest(device for device, _ in self.groups)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several kinds of devices."""
+        return len(self.groups) > 1
 
     @property
     def memory_bytes(self) -> int:
         """What every device has at least."""
         return min(device.memory_bytes for device, _ in self.groups)
+
+    @property
+    def kinds(self) -> str:
+        """The names of its devices."""
+        return " and ".join(device.name for device, _ in self.groups)
+
+    def mean(self, figure: Callable[[Device], float]) -> float:
+        """A figure of a device, averaged over all."""
+        return sum(figure(device) * count for device, count in self.groups) / self.num_devices
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
@@ -321,6 +334,15 @@ class Topology:
                 return device
             rank -= count
         raise AssertionError("no such rank")
+
+    def at(self, ranks: Iterable[int]) -> Topology:
+        """These machines as ranks that work together see them: every device is as slow as the
+        slowest of theirs, and has as little memory as any of theirs.
+        """
+        kinds = list(dict.fromkeys(map(self.device_of, ranks)))
+        least = min(kind.memory_bytes for kind in kinds)
+        device = replace(_slowest(kinds), memory_bytes=least)
+        return replace(self, groups=((device, self.num_devices),))
 
     def resized(self, devices: int) -> Topology:
         """The same machines with so many devices: inner levels are filled first, the outermost has
@@ -352,3 +374,7 @@ class Topology:
             why=why,
             do="Ask for a multiple of that, or write a mesh.toml of your own.",
         )
+
+
+def _slowest(kinds: Iterable[Device]) -> Device:
+    return min(kinds, key=lambda kind: (kind.peak("bf16"), kind.memory_bytes_per_s))

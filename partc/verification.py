@@ -202,6 +202,8 @@ class _Rank:
     def _fill(self) -> None:
         """Set this rank's pieces: the model's weights, constants, zeros for what has no value."""
         held, known = self._held(), self.job.program.constants
+        for param in self.step.parameters():
+            param.zero_()  # one that the program's table leaves out holds what memory held
         given = {**known, **self.job.reference.weights}
         for shard in self.role.shards:
             whole = given.get(shard.name, torch.zeros(shard.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from partc.errors import PlanError
 from partc.graph import Graph
+from partc.memory_limit import memory_limits
 from partc.mesh import PP, Mesh
 from partc.passes.cut_virtual_stages import balance_ranks
 from partc.passes.stage_units import stage_units
@@ -43,11 +44,12 @@ def choose_stages(graph: Graph, plan: Plan) -> Plan:
     like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
     if like.stages == 1:
         return plan
-    units = stage_units(graph, plan)
+    there = stage_units(graph, plan)
     points = balance_ranks(
-        units, like.rank_of, in_flight=in_flight(like), memory_bytes=plan.memory_bytes or None
-    )
-    return plan.changed(stages=tuple(units[point].name for point in points))
+        there[0], like.rank_of, in_flight=in_flight(like), there=there,
+        memory_bytes=memory_limits(plan.mesh, plan.memory_bytes),
+    )  # fmt: skip
+    return plan.changed(stages=tuple(there[0][point].name for point in points))
 
 
 def named_schedule(plan: Plan) -> Schedule:

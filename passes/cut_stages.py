@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,21 +52,23 @@ def balance(
     in_flight: Sequence[int],
     memory_bytes: int | Sequence[int] | None = None,
     exposed_us: Exposed = all_hidden,
+    there: Sequence[Sequence[Unit]] = (),
 ) -> list[int]:
     """The first unit of every stage but the first, so that the slowest stage is fastest.
 
     A stage's time is its computing plus ``exposed_us(bytes)`` of what it receives: the activation
     at its front and the gradient at its back. It holds the activations of ``in_flight[stage]``
     microbatches (1F1B: ``stages - stage``), which with its parameters must fit ``memory_bytes``,
-    one number or one per stage. Of equally fast cuts it takes the one with the fewest bytes over
+    one number or one per stage. Where stages run on different devices, ``there`` has for each all
+    units with their times on it. Of equally fast cuts it takes the one with the fewest bytes over
     all boundaries, then the one whose fastest stage is slowest. Times count in whole nanoseconds.
 
     PlanError if there are more stages than units, or if no cut fits the memory; then it says the
     least memory that works and who holds it.
     """
     _check(units, stages, in_flight)
-    chain = Chain(units, exposed_us)
-    limits = per_stage(memory_bytes, stages, chain)
+    chain = Chain(there or [units] * stages, exposed_us)
+    limits = per_stage(memory_bytes, stages)
     windows = [chain.first_that_fits(*at) for at in zip(in_flight, limits, strict=True)]
     if not chain.can_cut(_NEVER, windows):
         raise _too_little(chain, in_flight, limits)
@@ -78,22 +82,25 @@ class Chain:
     Whole numbers, so that sums are exact and two equal stages compare equal.
     """
 
-    def __init__(self, units: Sequence[Unit], exposed_us: Exposed) -> None:
-        self.units = units
+    def __init__(self, there: Sequence[Sequence[Unit]], exposed_us: Exposed) -> None:
+        """``there``: the units as each stage has them."""
+        self.there, self.units = there, (units := there[0])
         crossing = [unit.boundary_bytes for unit in units[:-1]]
         exposed = _row([0, *(round(1000 * exposed_us(b)) for b in crossing), 0])
         self.crossing = _row([0, *crossing, 0])
-        ns = _sums([round(1000 * (u.forward_us + u.backward_us)) for u in units])
         self.state = _sums([u.parameter_bytes for u in units])
         self.saved = _sums([u.activation_bytes for u in units])
-        # The time of a stage from cut i to cut j is until[j] - since[i].
-        self.since, self.until = ns - exposed, ns + exposed
-        self.total_ns = int(ns[-1] + 2 * exposed.max())
+        # The time of a stage from cut i to cut j is until[stage][j] - since[stage][i].
+        ns = {id(each): _sums(list(map(_ns, each))) for each in there}
+        self.since = [ns[id(each)] - exposed for each in there]
+        self.until = [ns[id(each)] + exposed for each in there]
+        self.total_ns = max(int(until[-1] + 2 * exposed.max()) for until in self.until)
 
     def loads(self, edges: Sequence[int], in_flight: Sequence[int]) -> tuple[Ints, Ints]:
         """Nanoseconds and bytes of every stage between two neighbouring edges."""
         at = _row(edges)
-        times = self.until[at[1:]] - self.since[at[:-1]]
+        pairs = zip(self.since, self.until, pairwise(edges), strict=True)
+        times = _row([int(until[end] - since[first]) for since, until, (first, end) in pairs])
         return times, np.diff(self.state[at]) + _row(in_flight) * np.diff(self.saved[at])
 
     def first_that_fits(self, in_flight: int, limit: int) -> Ints:
@@ -105,10 +112,28 @@ class Chain:
         """Whether a cut exists in which every stage fits its window and is fast enough."""
         reached = np.zeros(len(self.units) + 1, dtype=bool)
         reached[0] = True
-        for first in windows:
-            latest = _window_max(np.where(reached, self.since, -_NEVER), first)
-            reached = (latest > -_NEVER) & (latest >= self.until - slowest_ns)
+        for since, until, first in zip(self.since, self.until, windows, strict=True):
+            latest = _window_max(np.where(reached, since, -_NEVER), first)
+            reached = (latest > -_NEVER) & (latest >= until - slowest_ns)
         return bool(reached[-1])
+
+    def short(self, stage: int, slowest_ns: int, windows: Sequence[Ints]) -> _Stages:
+        """All that a stage may be without being slower than that, by its end; what no window
+        leaves is left out.
+        """
+        times = self.until[stage][:, None] - self.since[stage][None, :]
+        allowed = np.tril(times <= slowest_ns, -1)
+        allowed &= np.arange(len(times)) >= np.minimum.reduce(windows)[:, None]
+        ends, begins = np.nonzero(allowed)
+        return _Stages(ends, begins, times[ends, begins])
+
+
+class _Stages(NamedTuple):
+    """Stages that end and begin at cuts, those with the same end together, and their times."""
+
+    ends: Ints
+    begins: Ints
+    times: Ints
 
 
 def least(works: Callable[[int], bool], low: int, high: int) -> int:
@@ -122,7 +147,7 @@ def least(works: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def per_stage(memory_bytes: int | Sequence[int] | None, stages: int, chain: Chain) -> list[int]:
+def per_stage(memory_bytes: int | Sequence[int] | None, stages: int) -> list[int]:
     """One limit per stage; without a limit one that nothing reaches."""
     if memory_bytes is None:
         return [_NEVER] * stages
@@ -135,17 +160,15 @@ def _cheapest_cut(chain: Chain, slowest_ns: int, windows: Sequence[Ints]) -> lis
     Only stages that are fast enough are looked at. They are listed by their end, hence those with
     the same end stand together and one ``reduceat`` finds the best beginning for every end.
     """
-    times = chain.until[:, None] - chain.since[None, :]
-    allowed = np.tril(times <= slowest_ns, -1)
-    allowed &= np.arange(len(times)) >= np.minimum.reduce(windows)[:, None]
-    ends, begins = np.nonzero(allowed)
-    times = times[ends, begins]
-
-    best = _Best(np.full(len(allowed), _NEVER), np.full(len(allowed), -1))
+    num = len(chain.crossing)
+    best = _Best(np.full(num, _NEVER), np.full(num, -1))
     best.num_bytes[0], best.fastest[0] = 0, _NEVER
-    history = [best]
-    for first in windows:
-        best = best.one_more_stage(chain, first, ends, begins, times)
+    history, short = [best], dict[int, _Stages]()
+    for stage, first in enumerate(windows):
+        devices = id(chain.there[stage])
+        if devices not in short:
+            short[devices] = chain.short(stage, slowest_ns, windows)
+        best = best.one_more_stage(chain, first, short[devices])
         history.append(best)
     return _walk_back(chain, slowest_ns, windows, history)
 
@@ -157,10 +180,9 @@ class _Best:
     num_bytes: Ints  # _NEVER where there is no way
     fastest: Ints
 
-    def one_more_stage(
-        self, chain: Chain, first: Ints, ends: Ints, begins: Ints, times: Ints
-    ) -> _Best:
-        """The same with a further stage, which may be any of those listed by end and beginning."""
+    def one_more_stage(self, chain: Chain, first: Ints, stages: _Stages) -> _Best:
+        """The same with a further stage, which may be any of those."""
+        ends, begins, times = stages
         paid = (self.num_bytes + chain.crossing)[begins]  # a stage pays for its front
         paid[begins < first[ends]] = _NEVER
         num_bytes = _per_end(np.minimum, paid, ends, np.full(len(first), _NEVER))
@@ -186,7 +208,7 @@ def _walk_back(
     for stage in reversed(range(len(windows))):
         before, here = history[stage], history[stage + 1]
         low = int(windows[stage][end])
-        times = chain.until[end] - chain.since[low:end]
+        times = chain.until[stage][end] - chain.since[stage][low:end]
         paid = (before.num_bytes + chain.crossing)[low:end]
         even = np.minimum(before.fastest[low:end], times)
         best = (paid == here.num_bytes[end]) & (even == here.fastest[end]) & (times <= slowest_ns)
@@ -210,6 +232,10 @@ def _window_max(values: Ints, first: Ints) -> Ints:
         runs = np.append(np.maximum(runs[:-length], runs[length:]), runs[-length:])
         length *= 2
     return largest
+
+
+def _ns(unit: Unit) -> int:
+    return round(1000 * (unit.forward_us + unit.backward_us))
 
 
 def _row(values: Sequence[int]) -> Ints:

@@ -31,8 +31,9 @@ def balance_ranks(
     rank_of: Sequence[int],
     *,
     in_flight: Sequence[int],
-    memory_bytes: int | None = None,
+    memory_bytes: int | Sequence[int] | None = None,
     exposed_us: Exposed = all_hidden,
+    there: Sequence[Sequence[Unit]] = (),
     tries: int = 20_000,
 ) -> list[int]:
     """The first unit of every stage but the first; ``rank_of[stage]`` says who runs a stage.
@@ -41,22 +42,27 @@ def balance_ranks(
     slowest *stage* is exactly the least, and moves units between stages while that makes the
     slowest *rank* faster (then the next slowest and so on, then the slowest stage, then the bytes
     over all boundaries): a local optimum, found with at most ``tries`` cuts looked at per start.
-    ``memory_bytes`` is for all stages of a rank together. PlanError if no cut that was looked at
-    fits.
+    ``memory_bytes``, one number or one per rank, is for all stages of a rank together; ``there``
+    has the units as each rank's devices run them, where these differ. PlanError if no cut that was
+    looked at fits.
     """
     stages, ranks = len(rank_of), max(rank_of) + 1
+    limits = [memory_bytes] * ranks if isinstance(memory_bytes, int) else memory_bytes
+    there = [there[rank] if there else units for rank in rank_of]
     if stages == ranks:
+        each = limits and [limits[rank] for rank in rank_of]
         return balance(
-            units, stages, in_flight=in_flight, memory_bytes=memory_bytes, exposed_us=exposed_us
-        )
-    free = balance(units, stages, in_flight=in_flight, exposed_us=exposed_us)
-    search = _Search(Chain(units, exposed_us), rank_of, in_flight, tries)
-    found = search.descend([0, *free, len(units)], memory_bytes)
-    if memory_bytes is not None:
-        leanest = search.descend(search.least_memory_per_stage(), 0)  # nothing but memory counts
-        if leanest.score[0] > memory_bytes:
-            raise search.too_little(memory_bytes, leanest)
-        lean = search.descend(leanest.edges, memory_bytes)
+            units, stages, in_flight=in_flight, memory_bytes=each, exposed_us=exposed_us,
+            there=there,
+        )  # fmt: skip
+    free = balance(units, stages, in_flight=in_flight, exposed_us=exposed_us, there=there)
+    search = _Search(Chain(there, exposed_us), rank_of, in_flight, tries)
+    found = search.descend([0, *free, len(units)], limits)
+    if limits is not None:
+        leanest = search.descend(search.least_memory_per_stage(), [0] * ranks)  # but memory nothing
+        if search.rate(leanest.edges, limits).score[0]:
+            raise search.too_little(limits, leanest)
+        lean = search.descend(leanest.edges, limits)
         found = min(found, lean, key=lambda cut: cut.score)
     return found.edges[1:-1]
 
@@ -78,9 +84,9 @@ class _Search:
         self.chain, self.in_flight, self.tries = chain, in_flight, tries
         self.rank_of = np.array(rank_of)
 
-    def descend(self, edges: list[int], memory_bytes: int | None) -> _Cut:
+    def descend(self, edges: list[int], limits: Sequence[int] | None) -> _Cut:
         """Take the first better neighbour until there is none, or no tries are left."""
-        best, left = self.rate(edges, memory_bytes), self.tries
+        best, left = self.rate(edges, limits), self.tries
         improved = True
         while improved:
             improved = False
@@ -88,18 +94,19 @@ class _Search:
                 if not left:
                     return best
                 left -= 1
-                rated = self.rate(neighbour, memory_bytes)
+                rated = self.rate(neighbour, limits)
                 if rated.score < best.score:
                     best, improved = rated, True
                     break
         return best
 
-    def rate(self, edges: list[int], memory_bytes: int | None) -> _Cut:
+    def rate(self, edges: list[int], limits: Sequence[int] | None) -> _Cut:
         times, held = self.chain.loads(edges, self.in_flight)
-        per_rank, bytes_per_rank = self.per_rank(times), self.per_rank(held)
+        per_rank = self.per_rank(times)
         crossing = int(self.chain.crossing[edges].sum())
-        over = 0 if memory_bytes is None else max(0, int(bytes_per_rank.max()) - memory_bytes)
-        worst = np.argsort(-(bytes_per_rank if over else per_rank), kind="stable").tolist()
+        too_many = self.per_rank(held) - (np.array(limits) if limits else np.inf)
+        over = max(0, int(too_many.max())) if limits else 0
+        worst = np.argsort(-(too_many if over else per_rank), kind="stable").tolist()
         slow_to_fast = np.sort(per_rank)[::-1].tolist()
         return _Cut((over, *slow_to_fast, int(times.max()), crossing), edges, worst)
 
@@ -130,7 +137,7 @@ class _Search:
         stages = len(self.in_flight)
 
         def windows(limit: int) -> list[Ints]:
-            limits = per_stage(limit, stages, self.chain)
+            limits = per_stage(limit, stages)
             pairs = zip(self.in_flight, limits, strict=True)
             return [self.chain.first_that_fits(flying, at) for flying, at in pairs]
 
@@ -143,9 +150,10 @@ class _Search:
             len(self.chain.units),
         ]
 
-    def too_little(self, memory_bytes: int, cut: _Cut) -> PlanError:
-        """``cut`` has the least memory that was found, and was rated against a limit of 0."""
-        edges, rank = cut.edges, cut.worst_ranks[0]
+    def too_little(self, limits: Sequence[int], cut: _Cut) -> PlanError:
+        """``cut`` has the least memory that was found."""
+        rated = self.rate(cut.edges, limits)
+        edges, rank = rated.edges, rated.worst_ranks[0]
         holders = [
             (unit, self.in_flight[stage])
             for stage in self.stages_of(rank)
@@ -153,8 +161,8 @@ class _Search:
         ]
         return too_little_memory(
             f"pipeline of {len(self.in_flight)} stages on {int(self.rank_of.max()) + 1} ranks",
-            memory_bytes,
-            cut.score[0],
+            limits[rank],
+            limits[rank] + rated.score[0],
             f"rank {rank} then holds {top_holders(holders)}",
         )
 

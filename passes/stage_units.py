@@ -7,6 +7,7 @@ order in which the forward runs. Its name is the module path at which a stage ma
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 from torch import fx
@@ -19,12 +20,13 @@ from partc.passes.microbatches import given
 from partc.passes.recompute import recompute
 from partc.passes.storage import Replay, Storage, replay
 from partc.plan import Plan
-from partc.roofline import call_seconds
+from partc.roofline import piece_seconds
 from partc.topology import Device
 
 
-def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[Unit]:
-    """The chain of a traced graph, before it is cut; ``plan`` is complete.
+def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[list[Unit]]:
+    """The chain of a traced graph, before it is cut, as each pipeline rank's devices run it: the
+    same list for those that are alike. ``plan`` is complete.
 
     Costs are those of one rank and microbatch. They take compute as even over a stage's ranks, and
     activations as cut along the axes that cut the batch or the sequence. A unit holds its
@@ -34,7 +36,7 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[U
         graph = recompute(copied(graph), plan)
     chain = _Chain(graph, replay(graph))
     assert plan.mesh is not None
-    mesh, device = plan.mesh, plan.mesh.hardware.device
+    mesh = plan.mesh
     ranks = mesh.without_pipeline().num_ranks
     cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
     pieces = plan.microbatches * prod(size for name, size in mesh.axes if name in cutting)
@@ -45,18 +47,23 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[U
         for name, node in graph.params.items()
     }  # fmt: skip
     crossing = chain.crossing()
-    return [
-        Unit(
-            name=name,
-            forward_us=1e6 * chain.seconds(unit.forward, device) / turns,
-            backward_us=1e6 * chain.seconds(unit.backward, device) / turns,
-            parameter_bytes=sum(state[name] for name in unit.params()),
-            activation_bytes=chain.saved(unit) // pieces,
-            boundary_bytes=crossing[number] // pieces,
-        )
-        for number, unit in enumerate(chain.units)
-        for name in unit_names(graph, unit.name)
-    ]
+
+    @cache
+    def on(device: Device) -> list[Unit]:
+        return [
+            Unit(
+                name=name,
+                forward_us=1e6 * chain.seconds(unit.forward, device, turns),
+                backward_us=1e6 * chain.seconds(unit.backward, device, turns),
+                parameter_bytes=sum(state[name] for name in unit.params()),
+                activation_bytes=chain.saved(unit) // pieces,
+                boundary_bytes=crossing[number] // pieces,
+            )
+            for number, unit in enumerate(chain.units)
+            for name in unit_names(graph, unit.name)
+        ]
+
+    return [on(mesh.at_place(at).hardware.device) for at in range(mesh.pipeline_ranks)]
 
 
 def chain_names(graph: Graph) -> list[str]:
@@ -122,8 +129,9 @@ class _Chain:
                 here = here if forward is None else self.unit_of[forward]
                 self.units[here].backward.append(node)
 
-    def seconds(self, calls: list[fx.Node], device: Device) -> float:
-        return sum(call_seconds(node, self.ran, device) for node in calls)
+    def seconds(self, calls: list[fx.Node], device: Device, pieces: int) -> float:
+        """Of one piece of each call: small ones are less than a part as fast as large ones."""
+        return sum(piece_seconds(node, self.ran, device, pieces) for node in calls)
 
     def saved(self, unit: _Calls) -> int:
         """Bytes that a unit's forward makes and any backward reads."""

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -39,7 +39,11 @@ def exposed(num_bytes: int) -> float:
 
 
 def every_cut(
-    units: Sequence[Unit], stages: int, in_flight: Sequence[int], memory: int | None
+    units: Sequence[Unit],
+    stages: int,
+    in_flight: Sequence[int],
+    memory: int | None,
+    there: Sequence[Sequence[Unit]] = (),
 ) -> Iterator[tuple[Rank, tuple[int, ...]]]:
     """All cuts that fit, each with what ``balance`` minimises; counted from the text, slowly."""
     for points in combinations(range(1, len(units)), stages - 1):
@@ -48,7 +52,8 @@ def every_cut(
             part = units[first:end]
             front = exposed(units[first - 1].boundary_bytes) if first else 0
             back = exposed(part[-1].boundary_bytes) if end < len(units) else 0
-            times.append(time_of(part) + front + back)
+            runs = there[stage][first:end] if there else part
+            times.append(time_of(runs) + front + back)
             fits &= memory is None or held_by(part, in_flight[stage]) <= memory
         if fits:
             crossing = sum(units[p - 1].boundary_bytes for p in points)
@@ -102,6 +107,28 @@ def test_message_names_who_holds_the_memory() -> None:
         "(more pp or tp ranks, or shard optimizer state), make microbatches smaller, recompute "
         "activations, or take a schedule with fewer microbatches in flight."
     )
+
+
+def test_stages_may_run_on_different_devices() -> None:
+    for seed in range(200):
+        units, stages = random_chain(seed)
+        draw = random.Random(seed).randint
+        kinds = [units, [replace(u, forward_us=draw(0, 8), backward_us=draw(0, 8)) for u in units]]
+        there = [kinds[draw(0, 1)] for _ in range(stages)]
+        in_flight = [stages - s for s in range(stages)]
+        found = every_cut(units, stages, in_flight, None, there)
+        cuts = {points: rank for rank, points in found}
+        points = balance(units, stages, in_flight=in_flight, exposed_us=exposed, there=there)
+        assert cuts[tuple(points)] == min(cuts.values()), seed
+
+
+def test_ranks_on_slower_devices_get_less() -> None:
+    units = [unit(f"block{i}", 1, 2) for i in range(18)]
+    slow = [unit(f"block{i}", 2, 4) for i in range(18)]
+    assert balance_ranks(units, [0, 1], in_flight=[2, 1], there=[units, slow]) == [12]
+    points = balance_ranks(units, looped(2, 2), in_flight=[2] * 4, there=[units, slow])
+    sizes = [end - first for first, end in pairwise([0, *points, 18])]
+    assert (sizes[0] + sizes[2], sizes[1] + sizes[3]) == (12, 6)
 
 
 def test_limits_may_differ_by_stage() -> None:

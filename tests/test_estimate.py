@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,9 +119,11 @@ def test_even_stages_take_turns_as_simulated(
 
 
 def test_stages_are_as_even_as_they_can_be() -> None:
-    assert cut_evenly([1.0] * 8 + [1.9], 4) == [(0, 3), (3, 6), (6, 8), (8, 9)]
-    assert cut_evenly([5.0, 1.0, 1.0, 1.0], 2) == [(0, 1), (1, 4)]
-    assert cut_evenly([1.0, 1.0], 3) == [(0, 1), (1, 2), (2, 2)]
+    long, short = np.array([1.0] * 8 + [1.9]), np.array([5.0, 1.0, 1.0, 1.0])
+    assert cut_evenly([long] * 4) == [(0, 3), (3, 6), (6, 8), (8, 9)]
+    assert cut_evenly([short] * 2) == [(0, 1), (1, 4)]
+    assert cut_evenly([np.ones(2)] * 3) == [(0, 1), (1, 2), (2, 2)]
+    assert cut_evenly([np.ones(9), 2 * np.ones(9)]) == [(0, 6), (6, 9)]
 
 
 def test_axes_of_a_mesh_are_a_candidates() -> None:

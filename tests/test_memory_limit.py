@@ -54,5 +54,5 @@ def test_advice_follows_what_is_held() -> None:
     for state, live, advice in ((90, 10, "plan fsdp"), (10, 90, "smaller microbatches")):
         peak = Peak("every rank", 100, (("parameters", state),), (("line 7: x @ w", live),))
         with pytest.raises(PlanError) as caught:
-            check_memory([peak], 99)
+            check_memory([peak], [99])
         assert advice in caught.value.do

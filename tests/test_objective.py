@@ -28,11 +28,11 @@ def priced() -> Mesh:
 
 
 def test_a_million_tokens_cost_what_devices_cost_while_the_step_runs() -> None:
-    device = priced().hardware.device
+    machines = priced().hardware
     few, many = Batch(1000, "tokens"), Batch(10**6, "tokens")
-    assert per_million("dollars", 2.0, 5, device, few) == pytest.approx(10.0)
-    assert per_million("energy", 36.0, 10, device, many) == pytest.approx(0.07)
-    assert per_million("time", 36.0, 10, device, many) is None
+    assert per_million("dollars", 2.0, 5, machines, few) == pytest.approx(10.0)
+    assert per_million("energy", 36.0, 10, machines, many) == pytest.approx(0.07)
+    assert per_million("time", 36.0, 10, machines, many) is None
 
 
 def test_fewer_devices_are_taken_where_the_others_cost_more_than_they_gain(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_heavy_head_counts_as_what_it_costs() -> None:
     for vocab in (112, 3000):
         case = case_of("llama", num_hidden_layers=6, vocab_size=vocab)
         graph = trace(case.model, case.inputs, case.loss)
-        units = stage_units(graph, Plan.parse("microbatches = 2\n[mesh]\npp = 2\n"))
+        (units, _) = stage_units(graph, Plan.parse("microbatches = 2\n[mesh]\npp = 2\n"))
         (point,) = balance(units, 2, in_flight=(2, 1))
         layers.append(sum("layers" in unit.name for unit in units[:point]))
     assert layers[0] == 3
@@ -155,7 +155,7 @@ def test_units_are_blocks_and_what_stands_between() -> None:
         "decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"
     ]  # fmt: skip
     plan = Plan.parse("[mesh]\npp = 2\n")
-    names = [unit.name for unit in stage_units(graph, plan)]
+    names = [unit.name for unit in stage_units(graph, plan)[0]]
     assert names[1:4] == ["encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"]
     assert names[-1] == "lm_head"
 

@@ -9,8 +9,9 @@ linear in the number of events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 from partc.schedules.deadlock import Stuck, explain
 from partc.schedules.held import Curve, memory_curve
@@ -42,6 +43,29 @@ class Simulated:
         if not self.makespan:
             return [0.0] * len(self.busy)
         return [1 - busy / self.makespan for busy in self.busy]
+
+    def working(self) -> Iterator[tuple[float, int]]:
+        """How long so many ranks are at work at once: computing, or moving what they wait for."""
+        changes = sorted(
+            change
+            for rank in range(len(self.programs))
+            for begin, end in self._spans(rank)
+            for change in ((begin, 1), (end, -1))
+        )
+        num = 0
+        for (here, change), (there, _) in pairwise(changes):
+            num += change
+            yield there - here, num
+
+    def _spans(self, rank: int) -> Iterator[tuple[float, float]]:
+        """When a rank is at work."""
+        before = 0.0
+        for (code, number), end in zip(self.programs[rank].events, self.ends[rank], strict=True):
+            if end > before:
+                waits = code in _WAITS
+                begin = self.queues.begin[operation(code, number)] if waits else before
+                yield max(before, begin), end
+            before = end
 
     @cached_property
     def peaks(self) -> list[float]:

@@ -40,7 +40,8 @@ class Choice:
 
     def ways(self, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
         """Mesh and plan of each candidate, the best first; what the plan pins stays."""
-        limit = plan.memory_bytes or (round(self.search.limit) if mesh.topology else 0)
+        knows = mesh.topology is not None and not mesh.topology.is_mixed
+        limit = plan.memory_bytes or (round(self.search.limit) if knows else 0)
         found = []
         for each in self.ranked:
             one = each.candidate

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from partc.passes.memory import STATE_COPIES
 from partc.passes.search.call_times import call_seconds
 from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile
 from partc.passes.search.turns import bubble_s, cut_evenly, in_flight, sent_s
-from partc.topology import Topology
+from partc.topology import Device, Topology
 
 Data = Literal["ddp", "zero1", "fsdp"]
 Recompute = Literal["cheap", "block"]
@@ -96,10 +97,13 @@ def can_have(topology: Topology, devices: int) -> bool:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by what they go to, and bytes of the fullest rank by what holds them."""
+    """Seconds of a step by what they go to, and bytes of the fullest rank by what holds them; its
+    device has ``memory_bytes``.
+    """
 
     seconds: dict[str, float] = field(hash=False)
     bytes: dict[str, float] = field(hash=False)
+    memory_bytes: int = 0
 
     @property
     def step_s(self) -> float:
@@ -135,14 +139,16 @@ class Estimator:
     def __init__(self, profile: Profile, topology: Topology, optimizer: str = "adamw") -> None:
         self.profile, self.topology = profile, topology
         self.copies = STATE_COPIES[optimizer]
-        self.known: dict[tuple[int, int, Mesh], UnitTimes] = {}
+        self.known: dict[tuple[int, int, Mesh, Device], UnitTimes] = {}
 
     def estimate(self, one: Candidate) -> Estimate:
         """Seconds and bytes of a candidate."""
         mesh = one.mesh(self.topology)
-        times = self.unit_times(one, mesh)
-        stages = self._cut(one, times)
-        each = [self._stage(one, mesh, times, units) for units in stages]
+        places = [mesh.at_place(place) for place in range(one.pp)]
+        times = [self.unit_times(one, at) for at in places] * one.chunks
+        stages = self._cut(times)
+        pairs = zip(times, stages, strict=True)
+        each = [self._stage(one, mesh, there, units) for there, units in pairs]
         ranks = [_together(each[rank :: one.pp]) for rank in range(one.pp)]
         slowest = max(ranks, key=lambda rank: rank.turn)
         count = one.microbatches
@@ -158,16 +164,21 @@ class Estimator:
             "bubble": bubble * share,
             "messages": self._messages_s(one, mesh, stages),
             "gradients": slowest.closing,
-            "optimizer": self._optimizer_s(one, stages),
+            "optimizer": self._optimizer_s(one, stages, places),
         }
-        return Estimate(seconds, self._bytes(one, stages))
+        return Estimate(seconds, *self._bytes(one, stages, places))
 
     def bound_s(self, one: Candidate) -> float:
-        """Less than a step can take: stages as even as they could be, no weights to move."""
-        times = self.unit_times(one, one.mesh(self.topology))
-        chain = list(self.profile.chain)
-        turn = float(times.exposed[chain].sum()) / (one.pp * one.chunks)
-        grads = float(times.weight_grads[chain].sum()) / (one.pp * one.chunks)
+        """Less than a step can take: stages as even as they could be, no weights to move; where
+        devices differ, each unit as fast as any of them runs it.
+        """
+        mesh, chain = one.mesh(self.topology), list(self.profile.chain)
+        places = [mesh.at_place(at) for at in range(one.pp if self.topology.is_mixed else 1)]
+        times = [self.unit_times(one, at) for at in places]
+        fastest = np.minimum.reduce([each.exposed.sum(axis=1) for each in times])
+        turn = float(fastest[chain].sum()) / (one.pp * one.chunks)
+        grads = float(times[0].weight_grads[chain].sum()) / (one.pp * one.chunks)
+        grads = inf if self.topology.is_mixed else grads  # what they fill is not known
         ramp = bubble_s(one.schedule, (one.pp - 1) * turn, (one.pp - 1) * grads)
         busy = one.microbatches * one.chunks * turn
         return (busy + ramp) * self._share(busy / (busy + ramp))
@@ -179,10 +190,11 @@ class Estimator:
         return max(1 / self.topology.sharing, busy)
 
     # time --------------------------------------------------------------------------------------
-    def _cut(self, one: Candidate, times: UnitTimes) -> list[list[int]]:
-        """The units of every stage."""
-        each, chain = times.exposed.sum(axis=1), list(self.profile.chain)
-        cuts = cut_evenly([float(each[unit]) for unit in chain], one.pp * one.chunks)
+    def _cut(self, times: Sequence[UnitTimes]) -> list[list[int]]:
+        """The units of every stage, from what they take on its devices."""
+        chain = list(self.profile.chain)
+        known = {id(there): there.exposed.sum(axis=1)[chain] for there in times}
+        cuts = cut_evenly([known[id(there)] for there in times])
         return [chain[first:end] for first, end in cuts]
 
     def _messages_s(self, one: Candidate, mesh: Mesh, stages: Sequence[Sequence[int]]) -> float:
@@ -195,15 +207,16 @@ class Estimator:
         return sent_s(one.schedule, one.pp, one.chunks, one.microbatches, send_s)
 
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
+        """What each unit takes on the mesh's devices, of several kinds the slowest."""
         pieces = one.data_ranks * one.microbatches
-        key = (pieces, one.tp, mesh)
+        key = (pieces, one.tp, mesh, mesh.hardware.device)
         if key not in self.known:
             self.known[key] = self._unit_times(pieces, one.tp, mesh)
         return self.known[key]
 
     def _unit_times(self, dp: int, tp: int, mesh: Mesh) -> UnitTimes:
         calls, num = self.profile.calls, len(self.profile.units)
-        seconds = call_seconds(calls, self.topology.device, dp, tp)
+        seconds = call_seconds(calls, mesh.hardware.device, dp, tp)
         tensor, sums = np.zeros((num, 2)), np.zeros(num)
         if tp > 1:
             sent: dict[tuple[str, float], float] = {}
@@ -244,6 +257,7 @@ class Estimator:
         turns = one.microbatches * one.pp > 1
         once_per_step = one.data != "fsdp" and turns
         now = shared = between = waited = 0.0
+        moved = sum(gathers)
         arrives = accumulate(gathers) if once else iter(())
         arrived = gathers[0]
         for number, unit in enumerate(units):
@@ -254,15 +268,23 @@ class Estimator:
                 arrived = shared = max(shared, now) + gathers[number + 1]
             now += float(times.exposed[unit, phase])
             if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
-                shared = max(shared, now) + self._reduce_s(one, mesh, unit)
+                reduced = self._reduce_s(one, mesh, unit)
+                shared = max(shared, now) + reduced
+                moved += reduced
                 if not turns:
                     between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
-            return _Waits(waited, 0.0)
+            return _Waits(waited + self._slowed(moved - waited), 0.0)
         if once_per_step:
-            return _Waits(waited, sum(self._reduce_s(one, mesh, unit) for unit in units))
+            closing = sum(self._reduce_s(one, mesh, unit) for unit in units)
+            return _Waits(waited + self._slowed(moved - waited), closing)
         late = sum(self._reduce_between_s(one, mesh, unit) for unit in units) if turns else 0.0
-        return _Waits(waited, max(0.0, shared - now, between - now) + late)
+        after = max(0.0, shared - now, between - now)
+        return _Waits(waited + self._slowed(moved - waited - after), after + late)
+
+    def _slowed(self, hidden_s: float) -> float:
+        """What computing loses to so many seconds of transfers beside it."""
+        return self.topology.contention * max(0.0, hidden_s)
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
@@ -288,12 +310,15 @@ class Estimator:
         axis = next((name for name in axes if name != REPLICATE), "") or axes[0]
         return axis, mesh.size(axis)
 
-    def _optimizer_s(self, one: Candidate, stages: Sequence[Sequence[int]]) -> float:
+    def _optimizer_s(
+        self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
+    ) -> float:
         """Parameters, gradients and states are read, parameters and states written."""
-        size = max(self._weights(one, units) for units in stages) / self._sharded(one)
-        moved = size * (3 + 2 * self.copies)
-        device = self.topology.device
-        return moved / (device.memory_bytes_per_s * device.fraction("pointwise", moved))
+        traffic = (3 + 2 * self.copies) / self._sharded(one)
+        moved = [traffic * self._weights(one, units) for units in stages]
+        devices = [place.hardware.device for place in places] * one.chunks
+        pairs = zip(devices, moved, strict=True)
+        return max(device.memory_seconds(num_bytes) for device, num_bytes in pairs)
 
     # memory ------------------------------------------------------------------------------------
     def _weights(self, one: Candidate, units: Sequence[int]) -> float:
@@ -302,13 +327,15 @@ class Estimator:
     def _sharded(self, one: Candidate) -> int:
         return 1 if one.data == "ddp" else one.shard if one.data == "fsdp" else one.data_ranks
 
-    def _bytes(self, one: Candidate, stages: Sequence[Sequence[int]]) -> dict[str, float]:
-        """The bytes of the fullest pipeline rank."""
+    def _bytes(
+        self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
+    ) -> tuple[dict[str, float], int]:
+        """The bytes of the fullest pipeline rank, and what its devices have."""
         by_rank = [
             [u for chunk in range(one.chunks) for u in stages[chunk * one.pp + rank]]
             for rank in range(one.pp)
         ]
-        found = []
+        found: list[tuple[dict[str, float], int]] = []
         for rank, units in enumerate(by_rank):
             weights = self._weights(one, units)
             sharded = self._sharded(one)
@@ -318,8 +345,9 @@ class Estimator:
             }
             others = in_flight(one.pp, one.chunks, one.microbatches, rank) / one.chunks - 1
             times = self._backward_bytes(one, units, others, rank == one.pp - 1)
-            found.append(held | max(times, key=lambda each: sum(each.values())))
-        return max(found, key=lambda each: sum(each.values()))
+            live = max(times, key=lambda each: sum(each.values()))
+            found.append((held | live, places[rank].hardware.memory_bytes))
+        return max(found, key=lambda each: sum(each[0].values()) / each[1])
 
     def _backward_bytes(
         self, one: Candidate, units: Sequence[int], others: float, has_loss: bool

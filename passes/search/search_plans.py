@@ -10,8 +10,10 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from partc.graph import Graph
+from partc.memory_limit import usable
 from partc.mesh import Mesh
 from partc.objective import NO_BATCH, Batch, Objective, per_million, price_text
 from partc.passes.apply_preset import DATA_AXES
@@ -22,7 +24,6 @@ from partc.passes.search.profile import profiles
 from partc.topology import Topology
 
 Profiles = Mapping[tuple[str, Recompute], Profile]  # by tensor preset and what is recomputed
-SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
 
 
 def profiles_of(graph: Graph, words: Sequence[str], ways: Sequence[Recompute]) -> Profiles:
@@ -79,8 +80,8 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """Bytes that a rank may hold."""
-        return self.memory_bytes or SPARE * self.mesh.hardware.memory_bytes
+        """Bytes that every rank may hold at least."""
+        return self.memory_bytes or usable(self.mesh.hardware.memory_bytes)
 
     @cached_property
     def space(self) -> Space:
@@ -110,9 +111,8 @@ class Search:
 
     def per_million(self, one: Ranked) -> float | None:
         """$ or kWh of a million tokens; None where time is what counts."""
-        device = self.mesh.hardware.device
         step_s, ranks = one.estimate.step_s, one.candidate.num_ranks
-        return per_million(self.objective, step_s, ranks, device, self.batch)
+        return per_million(self.objective, step_s, ranks, self.mesh.hardware, self.batch)
 
     def price(self, one: Ranked) -> str:
         """The same in words, or ""."""
@@ -130,7 +130,10 @@ class Search:
         return Ranked(one, self._of(one).estimate(one))
 
     def fits(self, one: Ranked) -> bool:
-        return one.estimate.peak_bytes <= self.limit
+        limit = self.limit
+        if self.mesh.hardware.is_mixed:
+            limit = min(self.memory_bytes or inf, usable(one.estimate.memory_bytes))
+        return one.estimate.peak_bytes <= limit
 
     def ascending(self, accept: Callable[[Candidate], bool] = anything) -> Iterator[Ranked]:
         """The accepted candidates, the least in cost first, whether they fit or not.

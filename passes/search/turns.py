@@ -11,33 +11,37 @@ from itertools import pairwise
 
 import numpy as np
 
+from partc.passes.search.laws import Floats
+
 ROUNDS = 40  # halvings of an interval: stages are even to a billionth
 
 
-def cut_evenly(seconds: Sequence[float], num: int) -> list[tuple[int, int]]:
-    """Cut a chain of units that take so long into ``num`` stages, the slowest as fast as can be.
+def cut_evenly(seconds: Sequence[Floats]) -> list[tuple[int, int]]:
+    """Cut a chain of units into stages, the slowest as fast as can be; ``seconds`` has for each
+    stage what every unit takes there (the same array for those that are alike).
 
     Stages as ``(first, end)``. Where there are too few units, the last stages are empty.
     """
-    ends = np.concatenate([[0.0], np.cumsum(seconds)])
-    low, high = max(seconds), float(ends[-1])
+    num, units = len(seconds), len(seconds[0])
+    sums = {id(each): np.concatenate([[0.0], np.cumsum(each)]) for each in seconds}
+    ends = [sums[id(each)] for each in seconds]
+    low, high = 0.0, max(float(each[-1]) for each in ends)
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        fits = len(_greedy(ends, middle)) <= num
+        fits = _greedy(ends, middle)[-1] == units
         low, high = (low, middle) if fits else (middle, high)
-    cuts = _greedy(ends, high)
-    edges = [0, *cuts, *[len(seconds)] * (num - len(cuts))]
-    if len(seconds) >= num:  # none stays empty: each leaves a unit for every stage behind it
-        edges = [min(end, len(seconds) - num + at) for at, end in enumerate(edges)]
+    edges = [0, *_greedy(ends, high)]
+    if units >= num:  # none stays empty: each leaves a unit for every stage behind it
+        edges = [min(end, units - num + at) for at, end in enumerate(edges)]
     return list(pairwise(edges))
 
 
-def _greedy(ends: np.typing.NDArray[np.float64], limit: float) -> list[int]:
-    """Where stages end that take as many units as the limit allows."""
+def _greedy(ends: Sequence[Floats], limit: float) -> list[int]:
+    """Where stages end that take as many units as the limit allows, from the first to the last."""
     cuts = [0]
-    while cuts[-1] < len(ends) - 1:
-        within = ends[cuts[-1]] + limit * (1 + 1e-12)
-        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(ends, within, side="right")) - 1))
+    for there in ends:
+        within = there[cuts[-1]] + limit * (1 + 1e-12)
+        cuts.append(int(np.searchsorted(there, within, side="right")) - 1)
     return cuts[1:]
 
 
