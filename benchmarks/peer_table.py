@@ -80,15 +80,15 @@ def _ratios(ours: Measured, peer: Measured) -> list[str]:
     counted = ours.sent_bytes and peer.sent_bytes
     sent = median(ours.sent_bytes) / median(peer.sent_bytes) if counted else None
     return [
-        _ratio(ours.step_s, peer.step_s),
-        _ratio(ours.forward_backward_s, peer.forward_backward_s),
-        _ratio(ours.cpu_s, peer.cpu_s),
+        ratio(ours.step_s, peer.step_s),
+        ratio(ours.forward_backward_s, peer.forward_backward_s),
+        ratio(ours.cpu_s, peer.cpu_s),
         f"{peak:.2f}" if peak else "not counted",
         f"{sent:.2f}" if sent else "not counted",
     ]
 
 
-def _ratio(ours: list[float], peer: list[float]) -> str:
+def ratio(ours: list[float], peer: list[float]) -> str:
     """``0.93 (0.90-0.97)``: median and quartiles of the ratios within each round."""
     each = [a / b for a, b in zip(ours, peer, strict=True)]
     if len(each) < 2:

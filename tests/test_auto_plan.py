@@ -101,6 +101,17 @@ def slower(graph: Graph, times: int) -> Candidate:
     return found.ranked[0].candidate
 
 
+def test_one_device_takes_turns_and_recomputes_as_its_memory_asks(small: Graph) -> None:
+    least = best(small, "dgx-h100", 1, memory_bytes=1 << 40).ranked[0].estimate.peak_bytes
+    found = [
+        best(small, "dgx-h100", 1, memory_bytes=round(part * least)).ranked[0].candidate
+        for part in (1.1, 0.3, 0.03)
+    ]
+    turns = [one.microbatches for one in found]
+    assert turns[0] == 1 < turns[1] < turns[2]
+    assert str(found[0]) == "ddp on one device"
+
+
 def test_slow_links_between_machines_carry_pipelines(large: Graph) -> None:
     one = best(large, "p4d-ethernet", 128).ranked[0].candidate
     assert one.tp == 8  # all of a machine

@@ -72,11 +72,13 @@ class Choice:
 
 def can_search(mesh: Mesh, plan: Plan) -> bool:
     """Whether there is something to choose, every axis is one that the search knows, and the plan
-    does not cut the stages itself.
+    does not cut the stages itself. For one device there is where its memory is known: how many
+    turns the batch takes, and what is computed again.
     """
     if plan.stages or plan.order or plan.chunks:
         return False
-    return mesh.is_open or (names_axes(mesh) and mesh.num_ranks > 1)
+    several = mesh.num_ranks > 1 or mesh.topology is not None or plan.memory_bytes > 0
+    return mesh.is_open or (names_axes(mesh) and several)
 
 
 def choose_plan(
@@ -91,7 +93,7 @@ def choose_plan(
     check_price(objective, mesh.hardware)
     pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
     ways = _RECOMPUTE.get(plan.recompute, ONLY)
-    words = ["", *WORDS] if not mesh.axes or "tp" in mesh.names else [""]
+    words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
     search = Search(
         mesh=mesh, profiles=profiles_of(graph, words, ways), memory_bytes=plan.memory_bytes,
         microbatches=pinned, schedule=plan.schedule, recompute=ways,

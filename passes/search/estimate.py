@@ -78,7 +78,8 @@ class Candidate:
         pipeline = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         order = f", {self.schedule}" if self.pp > 1 else ""
         again = ", blocks recomputed" if self.recompute == "block" else ""
-        return f"{self.preset} on {self.mesh(None)}{order}{pipeline}{again}"
+        where = str(self.mesh(None)) or "one device"
+        return f"{self.preset} on {where}{order}{pipeline}{again}"
 
 
 @lru_cache(maxsize=256)
