@@ -200,15 +200,17 @@ RESULTS = {  # of ops whose schema does not name them
 def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """The results of a call that has several: ``mean`` and ``rstd`` of a layer norm."""
     for node in nodes:
-        if node.target is operator.getitem:
-            call, index = node.all_input_nodes[0], node.args[1]
-            names = _names_of_results(call)
-            if (
-                isinstance(index, int)
-                and index < len(names)
-                and names[index] not in ("", "output", None)
-            ):
-                yield node, str(names[index])
+        if name := _result_name(node):
+            yield node, name
+
+
+def _result_name(node: fx.Node) -> str:
+    """What a call that has several results calls this one; "" if nothing."""
+    if node.target is not operator.getitem:
+        return ""
+    index, names = node.args[1], _names_of_results(node.all_input_nodes[0])
+    known = isinstance(index, int) and index < len(names) and names[index] != "output"
+    return names[index] or "" if known else ""  # type: ignore[index]
 
 
 def _names_of_results(call: fx.Node) -> Sequence[str | None]:
@@ -287,7 +289,8 @@ def _gradient_names(
         before = carried(node)
         if _is_again(node, found, known) and before not in found:
             again = before or known.get(value(node).name) or known.get(_origin(node))
-            named[node] = named.get(again, op_name(node)) if again is not None else op_name(node)
+            unknown = _result_name(node) or op_name(node)
+            named[node] = unknown if again is None else named.get(again, unknown)
             _follow_operands([node], named)
         elif node in final:
             found[node] = f"d_{named[final[node]]}"
@@ -299,7 +302,8 @@ def _gradient_names(
 def _origin(node: fx.Node) -> tuple[object, ...]:
     """What a value and its recomputation have in common."""
     shape = tuple(held(node).shape) if is_tensor(node) else ()
-    return (node.target, value(node).module, value(node).source, shape)
+    result = node.args[1] if node.target is operator.getitem else None
+    return (node.target, value(node).module, value(node).source, shape, result)
 
 
 def _is_again(

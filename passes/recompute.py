@@ -1,19 +1,21 @@
 """What the backward computes again instead of keeping it, as ``plan.recompute`` says.
 
-``cheap``: sums, products, casts and views of what is kept anyway cost little time and most of the
-activation memory; results of ``exp``, ``tanh`` and the like are kept. ``attention`` (selective
-recomputation, Korthikanti et al. 2022, arXiv 2205.05198): also what stands between the projections
-of an attention, where it takes few FLOPs per byte. ``block`` (full recomputation, Chen et al. 2016,
-arXiv 1604.06174): a block of a stack keeps what enters it. A list of module paths does so for these
-modules; the rest is as with ``cheap``.
+``cheap``: sums, products, casts, views, activations and layer norms of what is kept anyway cost
+little time and most of the activation memory; results of ``exp``, ``tanh`` and the like are kept.
+``attention`` (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198): also what stands
+between the projections of an attention, where it takes few FLOPs per byte. ``block`` (full
+recomputation, Chen et al. 2016, arXiv 1604.06174): a block of a stack keeps what enters it. A list
+of module paths does so for these modules; the rest is as with ``cheap``.
 """
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
-from partc.graph import Graph, block_of, first_operand, held, is_tensor, tensor_args, value
+from partc.graph import Graph, block_of, first_operand, held, is_tensor, picked, tensor_args, value
 from partc.passes.copy_forward import Copies
 from partc.passes.recompute_attention import recompute_attention
 from partc.passes.recompute_regions import recompute_regions
@@ -47,6 +49,8 @@ _CHEAP = frozenset(
         aten._to_copy.default,
         aten.silu.default,
         aten.relu.default,
+        aten.gelu.default,
+        aten.native_layer_norm.default,
     }
 )
 
@@ -78,7 +82,7 @@ def recomputable(graph: Graph) -> set[fx.Node]:
         return kept or (operand in again and serves(operand, node))
 
     for node in graph.calls():
-        cheap = value(node).phase == "F" and node.target in _CHEAP and is_tensor(node)
+        cheap = value(node).phase == "F" and _is_cheap(node, saved)
         if cheap and node in saved and _widens(node):
             saved.add(first_operand(node))  # keeping it costs less
         if cheap and all(at_hand(operand, node) for operand in tensor_args(node)):
@@ -86,9 +90,18 @@ def recomputable(graph: Graph) -> set[fx.Node]:
     return {n for n in again if n not in saved or _pays(n)}
 
 
+def _is_cheap(node: fx.Node, saved: set[fx.Node]) -> bool:
+    """Whether a call may be made again; of several results the first has to be wanted then."""
+    if node.target is operator.getitem:
+        return _is_cheap(picked(node)[0], saved)
+    if node.target is aten.native_layer_norm.default:
+        return any(picked(n)[1] == 0 and n in saved for n in node.users)
+    return node.target in _CHEAP and is_tensor(node)
+
+
 def _pays(node: fx.Node) -> bool:
     """Whether keeping it would cost memory, or it is a view that is written as easily again."""
-    return node.target in _VIEWS or held(node).numel() > 1
+    return node.target in _VIEWS or not is_tensor(node) or held(node).numel() > 1
 
 
 def _widens(node: fx.Node) -> bool:
