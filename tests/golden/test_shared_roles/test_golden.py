@@ -153,34 +153,38 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
+        norm = torch.native_layer_norm(x, (12,), self.norm_weight, self.norm_bias, 1e-05)[0]  # f64[24@mb,10,12]
+        # w1
+        w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[24@mb,10,20]
+        gelu = F.gelu(w1)                                  # f64[24@mb,10,20]
+        # w2
+        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[24@mb,10,12]
+        y = x + w2                                         # f64[24@mb,10,12]
+        return y, (w1, x)
+
+    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+        w1, x = saved
+        # w2
+        d_gelu = d_y @ self.w2_weight                           # f64[24@mb,10,20]
+        gelu = F.gelu(w1)                                       # f64[24@mb,10,20]
+        add_weight_grad(self.w2_weight, d_y, gelu)              # f64[12,20]{U:mb}
+        add_grad(self.w2_bias, d_y.sum((0, 1)))                 # f64[12]{U:mb}
+        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)         # f64[24@mb,10,20]
+        # w1
+        d_norm = d_w1 @ self.w1_weight                          # f64[24@mb,10,12]
+        # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
         # w1
-        w1 = F.linear(norm, self.w1_weight, self.w1_bias)       # f64[24@mb,10,20]
-        gelu = F.gelu(w1)                                       # f64[24@mb,10,20]
-        # w2
-        w2 = F.linear(gelu, self.w2_weight, self.w2_bias)       # f64[24@mb,10,12]
-        y = x + w2                                              # f64[24@mb,10,12]
-        return y, (gelu, w1, norm, x, mean, rstd)
-
-    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        gelu, w1, norm, x, mean, rstd = saved
-        # w2
-        d_gelu = d_y @ self.w2_weight                    # f64[24@mb,10,20]
-        add_weight_grad(self.w2_weight, d_y, gelu)       # f64[12,20]{U:mb}
-        add_grad(self.w2_bias, d_y.sum((0, 1)))          # f64[12]{U:mb}
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[24@mb,10,20]
-        # w1
-        d_norm = d_w1 @ self.w1_weight                   # f64[24@mb,10,12]
-        add_weight_grad(self.w1_weight, d_w1, norm)      # f64[20,12]{U:mb}
-        add_grad(self.w1_bias, d_w1.sum((0, 1)))         # f64[20]{U:mb}
+        add_weight_grad(self.w1_weight, d_w1, norm)             # f64[20,12]{U:mb}
+        add_grad(self.w1_bias, d_w1.sum((0, 1)))                # f64[20]{U:mb}
         # norm
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (12,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
-        )                                                # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+        )                                                       # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
-        d_x += d_y                                       # f64[24@mb,10,12]
+        d_x += d_y                                              # f64[24@mb,10,12]
         return d_x
 
 
