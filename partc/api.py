@@ -129,7 +129,7 @@ class _Job:
         if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, graph)
         choice = choose_plan(graph, mesh, plan, microbatches, objective)
-        ways = zip(choice.ways(mesh, plan), choice.ranked, strict=True)
+        ways = zip(choice.ways(graph, mesh, plan), choice.ranked, strict=True)
         for (at, each), taken in ways:
             try:
                 return self.with_plan(at, each, graph, Taken(choice.search, taken.candidate, True))

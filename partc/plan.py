@@ -15,7 +15,7 @@ from partc.mesh import Mesh
 from partc.passes.microbatches import layout_mesh
 from partc.plan_values import Lies, Values, read_value, write_value
 from partc.schedules.csv_form import CSV, load_csv, write_csv
-from partc.sharding import Layout, Sharding, cut
+from partc.sharding import Layout, R, Sharding, cut
 
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # axis -> cut
@@ -147,10 +147,13 @@ class Plan:
 
     def used(self, name: str) -> Cuts:
         """The cuts of one parameter while it is computed with."""
-        lies = self.lies(name)
-        if lies is not None:
-            return {axis: each.out for axis, each in lies.items()}
-        return {axis: lay for axis, lay in self.stored(name).items() if axis not in self.gather}
+        stored = {axis: x for axis, x in self.stored(name).items() if axis not in self.gather}
+        entry = self.lies(name)
+        if entry is None:
+            return stored
+        named = {axis: each.out for axis, each in entry.items()}
+        every = {**stored, **named} if entry else {}
+        return {axis: layout for axis, layout in every.items() if layout != R}
 
     def lies(self, name: str) -> Mapping[str, Lies] | None:
         """What it says of a value by name or pattern, by axis; None if nothing."""

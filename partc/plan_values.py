@@ -5,7 +5,8 @@
     "model.norm:d_mul" = { tp = "whole, 1 -> sum" }
 
 A name is a module's path and the op, as in ``partc.passes.value_names``; a parameter's name says
-how it lies while it is computed with. Axes that an entry does not name leave the value whole.
+how it lies while it is computed with. An entry speaks of the axes that it names, and ``"whole"`` of
+all; on any other axis a value lies as follows from the rest of the plan.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ class Lies:
 
 
 Values = Mapping[str, Mapping[str, Lies]]  # name or pattern -> axis -> layout
+
+
+def lies_on(entry: Mapping[str, Lies] | None, axis: str) -> Lies | None:
+    """What an entry says of one axis, None if nothing."""
+    if entry is None:
+        return None
+    return entry.get(axis) if entry else Lies()
 
 
 def read_value(entry: Any) -> dict[str, Lies]:

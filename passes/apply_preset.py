@@ -6,7 +6,7 @@ megatron-sp`` for the tensor axes. Axes that no word speaks of get ``ddp`` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
@@ -115,6 +115,16 @@ def _words(preset: str) -> list[str]:
                 do="Keep one.",
             )
     return words
+
+
+def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str) -> dict[str, Cuts]:
+    """Parameters with some cuts, cut along the data axes as well as a preset's words store them."""
+    data = [axis for axis in mesh.names if axis in DATA_AXES]
+    stored = {name: dict(cuts) for name, cuts in params.items()}
+    for axis in _sharded_axes(_words(preset), data, mesh):
+        for name, cuts in stored.items():
+            _shard(cuts, graph.params[name], axis, mesh)
+    return dict(stored)
 
 
 def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:

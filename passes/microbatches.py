@@ -16,7 +16,7 @@ from torch import fx
 
 from partc import collectives
 from partc.errors import PlanError
-from partc.graph import Graph, call_before, draw_of, picked, shape_of, value
+from partc.graph import Graph, call_before, draw_of, op_word, picked, shape_of, update, value
 from partc.mesh import Mesh
 from partc.passes.open_means import NLL
 
@@ -83,6 +83,8 @@ def count_targets(graph: Graph) -> None:
         if node.target is operator.getitem and picked(node)[1] == 1:
             call = picked(node)[0]
             if call.target in NLL:
+                # names of other calls, by which plans know them, must not be counted on
+                update(node, opened=op_word(call.target))
                 node.replace_all_uses_with(_count(call, node))
                 graph.fx.erase_node(node)
 

@@ -36,7 +36,7 @@ from partc.passes.open_ops import open_op, opens
 from partc.passes.price import Choices, Prices
 from partc.passes.value_names import value_names
 from partc.plan import Plan
-from partc.plan_values import Lies, write_value
+from partc.plan_values import Lies, lies_on, write_value
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
 from partc.rules.rows import alike, rows_known
@@ -143,7 +143,7 @@ class AxisWalk:
                 self._at_hand_too(node)
             elif node.op == "call_function":
                 best = self.choose(node)
-                if opens(node) and node not in self.pins and self._gathers(node, best):
+                if opens(node) and self._pin(node) is None and self._gathers(node, best):
                     node, self.opened = open_op(self.graph, node), True
                     continue
                 self._take(node, best)
@@ -174,8 +174,9 @@ class AxisWalk:
         """The cheapest admissible strategy; all-replicated if nothing else will do."""
         operands = tensor_args(node)
         whole = whole_strategy(node)
-        if node in self.pins and self.axis != MB:
-            return self.as_pinned(node, self.pins[node].get(self.axis, Lies()))
+        lies = self._pin(node)
+        if lies is not None:
+            return self.as_pinned(node, lies)
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
@@ -220,6 +221,10 @@ class AxisWalk:
         costs = [self.prices.price(node, operands, s) for s in options]
         priced = [(cost, i) for i, cost in enumerate(costs) if cost is not None]
         return options[min(priced)[1] if priced else 0]
+
+    def _pin(self, node: fx.Node) -> Lies | None:
+        """What the plan says of a call on this axis; microbatches are none of its affair."""
+        return None if self.axis == MB else lies_on(self.pins.get(node), self.axis)
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
         """All that a decision depends on: equal calls of equal blocks are decided once."""

@@ -52,5 +52,11 @@ def test_slips_are_refused(text: str) -> None:
         Plan.parse(text)
 
 
+def test_an_entry_speaks_of_the_axes_that_it_names() -> None:
+    plan = Plan.parse('params = { w = { dp = 0, tp = 1 } }\nvalues = { w = { tp = "whole" } }')
+    assert plan.used("w") == {"dp": cut(0)}
+    assert plan.changed(values={"w": {}}).used("w") == {}
+
+
 def test_a_parameter_is_used_without_the_cuts_that_are_gathered() -> None:
     assert PLAN.used("layers.0.w") == {"tp": cut(1, 3)}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from partc.mesh import Mesh
 from partc.passes.propagate import propagate, whole_strategy
 from partc.passes.search.decode import copy_graph
 from partc.passes.search.shardings import Found, search_shardings
+from partc.passes.search.transfers import Transfers
 from partc.plan import Plan
-from partc.sharding import R
+from partc.sharding import R, U, cut
 from partc.topology import Topology
 from tests.random_steps import BruteForce, random_step
 
@@ -33,6 +36,17 @@ def check_optimal(seed: int, num_calls: int) -> None:
     assert found.seconds == pytest.approx(least, rel=CLOSE)
     assert found.bound == pytest.approx(least, rel=CLOSE)
     assert seconds_of(found, every) == pytest.approx(least, rel=CLOSE)
+
+
+def test_rows_in_an_order_of_their_own_stay_where_they_are() -> None:
+    """No other rank knows where they belong."""
+    mesh = Mesh((("x", 2),))
+    lies = Transfers(mesh, mesh)
+    own = lies.number({"x": cut(0, own=True)})
+    others = [lies.number({"x": layout}) for layout in (R, U, cut(0), cut(1))]
+    assert lies.seconds(1e6, own, own) == 0
+    assert all(lies.seconds(1e6, own, other) == math.inf for other in others)
+    assert all(lies.seconds(1e6, other, own) == math.inf for other in others)
 
 
 def seconds_of(found: Found, every: BruteForce) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
-from partc.passes.search.laws import TP
+from partc.passes.search.laws import TP, searched_word
 
 WORDS = ("megatron-sp", "megatron")
 DATA: tuple[Data, ...] = ("ddp", "zero1", "fsdp")
@@ -77,7 +77,7 @@ class Space:
         if tp == 1:
             yield ""
             return
-        for word in WORDS:
+        for word in (*WORDS, searched_word(tp)):
             if word in self.tp_divides and self.tp_divides[word] % tp == 0:
                 yield word
 

@@ -7,8 +7,9 @@ tensor preset.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,13 @@ from partc.errors import PartcError
 from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.objective import Objective, check_price
+from partc.passes.apply_preset import store_cut
 from partc.passes.search.candidates import WORDS, names_axes
+from partc.passes.search.compare_shardings import compare_shardings
 from partc.passes.search.estimate import RECOMPUTE, Recompute
 from partc.passes.search.infeasible import nothing_fits
 from partc.passes.search.search_plans import Profiles, Ranked, Search, profiles_of
-from partc.plan import Plan
+from partc.plan import Plan, fits
 from partc.prediction import Work
 
 AUTO_PLAN = "auto"
@@ -33,27 +36,34 @@ _SUPERLATIVES = {"time": "best", "dollars": "cheapest", "energy": "least energy"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found: the best candidates that fit, the best first."""
+    """What a search found: the best candidates that fit, the best first. By size of ``tp``, how far
+    they are from the best shardings; by word, the entries of shardings that were searched.
+    """
 
     ranked: tuple[Ranked, ...]
     search: Search
+    lines: Mapping[int, str] = field(default_factory=dict)
+    entries: Mapping[str, Plan] = field(default_factory=dict)
 
-    def ways(self, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
+    def ways(self, graph: Graph, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
         """Mesh and plan of each candidate, the best first; what the plan pins stays."""
         knows = mesh.topology is not None and not mesh.topology.is_mixed
         limit = plan.memory_bytes or (round(self.search.limit) if knows else 0)
         found = []
         for each in self.ranked:
             one = each.candidate
+            at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
+            own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
             more: dict[str, Any] = (
                 {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
             )
+            line = self.lines.get(one.tp)
             found.append((
-                one.mesh(mesh.topology),
-                plan.changed(
+                at,
+                own.changed(
                     preset=one.preset, microbatches=one.microbatches, memory_bytes=limit,
                     recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
-                    notes=(*plan.notes, self.note()), **more,
+                    notes=(*plan.notes, self.note(), *([line] if line else [])), **more,
                 ),
             ))  # fmt: skip
         return found
@@ -99,16 +109,34 @@ def choose_plan(
         microbatches=pinned, schedule=plan.schedule, recompute=ways,
         objective=objective, batch=Work.of(graph).batch,
     )  # fmt: skip
-    choice = choose(search)
-    if choice is None:
+    presets = choose(search)
+    ranked = presets.ranked if presets else ()
+    found = compare_shardings(graph, plan, search, ranked) if len(words) > 1 else presets
+    if found is None or not found.ranked:
         raise nothing_fits(replace(search, profiles=_all_profiles(graph, search.profiles)))
-    return choice
+    return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
 
 
 def choose(search: Search) -> Choice | None:
     """The best candidates of a search; None if none fits the memory."""
     found = tuple(islice(filter(search.fits, search.ascending()), KEPT))
     return Choice(found, search) if found else None
+
+
+def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: str) -> Plan:
+    """A user's plan, and where it says nothing entries over ``tp``; parameters are stored cut along
+    the data axes as the preset has it.
+    """
+    own = store_cut({name: entries.stored(name) for name in graph.params}, graph, mesh, preset)
+    pinned = {name: plan.stored(name) for name in own if any(fits(p, name) for p in plan.params)}
+    full = plan.changed(
+        params={**own, **pinned},
+        values={**plan.values, **{n: v for n, v in entries.values.items() if n not in plan.values}},
+        gather={**entries.gather, **plan.gather},
+        scatter={**entries.scatter, **plan.scatter},
+    )
+    written = Plan.parse(str(full.changed(preset=preset)))  # names of blocks as patterns
+    return full.changed(params=written.params, values=written.values)
 
 
 def _all_profiles(graph: Graph, known: Profiles) -> Profiles:

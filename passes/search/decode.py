@@ -16,15 +16,15 @@ from partc.graph import Graph, results_of, tensor_args, value
 from partc.mesh import Mesh
 from partc.passes.open_ops import opens
 from partc.passes.price import Choices
-from partc.passes.propagate import AxisWalk, Pins, propagate, whole_strategy
+from partc.passes.propagate import AxisWalk, Pins, pinned, propagate, whole_strategy
 from partc.passes.search.decided import Decided, Life
 from partc.passes.search.openings import OPENED
 from partc.passes.search.step_values import StepValues
 from partc.passes.search.ways import CallWays
 from partc.plan import Plan, widest_pattern
-from partc.plan_values import Lies, Values
+from partc.plan_values import Lies
 from partc.rules import Strategy
-from partc.sharding import Layout, R
+from partc.sharding import Layout, R, Sharding
 
 _WALKS = 4  # a pin may change what propagation makes of later calls
 
@@ -36,12 +36,37 @@ def plan_of(decided: Decided, ways: CallWays, values: StepValues, mesh: Mesh, li
     entries.
     """
     choices = {**decided.choices, **_sink_cuts(decided.choices, ways, values)}
-    plan = _stated(Decided(choices, decided.stored), values, mesh, life, values.pins)
-    found = [_pinned(each, choices, values) for each in _with_scatters(plan, choices, values)]
+    axes = values.graph.mesh.names
+    base = values.pins.changed(mesh=mesh, preset="", values={}, inputs=_cut_inputs(choices, values))
+    return _shortest(base, Decided(choices, decided.stored), axes, values, life)
+
+
+def entries_on(axis: str, decided: Decided, values: StepValues, base: Plan, life: Life) -> Plan:
+    """``base``, a complete plan without cuts on one axis, with the fewest entries that make it
+    propagate to what was decided there. What follows from the inputs alone lies as its readers
+    want it.
+    """
+    return _shortest(base, decided, (axis,), values, life)
+
+
+def _shortest(
+    base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
+) -> Plan:
+    plan = _stated(base, decided, axes, values, life)
+    choices = {node: on for node, made in decided.choices.items() if (on := _on_axes(made, axes))}
+    plans = list(_with_scatters(plan, choices, axes, values))
+    found = [_pinned(each, choices, axes, values) for each in plans]
     best = min(found, key=lambda each: len(each.values))
     best = Plan.parse(str(best))
     _check(best, choices, values.graph)
     return best
+
+
+def _on_axes(made: Mapping[str, Strategy], axes: tuple[str, ...]) -> dict[str, Strategy]:
+    """What these axes do with a call, nothing if others open it: it is no longer there then."""
+    if any(s.variant == OPENED for axis, s in made.items() if axis not in axes):
+        return {}
+    return {axis: strategy for axis, strategy in made.items() if axis in axes}
 
 
 def copy_graph(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
@@ -91,32 +116,37 @@ def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strateg
     return whole_strategy(node)
 
 
-def _stated(decided: Decided, values: StepValues, mesh: Mesh, life: Life, pins: Plan) -> Plan:
-    """The plan of stored and used parameters and of inputs."""
-    names = values.graph.mesh.names
-    inputs = {}
+def _cut_inputs(choices: Choices, values: StepValues) -> dict[str, dict[str, Layout]]:
+    """Inputs cut as all readers want them, or as is pinned."""
+    pins, found = values.pins, {}
     for name, node in values.graph.inputs.items():
-        cuts = {a: _wanted(node, a, decided.choices, values) for a in names}
-        inputs[name] = {a: layout for a, layout in cuts.items() if layout != R}
+        cuts = {a: _wanted(node, a, choices, values) for a in values.graph.mesh.names}
+        found[name] = {a: layout for a, layout in cuts.items() if layout != R}
         if node not in values.free:
-            inputs[name] = dict(pins.stored(name, pins.inputs))
-    used: Values = {
-        name: {a: Lies(x) for a, x in stored.items() if not _gathered(name, a, decided, values)}
-        for name, stored in decided.stored.items()
+            found[name] = dict(pins.stored(name, pins.inputs))
+    return found
+
+
+def _stated(
+    base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
+) -> Plan:
+    """The plan with stored and used parameters on these axes."""
+    stored = {
+        name: {a: known[a] for a in axes if known.get(a, R) != R}
+        for name, known in decided.stored.items()
     }
-    pairs = [(a, used[name]) for name, stored in decided.stored.items() for a in stored]
-    gather = {axis: life for axis in names if any(a == axis and a not in u for a, u in pairs)}
-    plan = pins.changed(
-        mesh=mesh,
-        preset="",
-        params=decided.stored,
-        inputs=inputs,
-        gather={**gather, **pins.gather},
-        values={},
-    )
-    odd = [n for n, lies in used.items() if plan.used(n) != {a: x.out for a, x in lies.items()}]
+    used: dict[str, dict[str, Layout]] = {
+        name: {a: R if _gathered(name, a, decided, values) else known.get(a, R) for a in axes}
+        for name, known in stored.items()
+    }
+    gathered = [a for name, known in stored.items() for a in known if used[name][a] == R]
+    gather = {axis: life for axis in axes if axis in gathered}
+    plan = base.changed(params=stored, gather={**gather, **base.gather})
+    odd = [n for n, lies in used.items() if Sharding.of(lies, values.graph.mesh)
+           != Sharding.of(plan.used(n), values.graph.mesh)]  # fmt: skip
     patterns = dict.fromkeys(map(widest_pattern, odd))  # what they say holds of all that they fit
-    return plan.changed(values={n: u for n, u in used.items() if widest_pattern(n) in patterns})
+    lies = {n: {a: Lies(x) for a, x in u.items()} for n, u in used.items()}
+    return plan.changed(values={n: u for n, u in lies.items() if widest_pattern(n) in patterns})
 
 
 def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
@@ -131,11 +161,13 @@ def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> boo
 
 
 # calls --------------------------------------------------------------------------------------------
-def _with_scatters(plan: Plan, choices: Choices, values: StepValues) -> Iterator[Plan]:
+def _with_scatters(
+    plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepValues
+) -> Iterator[Plan]:
     """The plan, and for each axis with the dim along which most sums are scattered."""
     yield plan
     scatter: dict[str, int] = {}
-    for axis in values.graph.mesh.names:
+    for axis in axes:
         dims = [d for d in _scattered(axis, choices, values) if axis not in plan.scatter]
         if dims:
             scatter[axis] = max(sorted(set(dims)), key=dims.count)
@@ -154,7 +186,7 @@ def _scattered(axis: str, choices: Choices, values: StepValues) -> Iterator[int]
                     yield read.ins[reader.operand].dim
 
 
-def _pinned(plan: Plan, choices: Choices, values: StepValues) -> Plan:
+def _pinned(plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepValues) -> Plan:
     """The plan with an entry for every call that propagation would lay out in another way."""
     graph, twins = copy_graph(values.graph)
     wanted = {twins[node]: each for node, each in choices.items()}
@@ -162,14 +194,14 @@ def _pinned(plan: Plan, choices: Choices, values: StepValues) -> Plan:
     pins: Pins = {}
     for _ in range(_WALKS):
         before = dict(pins)
-        _walk(graph, plan, wanted, pins)
+        _walk(graph, plan, wanted, pins, axes)
         if pins == before:
             break
         patterns = dict.fromkeys(widest_pattern(names[node]) for node in pins)
         for node, name in names.items():
             if widest_pattern(name) in patterns and node not in pins and _stays(node, wanted):
                 pins[node] = _entry(wanted[node])
-    kept = {names[n]: {a: x for a, x in lies.items() if x != Lies()} for n, lies in pins.items()}
+    kept = {names[node]: lies for node, lies in pins.items()}
     in_order = {name: kept[name] for name in names.values() if name in kept}
     return plan.changed(values={**plan.values, **in_order})
 
@@ -183,15 +215,18 @@ def _entry(wanted: Mapping[str, Strategy]) -> dict[str, Lies]:
     return {axis: Lies(s.outs[0] if s.outs else R) for axis, s in wanted.items()}
 
 
-def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins) -> None:
-    """One propagation that does as wanted and notes where it would not have."""
+def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins, axes: tuple[str, ...]) -> None:
+    """One propagation that on these axes does as wanted, and notes where it would not have."""
     opened = True
     while opened:
         choices: Choices = {}
         opened = False
         for axis in graph.mesh.names:
-            walk = _Recorder(graph, plan, axis, choices, False, None, pins, wanted=wanted)
-            opened |= walk.run()
+            given = (graph, plan, axis, choices, False, None)
+            if axis in axes:
+                opened |= _Recorder(*given, pins, wanted=wanted).run()
+            else:
+                opened |= AxisWalk(*given, pinned(graph, plan)).run()
 
 
 @dataclass
@@ -207,7 +242,7 @@ class _Recorder(AxisWalk):
         want = self.wanted[node].get(self.axis, whole_strategy(node))
         if want.variant == OPENED:
             return best
-        stays = opens(node) and node not in self.pins and self._gathers(node, want)
+        stays = opens(node) and self._pin(node) is None and self._gathers(node, want)
         if best != want or stays:
             entry = dict(self.pins.get(node, _entry(self.wanted[node])))
             if self.as_pinned(node, entry.get(self.axis, Lies())) != want:

@@ -23,7 +23,7 @@ from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.memory import STATE_COPIES
 from partc.passes.search.call_times import call_seconds
-from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile
+from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile, is_searched
 from partc.passes.search.turns import bubble_s, cut_evenly, in_flight, sent_s
 from partc.topology import Device, Topology
 
@@ -70,16 +70,27 @@ class Candidate:
 
     @property
     def preset(self) -> str:
+        """The words of its plan: shardings that were searched are entries beside those of data."""
+        if not is_searched(self.word):
+            return self.words
+        return self._data_word or "megatron"  # which has nothing left to cut
+
+    @property
+    def words(self) -> str:
+        """What is sharded over data axes, and how weights are cut over ``tp``."""
+        return "+".join(filter(None, [self._data_word, self.word if self.tp > 1 else ""]))
+
+    @property
+    def _data_word(self) -> str:
         data = "hsdp" if self.data == "fsdp" and self.replicate > 1 else self.data
-        words = [data] if self.data_ranks > 1 or self.tp == 1 else []
-        return "+".join([*words, *([self.word] if self.tp > 1 else [])])
+        return data if self.data_ranks > 1 or self.tp == 1 else ""
 
     def __str__(self) -> str:
         pipeline = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         order = f", {self.schedule}" if self.pp > 1 else ""
         again = ", blocks recomputed" if self.recompute == "block" else ""
         where = str(self.mesh(None)) or "one device"
-        return f"{self.preset} on {where}{order}{pipeline}{again}"
+        return f"{self.words} on {where}{order}{pipeline}{again}"
 
 
 @lru_cache(maxsize=256)

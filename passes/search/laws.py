@@ -13,6 +13,17 @@ DP, TP = "dp", "tp"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FORWARD, BACKWARD = 0, 1
+_SEARCHED = "searched-"
+
+
+def searched_word(tp: int) -> str:
+    """What stands in a preset's place for the shardings that were searched for a size of ``tp``."""
+    return f"{_SEARCHED}{tp}"
+
+
+def is_searched(word: str) -> bool:
+    """Whether a word stands for shardings that were searched."""
+    return word.startswith(_SEARCHED)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,8 @@ class Calls:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model's step under one way to cut weights over ``tp``.
+    """A model's step under one way to cut weights over ``tp``: a preset's ``word``, or shardings
+    that were searched for one size of it.
 
     ``units`` are its blocks and what stands between, ``chain`` has them in the order in which they
     run, a block that stands for others several times. ``saved`` is what a unit keeps for its

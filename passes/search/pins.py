@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import fx
 
 from partc.errors import PlanError
@@ -14,7 +13,8 @@ from partc.passes.search.step_values import StepValues
 from partc.passes.search.transfers import Bar, Transfers
 from partc.passes.search.ways import Ways
 from partc.plan import Cuts, Plan, fits
-from partc.plan_values import Lies, write_value
+from partc.plan_values import Lies, lies_on, write_value
+from partc.rules import Strategy
 from partc.sharding import Layout, Sharding, cut
 
 
@@ -31,11 +31,11 @@ class Pins:
     def allowed(self, node: fx.Node, ways: Ways, axes: tuple[str, ...]) -> Ways:
         """The ways of a call that do as the plan says; PlanError if there are none."""
         entry = self.plan.lies(self.values.names[node]) if self.plan.values else None
-        if entry is None:
+        wanted = {a: lies for a in axes if (lies := lies_on(entry, a)) is not None}
+        if not wanted:
             return ways
-        key = id(ways), tuple(entry.items())
+        key = id(ways), tuple(wanted.items())
         if key not in self.ways:
-            wanted = [entry.get(axis, Lies()) for axis in axes]
             self.ways[key] = _only(node, ways, wanted, axes)
         return self.ways[key]
 
@@ -101,29 +101,26 @@ def _other_than(used: Mapping[str, Lies]) -> Bar:
     """A parameter that is read in another layout than the plan says."""
 
     def bar(have: Sharding, want: Sharding) -> bool:
+        if not used:
+            return bool(want.layouts)
         return any(want.on(a) != lies.out for a, lies in used.items())
 
     return bar
 
 
-def _only(node: fx.Node, ways: Ways, wanted: list[Lies], axes: tuple[str, ...]) -> Ways:
+def _only(node: fx.Node, ways: Ways, wanted: Mapping[str, Lies], axes: tuple[str, ...]) -> Ways:
     """The choices in which every axis lies as wanted."""
-    keep = [
-        i
-        for i, chosen in enumerate(ways.strategies)
-        if all(lies.allows(s.ins, s.outs) for lies, s in zip(wanted, chosen, strict=True))
-    ]
+
+    def as_wanted(chosen: Sequence[Strategy]) -> bool:
+        by_axis = zip(axes, chosen, strict=True)
+        return all(wanted[a].allows(s.ins, s.outs) for a, s in by_axis if a in wanted)
+
+    keep = [i for i, chosen in enumerate(ways.strategies) if as_wanted(chosen)]
     if not keep:
         raise PlanError(
             where=f"plan, {value(node).module}",
-            what=f"{node.name} cannot lie as {write_value(dict(zip(axes, wanted, strict=True)))}",
+            what=f"{node.name} cannot lie as {write_value(wanted)}",
             why=f"{value(node).shape} has no such strategy",
             do="Correct the entry in [values], or drop it.",
         )
-    return Ways(
-        strategies=tuple(ways.strategies[i] for i in keep),
-        ins=tuple(tuple(side[i] for i in keep) for side in ways.ins),
-        outs=tuple(tuple(side[i] for i in keep) for side in ways.outs),
-        seconds=np.array([ways.seconds[i] for i in keep]),
-        labels=tuple(ways.labels[i] for i in keep),
-    )
+    return ways.only(keep)

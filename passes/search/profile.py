@@ -3,14 +3,14 @@
 A call's arithmetic, and the bytes of a tensor, are those of the whole model over the sizes of the
 axes that cut it. So the graph is partitioned once for two data and two tensor ranks; which axis
 cuts what holds for every size that divides the same dims, and ``estimate.py`` evaluates plans by
-thousands.
+thousands. Shardings that were searched hold for the tensor ranks that they were searched for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, prod
 from typing import Literal
 
 import numpy as np
@@ -48,6 +48,7 @@ from partc.sharding import DTYPE_NAMES
 
 Row = tuple[float, float, float, float]
 UNCUT = ((False, False),) * 3
+RANKS = 2  # of each axis, where a graph is partitioned to read its laws
 Recompute = Literal["cheap", "none", "attention", "block"] | tuple[str, ...]  # a plan's
 Touched = Callable[[Graph], Mapping[fx.Node, Sequence[fx.Node]]]
 
@@ -74,19 +75,36 @@ def profiles(
     graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values
 ) -> Iterator[Profile]:
     """A profile for each way to recompute, of one partition: that is what takes time."""
-    whole, plan = _representative(graph, word)
+    preset = Plan(preset="+".join(filter(None, ["ddp", word])))
+    axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
+    yield from _profiles(graph, word, Mesh(axes), preset, ways, touched)
+
+
+def profiles_of_entries(
+    graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute]
+) -> Iterator[Profile]:
+    """The same of what a plan's entries say of so many tensor ranks."""
+    mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
+    plan = entries.changed(preset="ddp")
+    for found in _profiles(graph, word, mesh, plan, ways, touched_values):
+        yield replace(found, tp_divides=tensor_ranks)
+
+
+def _profiles(
+    graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute], touched: Touched
+) -> Iterator[Profile]:
+    whole, plan = _representative(graph, mesh, plan)
     for again in ways:
         local = recomputing.recompute(copied(whole), plan.changed(recompute=again))
         yield _Reader(graph, local, word, touched(local)).profile()
 
 
-def _representative(graph: Graph, word: str) -> tuple[Graph, Plan]:
-    """The local graph for two data ranks and, with a word, two tensor ranks."""
+def _representative(graph: Graph, mesh: Mesh, plan: Plan) -> tuple[Graph, Plan]:
+    """The local graph for these ranks."""
     copy = copied(graph)
-    axes = ((DP, 2), (TP, 2)) if word else ((DP, 2),)
-    copy.mesh = Mesh(axes)
+    copy.mesh = mesh
     split_bias(copy)
-    plan = complete(Plan(preset="+".join(filter(None, ["ddp", word]))), copy, copy.mesh)
+    plan = complete(plan, copy, mesh)
     choices = propagate(copy, plan, warnings=[])
     return fuse_bias(insert_collectives(copy, plan, choices)), plan
 
@@ -173,10 +191,15 @@ class _Reader:
                 sizes.get(result, Sizes()) if result is not None else sum(sizes.values(), Sizes())
             )
         data, tensor = self._cut(node)
-        whole = fake.numel() * fake.element_size() * (1 + data) * (1 + tensor)
+        whole = fake.numel() * fake.element_size() * self._ranks((data, tensor))
         row = [0.0] * 4
         row[2 * data + tensor] = float(whole)
         return Sizes((row[0], row[1], row[2], row[3]))
+
+    def _ranks(self, cut: tuple[bool, bool]) -> int:
+        """Into how many pieces the axes cut that do."""
+        sizes = [size for _, size in self.local.mesh.axes]
+        return prod(size for size, cuts in zip(sizes, cut, strict=False) if cuts)
 
     def _divides(self, axis: str) -> int:
         """The greatest number that divides every dim which the axis cuts."""
@@ -213,7 +236,7 @@ class _Reader:
         cuts = [self._cut(n) for n in (*tensor_args(node), node)]
         cut = (any(c[0] for c in cuts), any(c[1] for c in cuts))
         size = sum((self._size(n) for n in self.touched[node]), Sizes())
-        whole = flops * (1 + cut[0]) * (1 + cut[1])
+        whole = flops * self._ranks(cut)
         return (
             *self._place(node), _makes_weight_grad(self.local, node), whole, cut, size.by_cut,
             _dtype(node), work_of(node), *self._product(node),
@@ -232,7 +255,7 @@ class _Reader:
             if layout.kind == "cut":
                 of = next((i for i, dim in enumerate(last) if layout.dim <= dim), 2)
                 cuts[of] = (cuts[of][0] or axis == 0, cuts[of][1] or axis == 1)
-        whole = (size * (1 + a) * (1 + b) for size, (a, b) in zip(made, cuts, strict=True))
+        whole = (size * self._ranks(axes) for size, axes in zip(made, cuts, strict=True))
         return Product(*whole), tuple(cuts), self._size(node).by_cut
 
     def _place(self, node: fx.Node) -> tuple[int, int]:
@@ -314,7 +337,7 @@ class _Reader:
         live = [b for b in buffers if b.born <= at <= b.dies]
         data, tensor = self._cut(by_name[curve.calls[at]])
         row = [0.0] * 4
-        row[2 * data + tensor] = curve.temporary_bytes[at] * (1 + data) * (1 + tensor)
+        row[2 * data + tensor] = curve.temporary_bytes[at] * self._ranks((data, tensor))
         inside = Sizes((row[0], row[1], row[2], row[3]))
         return sum((self._size(by_name[b.name], b.result) for b in live), inside)
 

@@ -22,12 +22,14 @@ Bar = Callable[[Sharding, Sharding], bool]  # whether the way from one to the ot
 class Transfers:
     """Shardings by number, and what lies between each two of them.
 
-    ``mesh`` has the axes that cut tensors, ``machines`` all axes and what ranks run on. Numbers
-    stand for shardings because tables are made of millions of look-ups.
+    ``mesh`` has the axes that cut tensors, ``machines`` all axes and what ranks run on; transfers
+    take time on the axes ``counted``, by default on all. Numbers stand for shardings because tables
+    are made of millions of look-ups.
     """
 
-    def __init__(self, mesh: Mesh, machines: Mesh) -> None:
+    def __init__(self, mesh: Mesh, machines: Mesh, counted: Sequence[str] | None = None) -> None:
         self.mesh, self.machines = mesh, machines
+        self.counted = mesh.names if counted is None else counted
         self.shardings: list[Sharding] = []
         self._numbers: dict[Sharding, int] = {}
         self._hops: dict[tuple[int, int], tuple[Hop, ...] | None] = {}
@@ -96,6 +98,8 @@ class Transfers:
         return sum(self._line(kind, axis, share * num_bytes) for kind, axis, share in hops)
 
     def _line(self, kind: str, axis: str, num_bytes: float) -> float:
+        if axis not in self.counted:
+            return 0.0
         lines = self._lines.get((kind, axis))
         if lines is None:
             found = estimates(kind, self.machines, axis)
@@ -124,5 +128,9 @@ class Transfers:
 
 
 def _reaches(have: Layout, want: Layout) -> bool:
-    """Sums and maxima can be finished; a sum can be made of what is whole, not of pieces."""
-    return have == want or want.kind in ("R", "cut") or (want.kind == "U" and have.kind == "R")
+    """Sums and maxima can be finished; a sum can be made of what is whole, not of pieces. Rows in
+    an order of a rank's own are known to no other.
+    """
+    if have == want or have.own or want.own:
+        return have == want
+    return want.kind in ("R", "cut") or (want.kind == "U" and have.kind == "R")

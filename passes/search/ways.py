@@ -38,6 +38,16 @@ class Ways:
     seconds: Costs
     labels: tuple[str, ...]
 
+    def only(self, keep: Sequence[int]) -> Ways:
+        """These choices alone."""
+        return Ways(
+            strategies=tuple(self.strategies[i] for i in keep),
+            ins=tuple(tuple(side[i] for i in keep) for side in self.ins),
+            outs=tuple(tuple(side[i] for i in keep) for side in self.outs),
+            seconds=np.array([self.seconds[i] for i in keep]),
+            labels=tuple(self.labels[i] for i in keep),
+        )
+
 
 @dataclass
 class CallWays:
@@ -146,7 +156,7 @@ class CallWays:
         for axis, strategy in every.items():
             if strategy.variant == OPENED:
                 others = {a: s.outs[0] for a, s in every.items() if a != axis}
-                opening = next(o for o in self._openings(node, axis) if o.strategy == strategy)
+                opening = next(o for o in self.openings(node, axis) if o.strategy == strategy)
                 share = self.share * self.lies.share(self.lies.number(others))
                 times.append(opening.seconds(share, self.lies, self.device))
         own = self.costs[self.kinds[node]].seconds(ins, outs, self.lies, self.device)
@@ -158,9 +168,10 @@ class CallWays:
         """All-replicated, the rules' strategies, and the opened ones."""
         known = self.strategies(node, axis, wished)
         whole = Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
-        return [whole, *known, *(opening.strategy for opening in self._openings(node, axis))]
+        return [whole, *known, *(opening.strategy for opening in self.openings(node, axis))]
 
-    def _openings(self, node: fx.Node, axis: str) -> list[Opening]:
+    def openings(self, node: fx.Node, axis: str) -> list[Opening]:
+        """The ways of a call that is opened on an axis."""
         key = self.kinds[node], axis
         if key not in self.opened:
             known = self.strategies(node, axis, ())
