@@ -155,7 +155,8 @@ def cost_report(
     ran = replay(graph)
     over = mesh or graph.mesh
     curve = memory_curve(graph, ran)
-    live, at, holders = _live_of_program(role) if role else _live_of_graph(curve)
+    library = over.hardware.library
+    live, at, holders = _live_of_program(role, library) if role else _live_of_graph(curve)
     return CostReport(
         model=graph.model,
         mesh=str(graph.mesh),
@@ -181,8 +182,8 @@ def _live_of_graph(curve: MemoryCurve) -> Live:
     return curve.peak_bytes, at, [(str(b), b.num_bytes) for b in curve.holders(TOP)]
 
 
-def _live_of_program(role: Role) -> Live:
-    ran = dry_run(role)
+def _live_of_program(role: Role, library: str) -> Live:
+    ran = dry_run(role, library=library)
     return ran.peak_bytes, f"line {ran.line}", [(str(h), h.num_bytes) for h in ran.holders]
 
 
