@@ -21,7 +21,7 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
 from partc.folds import likes_of
 from partc.graph import Graph, copied, value
-from partc.memory_limit import check_memory, memory_limits
+from partc.memory_limit import check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh
 from partc.objective import Objective, objective_of
 from partc.passes.apply_preset import complete
@@ -47,6 +47,7 @@ from partc.passes.storage import replay
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
 from partc.plan import Plan
 from partc.prediction import Work, trained_bytes
+from partc.prefetch import prefetches
 from partc.program import Program
 from partc.record_tape import record_phases, record_step
 from partc.role import Role, dtype_name
@@ -198,14 +199,22 @@ def compile_stage(
     full, local = partition(graph, plan, strict=strict)
     check_plan(local, full)
     check(local)
-    source = emit(local, header=header(local, full))
-    cost = cost_report(local, role=Role.load(source, ROLE), work=work, mesh=mesh)
-    check_memory(cost.peaks(), memory_limits(mesh, full.memory_bytes))
-    tape = record_step(local, replay(local))
+    tape, limits = record_step(local, replay(local)), memory_limits(mesh, full.memory_bytes)
+    for prefetch in prefetches(full, tape, mesh):
+        source = emit(local, header=header(local, full), prefetch=prefetch)
+        cost = cost_report(
+            local, role=Role.load(source, ROLE), work=work, mesh=mesh, prefetch=prefetch
+        )
+        full = full.changed(prefetch=prefetch)
+        if fits(cost.peaks(), limits):
+            break
+    check_memory(cost.peaks(), limits)
     return Program(
         plan=str(full),
         mesh=mesh,
-        basis=Basis(str(mesh.hardware), (tape,), (trained_bytes(local),)),
+        basis=Basis(
+            str(mesh.hardware), (replace(tape, prefetch=full.prefetch),), (trained_bytes(local),)
+        ),
         sources={ROLE: source},
         roles=((mesh.num_ranks, ROLE),),
         cost=cost,

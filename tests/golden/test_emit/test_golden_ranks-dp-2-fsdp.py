@@ -211,6 +211,7 @@ class ToyStep(nn.Module):
             blocks_saved.append(saved)
         del saved
         self.blocks[-1].regather()                                       # what the next loop begins with
+        self.blocks[-2].regather()                                       # and goes on with
         # head
         [head_weight] = take(gathered_1)                                 # hidden behind the last block
         head = F.linear(x, head_weight)                                  # f64[4@dp,8,14]
@@ -237,7 +238,7 @@ class ToyStep(nn.Module):
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
-            if following is not None:
+            if following is not None and not following.whole:
                 following.regather()                                     # hidden behind this block's backward
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
             finish(before)                                               # reduced behind this block's backward
