@@ -24,24 +24,21 @@ from partc.graph import Graph, copied, value
 from partc.memory_limit import check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh
 from partc.objective import Objective, objective_of
+from partc.order_step import order_step
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
-from partc.passes.fill_waits import fill_waits
 from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
-from partc.passes.join_collectives import join_collectives
 from partc.passes.keep_stages import keep_stages
 from partc.passes.local_batch_norm import has_batch_norm
 from partc.passes.microbatches import count_targets, layout_mesh
-from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.search.choose_plan import AUTO_PLAN, can_search, choose_plan
 from partc.passes.search.infeasible import too_large
 from partc.passes.search.plans_by_hand import by_hand
 from partc.passes.search.search_plans import Taken
-from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
@@ -279,9 +276,9 @@ def compile_pipeline(
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
+    over = graph.mesh
     full, local = localize(graph, plan, strict=strict)
-    join_collectives(share_gathers(local), full.join_mb)
-    return full, fill_waits(place_waits(local))
+    return full, order_step(local, full, over)
 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
