@@ -13,6 +13,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import partc_side
@@ -23,7 +24,11 @@ from benchmarks.overlap_table import Round, Row, table
 from benchmarks.peers import TOLERANCE
 from benchmarks.workload import SIZES, Reference, Size, reference
 from partc.errors import PartcError
+from partc.mesh import Mesh
 from partc.plan import Plan
+from partc.topology import Topology
+
+EFFICIENCY = 0.94  # of a link: what TCP leaves of it
 
 
 def measure(
@@ -32,10 +37,26 @@ def measure(
     """A row for each link, and how far losses and gradients are from one process at worst."""
     layout = LAYOUTS[name]
     expected = reference(size, NUM_CHECKED)
-    with tempfile.TemporaryDirectory() as folder:
-        program = str(Path(folder, "program"))
-        partc_side.compile_to(program, size, layout.mesh, layout.plan, layout.cut, join_mb)
-        return [_on(name, size, link, num_rounds, program, expected) for link in links]
+    found = []
+    for link in links:
+        with tempfile.TemporaryDirectory() as folder:
+            program = str(Path(folder, "program"))
+            mesh = Mesh(Mesh.of(layout.mesh).axes, machines(layout.num_ranks, link))
+            partc_side.compile_to(program, size, mesh, layout.plan, layout.cut, join_mb)
+            found.append(_on(name, size, link, num_rounds, program, expected))
+    return found
+
+
+def machines(num: int, link: Link) -> Topology:
+    """What a program is compiled for: hosts that such links join."""
+    cpu = Topology.load("cpu", num)
+    (level,) = cpu.levels
+    latency_s = level.latency_s + link.latency_ms / 1e3
+    network = replace(
+        level, name="network", bytes_per_s=link.mbit_per_s * 1e6 / 8, latency_s=latency_s,
+        efficiency=EFFICIENCY,
+    )  # fmt: skip
+    return replace(cpu, name="hosts", levels=(network,))
 
 
 def _on(

@@ -1,4 +1,4 @@
-"""How long gloo takes to sum and scatter, by its own reduce_scatter and by all_to_all and a sum.
+"""How long gloo takes to sum and scatter: its own reduce_scatter, and what programs do.
 
 Run ``python -m benchmarks.netlab --hosts 2 --mbit 1000 -- python -m benchmarks.reduce_scatter``.
 """
@@ -12,33 +12,38 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-NUMEL = 4096 * 256  # a gradient of 4.2 MB
+from partc.codegen.printed import scatter_sum
+
+NUMELS = tuple(4**i * 256 for i in range(8))  # f32, 1 KB to 16.8 MB
 ROUNDS = 9
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    num = dist.get_world_size()
-    x, arrived, piece = torch.ones(NUMEL), torch.empty(NUMEL), torch.empty(NUMEL // num)
-
-    def exchanged() -> None:
-        dist.all_to_all_single(arrived, x)
-        arrived.view(num, -1).sum(0)
-
-    seconds = {
-        "reduce_scatter": _median_s(lambda: dist.reduce_scatter_single(piece, x)),
-        "all_to_all and sum": _median_s(exchanged),
-        "all_gather": _median_s(lambda: dist.all_gather_single(arrived, piece)),
-    }
     if dist.get_rank() == 0:
-        print(", ".join(f"{name} {each * 1e3:.1f} ms" for name, each in seconds.items()))
+        print("| KB | reduce_scatter ms | all_to_all and sum ms | all_gather ms |")
+        print("|---|---|---|---|")
+    for numel in NUMELS:
+        medians_ms = [f"{each * 1e3:.2f}" for each in _medians_s(numel)]
+        if dist.get_rank() == 0:
+            print(f"| {4 * numel / 1e3:.0f} | {' | '.join(medians_ms)} |", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _median_s(run: Callable[[], object]) -> float:
-    return median(_seconds(run) for _ in range(ROUNDS))
+def _medians_s(numel: int) -> list[float]:
+    """Seconds of each way, in turns."""
+    num, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    x, whole, piece = torch.ones(numel), torch.empty(numel), torch.empty(numel // num)
+    ways: list[Callable[[], object]] = [
+        lambda: dist.reduce_scatter_single(piece, x),
+        lambda: scatter_sum(x, num, group)[1].wait(),
+        lambda: dist.all_gather_single(whole, piece),
+    ]
+    rounds = [[_seconds(way) for way in ways] for _ in range(ROUNDS)]
+    return [median(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def _seconds(run: Callable[[], object]) -> float:

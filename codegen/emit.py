@@ -47,14 +47,17 @@ MEANINGS = {
 }
 
 
-def emit(graph: Graph, *, header: str) -> str:
-    """The text of a role's file: data, helpers, block classes and ``class <Model>Step``."""
+def emit(graph: Graph, *, header: str, prefetch: int = 1) -> str:
+    """The text of a role's file: data, helpers, block classes and ``class <Model>Step``.
+
+    Between two loops of blocks it starts to gather the weights of ``prefetch`` of the next.
+    """
     graph = copied(graph)
     items, sides = arranged(graph)
     helpers = Helpers()
     items = outlined(graph, items, helpers)
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
-    text = RoleText(graph, header, items, sides, helpers).text()
+    text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
     check_source(text)
     return text
 
@@ -89,6 +92,7 @@ class RoleText:
     sides: dict[Loop, Interface]
     helpers: Helpers
     adds: tuple[str, str, str] = ADDS
+    prefetch: int = 1
     lent: frozenset[str] = frozenset()  # buffers that another stage of the rank holds
     layers: Layers | None = None  # the graph's names count from, where several ranks run the text
     classes: dict[Run, BlockClass] = field(default_factory=dict)
@@ -254,7 +258,7 @@ class RoleText:
         body = StepBody(
             graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(order),
             f"{next(iter(arguments.values()), 'self')}.device",
-            items=self.items, classes=self.classes,
+            items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
         lasting = {n for n in kept if is_tensor(n) and n in order}
         statements = free_early(

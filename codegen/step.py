@@ -24,11 +24,16 @@ CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
 @dataclass
 class StepBody(Body):
-    """A Body whose items may be loops. ``order`` has the calls that stand in line."""
+    """A Body whose items may be loops. ``order`` has the calls that stand in line.
+
+    Between two loops the gathers of ``prefetch`` blocks begin.
+    """
 
     items: Sequence[Item] = ()
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last turn
+    prefetch: int = 1
+    begun: set[Loop] = field(default_factory=set)  # of which more blocks than one are gathered
 
     def statements(self) -> list[Statement]:
         """One Statement per call or loop, in order."""
@@ -42,10 +47,11 @@ class StepBody(Body):
                 found.append(self._loop(loop, early))
             found += [s for node in early for s in self.one(node)]
             following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
+            rest = [node for node in nodes if node not in early]
             if following is not None and self._gather(following):
-                call = f"{self._first(following)}.{self._gather(following)}()"
-                found.append(Statement([Line(call, "what the next loop begins with")]))
-            found += [s for node in nodes if node not in early for s in self.one(node)]
+                between = loop is not None and bool(rest)
+                found.append(self._begin(following, self.prefetch if between else 1))
+            found += [s for node in rest for s in self.one(node)]
         return found
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
@@ -72,8 +78,16 @@ class StepBody(Body):
         cls = self.classes[loop.run]
         return "" if cls.is_steady else cls.gather_name(self._side(loop))
 
-    def _first(self, loop: Loop) -> str:
-        return f"self.{self.classes[loop.run].attribute}[{-1 if self._descends(loop) else 0}]"
+    def _begin(self, loop: Loop, num: int) -> Statement:
+        """Start the gathers of a loop's first blocks."""
+        self.begun |= {loop} if num > 1 else set()
+        blocks = f"self.{self.classes[loop.run].attribute}"
+        indices = [-1 - i if self._descends(loop) else i for i in range(num)]
+        remarks = ["what the next loop begins with", *["and goes on with"] * (num - 1)]
+        return Statement([
+            Line(f"{blocks}[{index}].{self._gather(loop)}()", remark)
+            for index, remark in zip(indices, remarks, strict=True)
+        ])  # fmt: skip
 
     def _side(self, loop: Loop) -> Interface:
         return next(s for s in self.classes[loop.run].sides if s.loop.phase == loop.phase)
@@ -220,15 +234,17 @@ class StepBody(Body):
         remark = comment(
             f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}"
         )
+        begun = " and not following.whole" if loop in self.begun else ""
         lines = [
-            Line("if following is not None:", indent=1),
+            Line(f"if following is not None{begun}:", indent=1),
             Line(f"following.{self._gather(loop)}()", remark, indent=2),
         ]
         starts = [
             line for node in early for statement in self.one(node) for line in statement.lines
         ]
         if starts:
-            lines += [Line("else:", indent=1), *(replace(line, indent=2) for line in starts)]
+            other = "elif following is None:" if begun else "else:"
+            lines += [Line(other, indent=1), *(replace(line, indent=2) for line in starts)]
         return lines
 
     def _remark(self, side: Interface) -> str:

@@ -21,32 +21,30 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
 from partc.folds import likes_of
 from partc.graph import Graph, copied, value
-from partc.memory_limit import check_memory, memory_limits
+from partc.memory_limit import check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh
 from partc.objective import Objective, objective_of
+from partc.order_step import order_step
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
-from partc.passes.fill_waits import fill_waits
 from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.insert_collectives import insert_collectives
-from partc.passes.join_collectives import join_collectives
 from partc.passes.keep_stages import keep_stages
 from partc.passes.local_batch_norm import has_batch_norm
 from partc.passes.microbatches import count_targets, layout_mesh
-from partc.passes.place_waits import place_waits
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.search.choose_plan import AUTO_PLAN, can_search, choose_plan
 from partc.passes.search.infeasible import too_large
 from partc.passes.search.plans_by_hand import by_hand
 from partc.passes.search.search_plans import Taken
-from partc.passes.share_gathers import share_gathers
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
 from partc.plan import Plan
 from partc.prediction import Work, trained_bytes
+from partc.prefetch import prefetches
 from partc.program import Program
 from partc.record_tape import record_phases, record_step
 from partc.role import Role, dtype_name
@@ -198,14 +196,22 @@ def compile_stage(
     full, local = partition(graph, plan, strict=strict)
     check_plan(local, full)
     check(local)
-    source = emit(local, header=header(local, full))
-    cost = cost_report(local, role=Role.load(source, ROLE), work=work, mesh=mesh)
-    check_memory(cost.peaks(), memory_limits(mesh, full.memory_bytes))
-    tape = record_step(local, replay(local))
+    tape, limits = record_step(local, replay(local)), memory_limits(mesh, full.memory_bytes)
+    for prefetch in prefetches(full, tape, mesh):
+        source = emit(local, header=header(local, full), prefetch=prefetch)
+        cost = cost_report(
+            local, role=Role.load(source, ROLE), work=work, mesh=mesh, prefetch=prefetch
+        )
+        full = full.changed(prefetch=prefetch)
+        if fits(cost.peaks(), limits):
+            break
+    check_memory(cost.peaks(), limits)
     return Program(
         plan=str(full),
         mesh=mesh,
-        basis=Basis(str(mesh.hardware), (tape,), (trained_bytes(local),)),
+        basis=Basis(
+            str(mesh.hardware), (replace(tape, prefetch=full.prefetch),), (trained_bytes(local),)
+        ),
         sources={ROLE: source},
         roles=((mesh.num_ranks, ROLE),),
         cost=cost,
@@ -270,9 +276,9 @@ def compile_pipeline(
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
+    over = graph.mesh
     full, local = localize(graph, plan, strict=strict)
-    join_collectives(share_gathers(local), full.join_mb)
-    return full, fill_waits(place_waits(local))
+    return full, order_step(local, full, over)
 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:

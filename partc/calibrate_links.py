@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partc.codegen.printed import scatter_sum
 from partc.measured import Measured
 from partc.stopwatch import Stopwatch
 from partc.topology import APART_S, COLLECTIVES
@@ -70,8 +71,7 @@ def _run_of(kind: str, x: Tensor, group: dist.ProcessGroup) -> tuple[Callable[[]
         whole = x.new_empty(num * x.numel())
         return lambda: dist.all_gather_single(whole, x, group=group), 1
     if kind == "reduce_scatter":
-        piece = x.new_empty(x.numel() // num)
-        return lambda: dist.reduce_scatter_single(piece, x, group=group), 1
+        return lambda: scatter_sum(x, num, group)[1].wait(), 1
     if kind == "all_to_all":
         arrived = torch.empty_like(x)
         return lambda: dist.all_to_all_single(arrived, x, group=group), 1

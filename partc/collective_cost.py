@@ -33,7 +33,7 @@ OF_LIBRARY: dict[str, dict[str, tuple[str, ...]]] = {
     "gloo": {
         "all_reduce": ("ring",),
         "all_gather": ("ring",),
-        "reduce_scatter": ("all_reduce",),  # twice the bytes that it would have to move
+        "reduce_scatter": ("pairwise",),  # as programs do it: its own is an all_reduce
         "all_to_all": ("pairwise",),
         "broadcast": ("tree",),
         "send": ("direct",),

@@ -243,7 +243,6 @@ FORMULAS: dict[str, dict[str, Formula]] = {
     "reduce_scatter": {
         "ring": ring_reduce_scatter,
         "pairwise": pairwise_all_to_all,  # pieces are exchanged, and summed on arrival
-        "all_reduce": ring_all_reduce,  # of which a piece is kept: gloo's own
         "doubling": doubling_reduce_scatter,
         "hierarchical": hierarchical_reduce_scatter,
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import sympy
@@ -146,16 +147,20 @@ def cost_report(
     role: Role | None = None,
     work: Work | None = None,
     mesh: Mesh | None = None,
+    prefetch: int = 1,
 ) -> CostReport:
     """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one.
 
     With a role, live memory is that of its program; else that of the graph run in node order. With
-    the work of the whole step its time is predicted, on the machines under ``mesh``.
+    the work of the whole step its time is predicted, on the machines under ``mesh``, where the
+    program gathers ``prefetch`` blocks ahead.
     """
     ran = replay(graph)
     over = mesh or graph.mesh
     curve = memory_curve(graph, ran)
-    live, at, holders = _live_of_program(role) if role else _live_of_graph(curve)
+    step = partial(predict, optimizer=optimizer, prefetch=prefetch)
+    library = over.hardware.library
+    live, at, holders = _live_of_program(role, library) if role else _live_of_graph(curve)
     return CostReport(
         model=graph.model,
         mesh=str(graph.mesh),
@@ -169,7 +174,7 @@ def cost_report(
         moved_bytes=total_moved_bytes(graph, ran),
         traffic=tuple(traffic(graph)),
         symbolic=symbolic or SymbolicCosts(),
-        prediction=predict(graph, ran, work, over, optimizer=optimizer) if work else None,
+        prediction=step(graph, ran, work, over) if work else None,
     )
 
 
@@ -181,8 +186,8 @@ def _live_of_graph(curve: MemoryCurve) -> Live:
     return curve.peak_bytes, at, [(str(b), b.num_bytes) for b in curve.holders(TOP)]
 
 
-def _live_of_program(role: Role) -> Live:
-    ran = dry_run(role)
+def _live_of_program(role: Role, library: str) -> Live:
+    ran = dry_run(role, library=library)
     return ran.peak_bytes, f"line {ran.line}", [(str(h), h.num_bytes) for h in ran.holders]
 
 

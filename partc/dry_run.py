@@ -48,20 +48,20 @@ class DryRun:
 Known = dict[int, KnownTurns]  # by how many layers of a stack were left out
 
 
-def dry_run(role: Role, rank: int = 0, known: Known | None = None) -> DryRun:
+def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str = "gloo") -> DryRun:
     """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``.
 
     Microbatches that do what others did are not executed (``dry_turns``), and of deep stacks of
     layers as few as say what all need (``dry_layers``); ``known`` keeps what turns do for further
-    ranks that run the same file.
+    ranks that run the same file. ``library`` is what moves data (``topology.LIBRARIES``).
     """
     turns: Known = {} if known is None else known
 
     def shortened(left_out: int) -> LiveMemory:
         try:
-            return execute(role, rank, turns.setdefault(left_out, {}), left_out)
+            return execute(role, rank, turns.setdefault(left_out, {}), left_out, library)
         except NotSteady:
-            return execute(role, rank, None, left_out)
+            return execute(role, rank, None, left_out, library)
 
     peak_bytes, line, lines = most_of_all(shortened, depth(role, rank))
     return _report(role, peak_bytes, line, lines)
@@ -74,12 +74,14 @@ def dry_run_all(role: Role, rank: int = 0) -> DryRun:
     return _report(role, peak.num_bytes, peak.line, live.lines_at(peak))
 
 
-def execute(role: Role, rank: int, known: KnownTurns | None, left_out: int) -> LiveMemory:
+def execute(
+    role: Role, rank: int, known: KnownTurns | None, left_out: int, library: str = "gloo"
+) -> LiveMemory:
     """Run a step with some layers of every stack ``left_out``, and all microbatches where ``known``
     is None; NotSteady if a microbatch cannot be left out.
     """
     live = LiveMemory(_file(role))
-    with alone(role, rank) as here, torch.no_grad(), FakeTensorMode():
+    with alone(role, rank, library) as here, torch.no_grad(), FakeTensorMode():
         step: Any = role.build(here)
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         if left_out:
@@ -110,11 +112,11 @@ def _report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
 
 
 @contextmanager
-def alone(role: Role, rank: int) -> Iterator[RankMesh]:
+def alone(role: Role, rank: int, library: str = "gloo") -> Iterator[RankMesh]:
     """Let one rank of a role run without the others: its collectives then move nothing."""
     dist = role.module.__dict__.get("dist")  # the program of one rank alone needs none
     here = _Here(role.mesh, rank)
-    role.module.__dict__["dist"] = _Dist(here)
+    role.module.__dict__["dist"] = _Dist(here, library)
     try:
         yield here
     finally:
@@ -153,13 +155,13 @@ class _Started:
 class _Dist:
     """The functions of torch.distributed that rank programs call, without effect.
 
-    They hold on the CPU what gloo holds: its reduce_scatter sums a copy, and lets the operand go.
+    A transfer holds its operand and its result, as those of gloo and NCCL do.
     """
 
     ReduceOp = c10d.ReduceOp
 
-    def __init__(self, here: _Here) -> None:
-        self.here = here
+    def __init__(self, here: _Here, library: str) -> None:
+        self.here, self.library = here, library
 
     def get_rank(self, group: str) -> int:
         """This rank's place along an axis; groups are called by their axes."""
@@ -180,10 +182,10 @@ class _Dist:
     irecv = broadcast = isend
 
     def get_backend(self, group: Any = None) -> str:
-        return "none"
+        return self.library
 
-    def reduce_scatter_tensor(self, output: Tensor, input: Tensor, **named: Any) -> _Started:
-        return _Started(output, input.clone())
+    def new_group(self, *args: Any, **named: Any) -> str:
+        return "pair"
 
     all_gather_single = all_to_all_single = all_gather_into_tensor
-    reduce_scatter_single = reduce_scatter_tensor
+    reduce_scatter_single = reduce_scatter_tensor = all_gather_into_tensor

@@ -41,6 +41,13 @@ def usable(memory_bytes: int) -> int:
     return round(SPARE * memory_bytes)
 
 
+def fits(peaks: Sequence[Peak], limits: Sequence[int] | None) -> bool:
+    """Whether no rank is above its limit."""
+    if limits is None:
+        return True
+    return all(peak.num_bytes <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
 def check_memory(peaks: Sequence[Peak], limits: Sequence[int] | None) -> None:
     """MemoryLimitError for the rank that is most above its limit; one limit and one peak for each
     place of the pipeline, or none.

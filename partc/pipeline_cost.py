@@ -191,7 +191,7 @@ def pipeline_cost(
         device=f"{mesh.hardware.name}: {mesh.hardware.kinds}",
         link=stage_link(stages, mesh),
         stages=tuple(stages),
-        ranks=_rank_costs(graphs, step, roles, optimizer),
+        ranks=_rank_costs(graphs, step, roles, optimizer, mesh.hardware.library),
         closing=tuple(
             Closing(each.name, each.members, step.simulated.costs.collectives[each.name])
             for each in step.wiring.collectives
@@ -206,18 +206,21 @@ def pipeline_cost(
 
 # ranks --------------------------------------------------------------------------------------------
 def _rank_costs(
-    graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str
+    graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str, library: str
 ) -> tuple[RankCost, ...]:
     """The costs of every rank; those that run one file know each other's turns."""
     known: dict[str, Known] = {}
-    return tuple(
-        _rank_cost(graphs, step, rank, role, known.setdefault(role.module.__name__, {}), optimizer)
-        for rank, role in enumerate(roles)
-    )
+    found = []
+    for rank, role in enumerate(roles):
+        turns = known.setdefault(role.module.__name__, {})
+        long = len(step.schedule.orders[rank]) > DRY_RUN_ACTIONS
+        ran = None if long else dry_run(role, role.mesh.first_rank(rank), turns, library)
+        found.append(_rank_cost(graphs, step, rank, ran, optimizer))
+    return tuple(found)
 
 
 def _rank_cost(
-    graphs: Sequence[Graph], step: Step, rank: int, role: Role, known: Known, optimizer: str
+    graphs: Sequence[Graph], step: Step, rank: int, ran: DryRun | None, optimizer: str
 ) -> RankCost:
     schedule, simulated = step.schedule, step.simulated
     stages = schedule.stages_of(rank)
@@ -228,8 +231,6 @@ def _rank_cost(
     buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
     trained = trained_bytes_of(graphs, stages)
     of_grads, in_flight = sum(grads.values()), int(simulated.peaks[rank])
-    long = len(schedule.orders[rank]) > DRY_RUN_ACTIONS
-    ran = None if long else dry_run(role, role.mesh.first_rank(rank), known)
     return RankCost(
         stages=stages,
         params=sum(params.values()),

@@ -32,6 +32,7 @@ _FIELDS = {
     "batch_norm",
     "recompute",
     "join_mb",
+    "prefetch",
     "inputs",
     "params",
     "gather",
@@ -57,7 +58,11 @@ class Plan:
     ``"none"`` nothing. A tuple of module paths, or patterns with ``*``, names modules that keep
     what enters them; the rest is cheap. ``join_mb`` is the most megabytes of weights or gradients
     that share one transfer: a transfer costs time of its own, but several tensors in one have to be
-    copied together, and none of them leaves before the last is made. 0 joins nothing.
+    copied together, and none of them leaves before the last is made; where it makes the step
+    faster, a block's gradients leave in a few parts. 0 joins nothing.
+    ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
+    loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
+    fits into memory, else one). Pipelines gather one.
     ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
     that the plan replays without it; where it is empty, 1f1b for training and forward-only for
     inference. ``stages`` has the module path at which each pipeline stage but the first begins.
@@ -77,6 +82,7 @@ class Plan:
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
+    prefetch: int = 0
     microbatches: int = 1
     schedule: str = ""
     order: str = ""
@@ -190,7 +196,10 @@ class Plan:
             lines += [f"schedule = {_quote(self.schedule)}"]
         if self.order:
             lines += ['order = """', *(_escape(row) for row in self.order.splitlines()), '"""']
-        counts = (("chunks", self.chunks), ("memory_bytes", self.memory_bytes))
+        counts = (
+            ("prefetch", self.prefetch), ("chunks", self.chunks),
+            ("memory_bytes", self.memory_bytes),
+        )  # fmt: skip
         lines += [f"{name} = {count}" for name, count in counts if count]
         lines += _list("stages", self.stages) + _list("notes", self.notes)
         if self.mesh is not None:
@@ -319,7 +328,7 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
         "recompute": ("cheap", "none", "attention", "block"),
         "reduce": ("step", "microbatch"),
     }
-    for key, least in (("microbatches", 1), ("chunks", 0), ("memory_bytes", 0)):
+    for key, least in (("microbatches", 1), ("prefetch", 0), ("chunks", 0), ("memory_bytes", 0)):
         count = table.get(key, least)
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")

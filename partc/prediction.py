@@ -161,10 +161,11 @@ class Prediction:
 
 
 def predict(
-    local: Graph, ran: Replay, work: Work, mesh: Mesh, *, optimizer: str = "adamw"
-) -> Prediction:
+    local: Graph, ran: Replay, work: Work, mesh: Mesh, *, optimizer: str = "adamw",
+    prefetch: int = 1,
+) -> Prediction:  # fmt: skip
     """The step of a scheduled graph of one stage, the same on all ranks of the mesh."""
-    spent = step_times(record_step(local, ran), mesh)
+    spent = step_times(record_step(local, ran, prefetch), mesh)
     spent["optimizer"] = optimizer_time(trained_bytes(local), mesh.hardware.device, optimizer)
     return prediction(spent, work, mesh, total_flops(local))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -31,12 +31,13 @@ class _Calls:
     times: int
 
 
-def record_step(graph: Graph, ran: Replay) -> Tape:
+def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
     """The step of a scheduled graph of one stage; runs are labelled by the block they stand in."""
     calls = (node for node in graph.calls() if not _finishes(node))
     found = ((block, list(run)) for block, run in groupby(calls, key=_block))
     runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
-    return _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True).tape(runs)
+    recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True)
+    return replace(recorder.tape(runs), prefetch=prefetch)
 
 
 def record_phases(graph: Graph, ran: Replay) -> Tape:

@@ -1,14 +1,15 @@
 """What a step spends its time on: its tape walked with one stream that computes and one per axis
 that moves data.
 
-A program gathers a block's weights while the block before it runs, and finishes a block's
-gradients behind the next one's backward (``codegen/step.py``): so does the walk. Blocks that a
+A program gathers a block's weights while the block before it runs, perhaps several blocks' while
+something else runs between two loops, and finishes a block's gradients behind the next one's
+backward (``codegen/step.py``): so does the walk. Blocks that a
 folded graph leaves out are walked like the one that stands for them.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections import deque
 
 from partc.graph import Graph, Phase
 from partc.mesh import Mesh
@@ -19,6 +20,7 @@ from partc.tape import CALL, LAST, WAIT, Event, Move, Run, Tape
 
 PHASES = ("forward", "backward", "gradients")  # the last: what is left when backwards are done
 _NOTHING = ("", Run((), (), False))
+_UnderWay = dict[str, tuple[Move, float]]  # by mark, with when they end
 
 
 def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
@@ -26,10 +28,17 @@ def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, 
     forward, backward, gradients = spent = [Spent() for _ in PHASES]
     walk = _Walk(tape, clock or Clock(mesh))
     reduced: list[tuple[Move, float]] = []  # gradients on their way, and when they arrive
-    for (block, here), (_, following) in pairwise([_NOTHING, *tape.unrolled(), _NOTHING]):
+    ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
+    runs = [*tape.unrolled()]
+    for number, (block, here) in enumerate([_NOTHING, *runs]):
         closes = bool(block) and here.is_backward
         before, reduced = reduced, []
-        ahead = {e.mark: walk.start(e, backward if closes else forward) for e in following.gathers}
+        walk.under_way |= ahead.popleft() if ahead else {}
+        between = not block and number > 1
+        begun = number + len(ahead)
+        for _, following in runs[begun : number + (tape.prefetch if between else 1)]:
+            at = backward if closes else forward
+            ahead.append({e.mark: walk.start(e, at) for e in following.gathers})
         walk.clock.block = block
         for event in here.events:
             at = backward if event.phase == "B" else forward
@@ -41,7 +50,6 @@ def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, 
             walk.finish(before, backward)
         else:
             reduced = [*before, *reduced]
-        walk.under_way |= ahead
     walk.finish(reduced, gradients)
     return dict(zip(PHASES, spent, strict=True))
 
@@ -71,7 +79,7 @@ class _Walk:
 
     def __init__(self, tape: Tape, clock: Clock) -> None:
         self.tape, self.clock = tape, clock
-        self.under_way: dict[str, tuple[Move, float]] = {}
+        self.under_way: _UnderWay = {}
 
     def run(self, event: Event, spent: Spent) -> None:
         """Execute the next call, start or wait; what was never started is not waited for."""

@@ -92,12 +92,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tape:
-    """One rank's step, or what it does with one stage."""
+    """One rank's step, or what it does with one stage; between two blocks' runs it starts the
+    gathers of ``prefetch`` of the next.
+    """
 
     calls: tuple[Call, ...] = ()
     moves: tuple[Move, ...] = ()
     runs: tuple[Run, ...] = ()
     order: tuple[Place, ...] = ()
+    prefetch: int = 1
 
     def unrolled(self) -> Iterator[tuple[str, Run]]:
         """The runs in the order in which they are executed, each with its label."""
@@ -112,6 +115,7 @@ class Tape:
             "moves": [" ".join(map(str, move)) for move in self.moves],
             "runs": [[int(r.is_backward), _texts(r.gathers), _texts(r.events)] for r in self.runs],
             "order": [f"{run} {times} {label}" for label, run, times in self.order],
+            "prefetch": self.prefetch,
         }
 
     @classmethod
@@ -124,6 +128,7 @@ class Tape:
             moves=tuple(Move(k, a, int(i), int(p), int(u)) for k, a, i, p, u in moves),
             runs=tuple(Run(_events(g), _events(e), bool(back)) for back, g, e in data["runs"]),
             order=tuple(Place(label, int(run), int(times)) for run, times, label in order),
+            prefetch=int(data["prefetch"]),
         )
 
 

@@ -3,6 +3,12 @@ transfer.
 
 A transfer costs time of its own, however small it is, so that nine weights of a layer are sent
 faster together. What is big gains nothing by being copied next to others and goes alone.
+
+Nothing is left to compute beside the last block's gradients when they leave together. In ``m``
+parts only the last is late, by ``t / m``, and every block has ``m - 1`` more transfers: ``t`` is
+what the links need for the bytes of a block, ``s`` what a transfer takes beside them. The whole,
+``t / m + (m - 1) blocks s``, is least for the largest m with ``m (m - 1) <= t / (blocks s)``. Where
+transfers take longer than computing, parts gain nothing (``partc/order_step.py`` compares).
 """
 
 from __future__ import annotations
@@ -11,11 +17,14 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
+from math import sqrt
 from typing import Any
 
 from torch import fx
 
 from partc import collectives
+from partc.collective_cost import collective_seconds
 from partc.graph import (
     Graph,
     Value,
@@ -27,6 +36,7 @@ from partc.graph import (
     set_value,
     value,
 )
+from partc.mesh import Mesh
 from partc.moves import gathers_param, kind_of
 from partc.passes.share_gathers import stretch_of
 
@@ -37,24 +47,30 @@ Place = str | int  # a block's path, or how many blocks stand before what is out
 Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
 
 
-def join_collectives(graph: Graph, limit_mb: float) -> Graph:
+def join_collectives(graph: Graph, limit_mb: float, over: Mesh | None = None) -> Graph:
     """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place.
 
     ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
     parameters of one block, or stand between the same two blocks; and likewise the reductions that
-    only the step's gradients depend on. Has to run before waits are placed.
+    only the step's gradients depend on: those of a block in parts, as suits the machines under
+    ``over``. Has to run before waits are placed.
     """
     block_of, stretches = _blocks(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
-    for together in (
-        *_gathers(graph, block_of, stretches),
-        *_reductions(graph, block_of, stretches),
-    ):
+    reductions = _reductions(graph, block_of, stretches)
+    reductions = _parts(graph, reductions, over) if over else reductions
+    for together in (*_gathers(graph, block_of, stretches), *reductions):
         for members in _filled(together, limit_mb * MB):
             if len(members) > 1:
                 _join(graph, members, order, block_of)
     graph.fx.lint()
     return graph
+
+
+def leaves_in_parts(graph: Graph, over: Mesh) -> bool:
+    """Whether the gradients of any block would leave in parts."""
+    groups = list(_reductions(graph, _blocks(graph), stretch_of(graph)))
+    return len(list(_parts(graph, groups, over))) > len(groups)
 
 
 # what belongs together ----------------------------------------------------------------------------
@@ -157,6 +173,26 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
         members.append(node)
         filled += size
     yield members
+
+
+def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+    """Reductions that are made together, in so many parts that least time is lost.
+
+    The parts have about as many bytes each, in the order in which they are made.
+    """
+    groups = list(groups)
+    forms = [[(n.target, n.kwargs["axis"], _num_bytes(n)) for n in nodes] for nodes in groups]
+    for nodes, form in zip(groups, forms, strict=True):
+        alike = zip(groups, forms, strict=True)
+        num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
+        sizes = [_num_bytes(node) for node in nodes]
+        kind, axis = kind_of(nodes[0]), str(nodes[0].kwargs["axis"])
+        start_s = collective_seconds(kind, 0, over, axis)
+        moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
+        num = int((1 + sqrt(1 + 4 * moved_s / (num_blocks * start_s))) / 2)
+        middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
+        number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
+        yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))
 
 
 def _num_bytes(node: fx.Node) -> int:

@@ -104,7 +104,7 @@ def check_ranks(
 ) -> str:
     """Compare loss and all pieces of all gradients on all ranks with eager; the text."""
     graph = planned(traced(model, inputs, loss), mesh, preset)
-    source = emit(graph, header=f"{preset} on {mesh}")
+    source = emit(graph, header=f"{preset} on {mesh}", prefetch=2)
     expected = model(*inputs) if loss is None else loss(model, *inputs)
     expected.backward()
     expected = expected.detach()

@@ -137,7 +137,7 @@ def test_phases_and_rates_fit_together() -> None:
         "forward", "backward", "gradients", "optimizer"
     ]  # fmt: skip
     assert step.samples_per_s == pytest.approx(work.samples / step.seconds)
-    assert step.tokens_per_s / step.samples_per_s == work.tokens / work.samples
+    assert step.tokens_per_s / step.samples_per_s == pytest.approx(work.tokens / work.samples)
     assert 0 < step.model_share <= step.hardware_share < 1
     assert Prediction.of_json(json.loads(json.dumps(step.as_json()))) == step
 

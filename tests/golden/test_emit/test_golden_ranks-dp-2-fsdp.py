@@ -77,13 +77,43 @@ def gather_weights(shards: list[Tensor], num: int,
 def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
                   group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
-    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
-    mine = flat.new_empty(flat.shape[1])
-    done = dist.reduce_scatter_single(mine, flat.flatten(), group=group, async_op=True)
-    parts = mine.split([x.numel() // num for x in grads.values()])
-    sums = {p: x.view(-1, *grads[p].shape[1:]) for p, x in zip(grads, parts, strict=True)}
+    shapes = {p: torch.Size((x.shape[0] // num, *x.shape[1:])) for p, x in grads.items()}
+    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1).flatten()
     grads.clear()
-    return sums, done
+    if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
+        arrived = torch.empty_like(flat)
+        done = dist.all_to_all_single(arrived, flat, group=group, async_op=True)
+        exchanged = ExchangedGrads(shapes, arrived.view(num, -1), done)
+        return exchanged.sums, exchanged
+    mine = flat.new_empty(flat.numel() // num)
+    done = dist.reduce_scatter_single(mine, flat, group=group, async_op=True)
+    return cut_up(mine, shapes), done
+
+
+class ExchangedGrads(dist.Work):
+    """Gradients whose pieces go to the ranks that keep them; when waited for, `sums` has those of
+    this one, added up in the order of the ranks.
+    """
+
+    def __init__(
+        self, shapes: dict[nn.Parameter, torch.Size], arrived: Tensor, done: dist.Work
+    ) -> None:
+        super().__init__()
+        self.shapes, self.arrived, self.done = shapes, arrived, done
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+    def wait(self) -> bool:
+        self.done.wait()
+        del self.done  # which holds what was sent
+        self.sums |= cut_up(self.arrived.sum(0), self.shapes)
+        del self.arrived
+        return True
+
+
+def cut_up(flat: Tensor, shapes: dict[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Tensor]:
+    """Tensors that lie one after the other in one memory."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
@@ -182,6 +212,7 @@ class ToyStep(nn.Module):
             blocks_saved.append(saved)
         del saved
         self.blocks[-1].regather()                                       # what the next loop begins with
+        self.blocks[-2].regather()                                       # and goes on with
         # head
         [head_weight] = take(gathered_1)                                 # hidden behind the last block
         head = F.linear(x, head_weight)                                  # f64[4@dp,8,14]
@@ -208,7 +239,7 @@ class ToyStep(nn.Module):
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
-            if following is not None:
+            if following is not None and not following.whole:
                 following.regather()                                     # hidden behind this block's backward
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
             finish(before)                                               # reduced behind this block's backward
