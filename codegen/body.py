@@ -14,6 +14,7 @@ from partc import ops
 from partc.codegen.helpers import Outlined
 from partc.codegen.inline import is_free, is_pointwise
 from partc.codegen.names import inside
+from partc.codegen.spell import first_result
 from partc.codegen.statements import Statement
 from partc.codegen.storage import owner
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
@@ -115,7 +116,7 @@ class Body(Transfers):
         )  # it says the others itself
         remark = comment(", ".join(typed(n) for n in shown))
         if len(names) == 1:
-            lines = [Line(f"{names[0]} = {call.at(ATOM)}[0]", remark)]
+            lines = [Line(f"{names[0]} = {first_result(call)}", remark)]
         else:
             lines = [Line(f"{', '.join(names)} = {call.at(NONE)}", remark)]
         return Statement(lines, binds=bound)

@@ -102,6 +102,16 @@ def _in_torch(call: Call) -> Text:
     return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call))})")
 
 
+FIRST = {"torch.native_layer_norm(": "F.layer_norm("}  # functions that give one result alone
+
+
+def first_result(call: Text) -> str:
+    """The first of a call's results: of a layer norm ``F.layer_norm(...)``."""
+    text = call.at(ATOM)
+    known = next((name for name in FIRST if text.startswith(name)), "")
+    return f"{FIRST[known]}{text.removeprefix(known)}" if known else f"{text}[0]"
+
+
 @spells(*METHODS)
 def _method(call: Call) -> Text:
     """``aten.view(x, [2, 3])`` is ``x.view(2, 3)``."""

@@ -20,13 +20,14 @@ class Copies:
 
     A copy serves the readers that have the value's ``home`` and, in a pipeline, its stage: what
     others read is kept. ``draws`` are the dropout masks among the values, which are drawn again
-    from the generator's state.
+    from the generator's state; ``twins`` are backward calls that give what forward ones gave.
     """
 
     graph: Graph
     again: Collection[fx.Node]
     home: Home
     draws: Mapping[fx.Node, Draw] = field(default_factory=dict)
+    twins: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def insert(self) -> None:
@@ -63,8 +64,18 @@ class Copies:
             self.made[each] = self._copied(each, reader)
         return self.made[node]
 
+    def _before(self, twin: fx.Node, reader: fx.Node) -> fx.Node:
+        """A gather, moved to where it is read if it stands behind that."""
+        if self.order[twin] > self.order[reader]:
+            reader.prepend(twin)
+            self.order[twin] = self.order[reader]
+        return twin
+
     def _copied(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         swap = {o: self.made[o] for o in self._again(node)}
+        for operand in tensor_args(node):
+            if twin := self.twins.get(operand):
+                swap[operand] = self._before(twin, reader)
         with self.graph.fx.inserting_before(reader):
             if node in self.draws:
                 copy = replayed(self.graph.fx, node, self.draws[node])

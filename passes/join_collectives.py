@@ -189,7 +189,9 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterato
         kind, axis = kind_of(nodes[0]), str(nodes[0].kwargs["axis"])
         start_s = collective_seconds(kind, 0, over, axis)
         moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
-        num = int((1 + sqrt(1 + 4 * moved_s / (num_blocks * start_s))) / 2)
+        each_s = num_blocks * start_s  # what one part more of every block costs
+        most = len(nodes) if moved_s > 0 else 1
+        num = int((1 + sqrt(1 + 4 * moved_s / each_s)) / 2) if each_s > 0 else most
         middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
         number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
         yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))

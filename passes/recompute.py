@@ -11,11 +11,23 @@ of module paths does so for these modules; the rest is as with ``cheap``.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx
 
-from partc.graph import Graph, block_of, first_operand, held, is_tensor, picked, tensor_args, value
+from partc.graph import (
+    Graph,
+    block_of,
+    first_operand,
+    held,
+    is_tensor,
+    picked,
+    stage_of,
+    tensor_args,
+    value,
+)
+from partc.moves import gathers_param
 from partc.passes.copy_forward import Copies
 from partc.passes.recompute_attention import recompute_attention
 from partc.passes.recompute_regions import recompute_regions
@@ -66,19 +78,37 @@ def recompute(graph: Graph, plan: Plan) -> Graph:
         recompute_attention(graph)
     elif plan.recompute != "cheap":
         recompute_regions(graph, plan)
-    Copies(graph, recomputable(graph), block_of).insert()
+    gathered = gathered_again(graph)
+    Copies(graph, recomputable(graph, gathered), block_of, twins=gathered).insert()
     return graph
 
 
-def recomputable(graph: Graph) -> set[fx.Node]:
-    """Forward values that the backward reads and that follow cheaply from what is kept anyway."""
+def gathered_again(graph: Graph) -> dict[fx.Node, fx.Node]:
+    """Weights that the forward gathers and drops, and the gathers of the same block's backward."""
+    first: dict[object, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in reversed(list(graph.calls())):
+        if gathers_param(node):
+            kwargs = tuple(sorted(node.kwargs.items()))
+            key = (node.target, *tensor_args(node), kwargs, block_of(node), stage_of(node))
+            if value(node).phase == "B":
+                first[key] = node
+            elif value(node).phase == "F" and key in first:
+                found[node] = first[key]
+    return found
+
+
+def recomputable(graph: Graph, gathered: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Forward values that the backward reads and that follow cheaply from what is kept anyway, and
+    from weights that it gathers.
+    """
     serves = Copies(graph, (), block_of).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
     again: set[fx.Node] = set()
 
     def at_hand(operand: fx.Node, node: fx.Node) -> bool:
         """Whether the backward has an operand anyway, or computes it again in the same block."""
-        kept = operand.op == "placeholder" or operand in saved
+        kept = operand.op == "placeholder" or operand in saved or operand in gathered
         return kept or (operand in again and serves(operand, node))
 
     for node in graph.calls():

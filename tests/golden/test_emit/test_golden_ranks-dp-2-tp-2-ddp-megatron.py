@@ -89,7 +89,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # norm
-        norm = torch.native_layer_norm(x, (6,), self.norm_weight, self.norm_bias, 1e-05)[0]  # f64[4@dp,8,6]
+        norm = F.layer_norm(x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6]
         # w1
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
         gelu = F.gelu(w1)                                  # f64[4@dp,8,10@tp]
