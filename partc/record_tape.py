@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
 
 from torch import fx
 
-from partc import collectives
+from partc import collectives, ops
 from partc.folds import list_member
-from partc.graph import Graph, first_operand, is_backward, value
+from partc.graph import Graph, first_operand, held, is_backward, is_tensor, value
 from partc.moves import gathers_param, kind_of
 from partc.passes.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.passes.storage import Replay
-from partc.roofline import call_of
+from partc.roofline import call_of, dtype_of
 from partc.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
 
 T = TypeVar("T")
@@ -48,7 +48,24 @@ def record_phases(graph: Graph, ran: Replay) -> Tape:
 
     found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
     runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
-    return _Recorder(ran, lambda node: value(node).phase, apart=False).tape(runs)
+    added = {node for node in graph.calls() if _is_added(node, graph)}
+    return _Recorder(ran, lambda node: value(node).phase, apart=False, added=added).tape(runs)
+
+
+def _is_added(node: fx.Node, graph: Graph) -> bool:
+    """Whether a value is added to what earlier microbatches made: a gradient, or its part that is
+    summed over ranks when all are done.
+    """
+    if value(node).phase not in ("B", "W") or not is_tensor(node):
+        return False
+    ends = any(user.op != "output" and value(user).phase == "E" for user in node.users)
+    return ends or node in graph.grads.values()
+
+
+def _reading(product: Call) -> Call:
+    """A product that is added to what is there: read as the result is written, at the end."""
+    size = product.written_bytes
+    return product._replace(num_bytes=product.num_bytes + size, written_bytes=2 * size)
 
 
 @dataclass
@@ -64,6 +81,7 @@ class _Recorder:
     moves: dict[Move, int] = field(default_factory=dict)
     runs: dict[Run, int] = field(default_factory=dict)
     marks: dict[fx.Node, str] = field(default_factory=dict)
+    added: Set[fx.Node] = frozenset()  # to sums over microbatches
 
     def tape(self, runs: list[_Calls]) -> Tape:
         self._mark(runs)
@@ -103,7 +121,12 @@ class _Recorder:
                     move = _number(self.moves, _move_of(started))
                     yield Event(phase, WAIT, move, self.marks[started])
             elif call := call_of(node, self.ran):
+                joins = node in self.added and node.target is ops.weight_grad
+                call = _reading(call) if joins else call
                 yield Event(phase, CALL, _number(self.calls, call))
+            if node in self.added and node.target is not ops.weight_grad:
+                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * held(node).nbytes)
+                yield Event(phase, CALL, _number(self.calls, adds))
 
 
 def _number(table: dict[T, int], entry: T) -> int:

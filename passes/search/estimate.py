@@ -152,6 +152,7 @@ class Estimator:
         self.profile, self.topology = profile, topology
         self.copies = STATE_COPIES[optimizer]
         self.known: dict[tuple[int, int, Mesh, Device], UnitTimes] = {}
+        self.adding: dict[tuple[int, int, Device], Floats] = {}
 
     def estimate(self, one: Candidate) -> Estimate:
         """Seconds and bytes of a candidate."""
@@ -159,8 +160,10 @@ class Estimator:
         places = [mesh.at_place(place) for place in range(one.pp)]
         times = [self.unit_times(one, at) for at in places] * one.chunks
         stages = self._cut(times)
-        pairs = zip(times, stages, strict=True)
-        each = [self._stage(one, mesh, there, units) for there, units in pairs]
+        each = [
+            self._stage(one, place, there, units)
+            for place, there, units in zip(places * one.chunks, times, stages, strict=True)
+        ]
         ranks = [_together(each[rank :: one.pp]) for rank in range(one.pp)]
         slowest = max(ranks, key=lambda rank: rank.turn)
         count = one.microbatches
@@ -250,6 +253,7 @@ class Estimator:
         backward = self._phase(one, mesh, times, units[::-1], BACKWARD)
         compute = float(times.compute[list(units)].sum())
         waits = float(times.exposed[list(units)].sum()) - compute
+        compute += self._adding_s(one, mesh, units)
         return _Stage(
             compute, waits, forward.waits + backward.waits, backward.closing,
             float(times.weight_grads[list(units)].sum()),
@@ -297,6 +301,31 @@ class Estimator:
     def _slowed(self, hidden_s: float) -> float:
         """What computing loses to so many seconds of transfers beside it."""
         return self.topology.contention * max(0.0, hidden_s)
+
+    def _adding_s(self, one: Candidate, mesh: Mesh, units: Sequence[int]) -> float:
+        """Adding a microbatch's gradients to those of others: products read these as they write,
+        others and pieces of what ranks have summed take a call each.
+        """
+        if one.microbatches * one.pp == 1:
+            return 0.0
+        pieces = self._sharded(one) if one.data == "fsdp" else 0
+        key = (one.tp, pieces, mesh.hardware.device)
+        if key not in self.adding:
+            self.adding[key] = np.array([
+                self._unit_adding_s(number, *key) for number in range(len(self.profile.units))
+            ])  # fmt: skip
+        return float(self.adding[key][list(units)].sum())
+
+    def _unit_adding_s(self, unit: int, tp: int, pieces: int, device: Device) -> float:
+        weights, calls = self.profile.weights[unit], self.profile.calls
+        if not weights.count:
+            return 0.0
+        size = weights.size.local(1, tp) / weights.count
+        if pieces:
+            return weights.count * max(device.launch_s, device.memory_seconds(3 * size / pieces))
+        products = int(calls.is_weight_grad[calls.unit == unit].sum())
+        reading = products * (1 - device.hidden_writes) * device.memory_seconds(size)
+        return reading + max(0, weights.count - products) * device.launch_s
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
