@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
@@ -16,6 +16,7 @@ from partc.graph import Graph, first_operand, held, is_backward, is_tensor, valu
 from partc.moves import gathers_param, kind_of
 from partc.passes.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.passes.storage import Replay
+from partc.plan import Plan
 from partc.roofline import call_of, dtype_of
 from partc.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
 
@@ -40,8 +41,10 @@ def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
     return replace(recorder.tape(runs), prefetch=prefetch)
 
 
-def record_phases(graph: Graph, ran: Replay) -> Tape:
-    """What a stage does, labelled by phase."""
+def record_phases(graph: Graph, ran: Replay, join_mb: float = Plan.join_mb) -> Tape:
+    """What a stage does, labelled by phase. Up to ``join_mb`` of what is summed over ranks when all
+    microbatches are done share a transfer (``in_buckets`` of ``codegen/links.py``).
+    """
 
     def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
         return value(node).phase, list_member(value(node).module)
@@ -49,7 +52,27 @@ def record_phases(graph: Graph, ran: Replay) -> Tape:
     found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
     runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
     added = {node for node in graph.calls() if _is_added(node, graph)}
-    return _Recorder(ran, lambda node: value(node).phase, apart=False, added=added).tape(runs)
+    joined = _buckets(graph, join_mb * 1e6)
+    return _Recorder(
+        ran, lambda node: value(node).phase, apart=False, added=added, joined=joined
+    ).tape(runs)  # fmt: skip
+
+
+def _buckets(graph: Graph, limit_bytes: float) -> dict[fx.Node, list[fx.Node]]:
+    """The sums that end a step, each bucket's under its first; the others with nothing."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    first: dict[object, fx.Node] = {}
+    for node in graph.calls():
+        if value(node).phase != "E" or kind_of(node) not in ("all_reduce", "reduce_scatter"):
+            continue
+        key = (kind_of(node), node.kwargs["axis"], dtype_of(first_operand(node)))
+        bucket = found.get(first[key], []) if key in first else []
+        if bucket and sum(map(put_in_bytes, (*bucket, node))) <= limit_bytes:
+            bucket.append(node)
+            found[node] = []
+        else:
+            first[key], found[node] = node, [node]
+    return found
 
 
 def _is_added(node: fx.Node, graph: Graph) -> bool:
@@ -82,6 +105,7 @@ class _Recorder:
     runs: dict[Run, int] = field(default_factory=dict)
     marks: dict[fx.Node, str] = field(default_factory=dict)
     added: Set[fx.Node] = frozenset()  # to sums over microbatches
+    joined: Mapping[fx.Node, list[fx.Node]] = field(default_factory=dict)  # as _buckets has them
 
     def tape(self, runs: list[_Calls]) -> Tape:
         self._mark(runs)
@@ -113,12 +137,14 @@ class _Recorder:
             phase = self.phase(node)
             if _is_start(node):
                 code = LAST if self.apart and _ends_step(node) else START
-                move = _number(self.moves, _move_of(node))
-                yield Event(phase, code, move, self.marks[node])
+                if moved := self.joined.get(node, [node]):
+                    move = _number(self.moves, _move_of(moved))
+                    yield Event(phase, code, move, self.marks[node])
             elif node.target is collectives.wait:
                 started = first_operand(node)
-                if started in self.marks:
-                    move = _number(self.moves, _move_of(started))
+                moved = self.joined.get(started, [started])
+                if started in self.marks and moved:
+                    move = _number(self.moves, _move_of(moved))
                     yield Event(phase, WAIT, move, self.marks[started])
             elif call := call_of(node, self.ran):
                 joins = node in self.added and node.target is ops.weight_grad
@@ -137,11 +163,12 @@ def _is_start(node: fx.Node) -> bool:
     return node.target in collectives.COLLECTIVES
 
 
-def _move_of(node: fx.Node) -> Move:
-    return Move(
-        kind_of(node), str(node.kwargs["axis"]), put_in_bytes(node), packed_bytes(node),
-        unpacked_bytes(node),
-    )  # fmt: skip
+def _move_of(nodes: Sequence[fx.Node]) -> Move:
+    """Of one collective, or of several that share a transfer: they are laid side by side first."""
+    size = sum(map(put_in_bytes, nodes))
+    packed = 2 * size if len(nodes) > 1 else packed_bytes(nodes[0])
+    kind, axis = kind_of(nodes[0]), str(nodes[0].kwargs["axis"])
+    return Move(kind, axis, size, packed, sum(map(unpacked_bytes, nodes)))
 
 
 def _block(node: fx.Node) -> str:

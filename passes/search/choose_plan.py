@@ -119,7 +119,7 @@ def choose_plan(
 
 def choose(search: Search) -> Choice | None:
     """The best candidates of a search; None if none fits the memory."""
-    found = tuple(islice(filter(search.fits, search.ascending()), KEPT))
+    found = tuple(islice(filter(search.is_wanted, search.ascending()), KEPT))
     return Choice(found, search) if found else None
 
 

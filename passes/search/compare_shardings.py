@@ -148,7 +148,7 @@ class _Comparison:
         uncut = {key: law for key, law in self.presets.profiles.items() if not key[0]}
         own = replace(self.presets, profiles={**uncut, **self._profiles})
         ascending = own.ascending(lambda one: one.word in self._entries)
-        return list(islice(filter(own.fits, ascending), max(1, len(self.ranked))))
+        return list(islice(filter(own.is_wanted, ascending), max(1, len(self.ranked))))
 
     def _gain(self) -> float | None:
         """By what part the best of what was searched is faster than the best preset; None if there

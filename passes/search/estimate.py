@@ -359,7 +359,7 @@ class Estimator:
         moved = [traffic * self._weights(one, units) for units in stages]
         devices = [place.hardware.device for place in places] * one.chunks
         pairs = zip(devices, moved, strict=True)
-        return max(device.memory_seconds(num_bytes) for device, num_bytes in pairs)
+        return max(device.memory_seconds(num_bytes, "optimizer") for device, num_bytes in pairs)
 
     # memory ------------------------------------------------------------------------------------
     def _weights(self, one: Candidate, units: Sequence[int]) -> float:

@@ -17,13 +17,14 @@ from partc.memory_limit import usable
 from partc.mesh import Mesh
 from partc.objective import NO_BATCH, Batch, Objective, per_million, price_text
 from partc.passes.apply_preset import DATA_AXES
-from partc.passes.search.candidates import Space
+from partc.passes.search.candidates import Space, divisors
 from partc.passes.search.estimate import RECOMPUTE, Candidate, Estimate, Estimator, Recompute
 from partc.passes.search.laws import Profile
 from partc.passes.search.profile import profiles
 from partc.topology import Topology
 
 Profiles = Mapping[tuple[str, Recompute], Profile]  # by tensor preset and what is recomputed
+FITS_WELL = 0.9  # of the limit: estimates of memory are a few percent off
 
 
 def profiles_of(graph: Graph, words: Sequence[str], ways: Sequence[Recompute]) -> Profiles:
@@ -129,11 +130,23 @@ class Search:
         """What a candidate costs."""
         return Ranked(one, self._of(one).estimate(one))
 
-    def fits(self, one: Ranked) -> bool:
+    def fits(self, one: Ranked, part: float = 1.0) -> bool:
+        """Whether a rank's peak is within so much of what it may hold."""
         limit = self.limit
         if self.mesh.hardware.is_mixed:
             limit = min(self.memory_bytes or inf, usable(one.estimate.memory_bytes))
-        return one.estimate.peak_bytes <= limit
+        return one.estimate.peak_bytes <= part * limit
+
+    def is_wanted(self, one: Ranked) -> bool:
+        """Whether it fits, and takes no turns for nothing: without a pipeline they save memory and
+        nothing else, and what each costs beside its calls no estimate counts. They are for nothing
+        where half as many, say, fit so well that the program will.
+        """
+        here = one.candidate
+        if not self.fits(one) or here.pp > 1 or here.microbatches == 1 or self.microbatches:
+            return self.fits(one)
+        fewer = max(number for number in divisors(here.microbatches) if number < here.microbatches)
+        return not self.fits(self.estimate(replace(here, microbatches=fewer)), FITS_WELL)
 
     def ascending(self, accept: Callable[[Candidate], bool] = anything) -> Iterator[Ranked]:
         """The accepted candidates, the least in cost first, whether they fit or not.
