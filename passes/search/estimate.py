@@ -399,9 +399,6 @@ class Estimator:
         pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
         gathers = one.data == "fsdp" and sharded > 1
         sizes = [self.profile.weights[u].size.local(1, one.tp) for u in units]
-        # a unit's weights and the next one's on their way; its gradients, and those of two units
-        # on their way
-        gathered = 5 * max(sizes, default=0.0) if gathers else 0.0
         grads = [size / (sharded if one.data == "fsdp" else 1) for size in sizes]
         kept = [self.profile.saved[u].local(pieces, one.tp) for u in units]
         accumulates = one.microbatches * one.pp > 1
@@ -411,8 +408,15 @@ class Estimator:
             yield {
                 "gradients": sum(grads if accumulates else grads[at:]),
                 "activations": others * sum(kept) + sum(kept[: at + 1]),
-                "working": working.local(pieces, one.tp) + gathered,
+                "working": working.local(pieces, one.tp) + (_around(sizes, at) if gathers else 0.0),
             }
+
+
+def _around(sizes: Sequence[float], at: int) -> float:
+    """What is whole of sharded weights while the backward of a unit runs: its weights, those of the
+    next one on their way; its gradients, and those of the two before on their way.
+    """
+    return 2 * sizes[at] + sum(sizes[max(0, at - 1) : at]) + sum(sizes[at + 1 : at + 3])
 
 
 @dataclass(frozen=True)
