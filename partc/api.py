@@ -242,9 +242,7 @@ def compile_pipeline(
     compiled = dict(zip(numbers, graphs, strict=True))
     for stage in compiled.values():
         check(stage)
-    tapes = {
-        number: record_phases(each, replay(each), full.join_mb) for number, each in compiled.items()
-    }
+    tapes = {number: record_phases(each, replay(each)) for number, each in compiled.items()}
     order = step.schedule
     pipeline = Pipeline(graphs, stages.tied, order, mesh, step.wiring, full.join_mb)
     files = {file_name(ranks): ranks for ranks in pipeline.groups()}

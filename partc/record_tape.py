@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
@@ -16,7 +16,6 @@ from partc.graph import Graph, first_operand, held, is_backward, is_tensor, valu
 from partc.moves import gathers_param, kind_of
 from partc.passes.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.passes.storage import Replay
-from partc.plan import Plan
 from partc.roofline import call_of, dtype_of
 from partc.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
 
@@ -41,10 +40,8 @@ def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
     return replace(recorder.tape(runs), prefetch=prefetch)
 
 
-def record_phases(graph: Graph, ran: Replay, join_mb: float = Plan.join_mb) -> Tape:
-    """What a stage does, labelled by phase. Up to ``join_mb`` of what is summed over ranks when all
-    microbatches are done share a transfer (``in_buckets`` of ``codegen/links.py``).
-    """
+def record_phases(graph: Graph, ran: Replay) -> Tape:
+    """What a stage does, labelled by phase."""
 
     def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
         return value(node).phase, list_member(value(node).module)
@@ -52,26 +49,32 @@ def record_phases(graph: Graph, ran: Replay, join_mb: float = Plan.join_mb) -> T
     found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
     runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
     added = {node for node in graph.calls() if _is_added(node, graph)}
-    joined = _buckets(graph, join_mb * 1e6)
     return _Recorder(
-        ran, lambda node: value(node).phase, apart=False, added=added, joined=joined
+        ran, lambda node: value(node).phase, apart=False, added=added, joined=_joined(graph)
     ).tape(runs)  # fmt: skip
 
 
-def _buckets(graph: Graph, limit_bytes: float) -> dict[fx.Node, list[fx.Node]]:
-    """The sums that end a step, each bucket's under its first; the others with nothing."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    first: dict[object, fx.Node] = {}
+def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
+    """The sums that end a step: the first of each kind stands for all of them, others for nothing.
+
+    Programs move them in large buckets, of which a few more starts make no difference.
+    """
+    found: dict[fx.Node, Move | None] = {}
+    alike: dict[object, list[fx.Node]] = {}
     for node in graph.calls():
-        if value(node).phase != "E" or kind_of(node) not in ("all_reduce", "reduce_scatter"):
-            continue
-        key = (kind_of(node), node.kwargs["axis"], dtype_of(first_operand(node)))
-        bucket = found.get(first[key], []) if key in first else []
-        if bucket and sum(map(put_in_bytes, (*bucket, node))) <= limit_bytes:
-            bucket.append(node)
-            found[node] = []
-        else:
-            first[key], found[node] = node, [node]
+        if value(node).phase == "E" and kind_of(node) in ("all_reduce", "reduce_scatter"):
+            key = (kind_of(node), node.kwargs["axis"], dtype_of(first_operand(node)))
+            alike.setdefault(key, []).append(node)
+    for nodes in alike.values():
+        found |= dict.fromkeys(nodes)
+        first = next((n for n in nodes if graph.times(n) == 1), nodes[0])
+        size = sum(graph.times(n) * put_in_bytes(n) for n in nodes)
+        after = sum(graph.times(n) * unpacked_bytes(n) for n in nodes)
+        several = len(nodes) > 1
+        packed = 2 * size if several else packed_bytes(first)
+        found[first] = _move_of(first)._replace(
+            put_in_bytes=size, packed_bytes=packed, unpacked_bytes=after
+        )
     return found
 
 
@@ -105,7 +108,7 @@ class _Recorder:
     runs: dict[Run, int] = field(default_factory=dict)
     marks: dict[fx.Node, str] = field(default_factory=dict)
     added: Set[fx.Node] = frozenset()  # to sums over microbatches
-    joined: Mapping[fx.Node, list[fx.Node]] = field(default_factory=dict)  # as _buckets has them
+    joined: Mapping[fx.Node, Move | None] = field(default_factory=dict)
 
     def tape(self, runs: list[_Calls]) -> Tape:
         self._mark(runs)
@@ -137,15 +140,12 @@ class _Recorder:
             phase = self.phase(node)
             if _is_start(node):
                 code = LAST if self.apart and _ends_step(node) else START
-                if moved := self.joined.get(node, [node]):
-                    move = _number(self.moves, _move_of(moved))
-                    yield Event(phase, code, move, self.marks[node])
+                if moved := self._move(node):
+                    yield Event(phase, code, _number(self.moves, moved), self.marks[node])
             elif node.target is collectives.wait:
                 started = first_operand(node)
-                moved = self.joined.get(started, [started])
-                if started in self.marks and moved:
-                    move = _number(self.moves, _move_of(moved))
-                    yield Event(phase, WAIT, move, self.marks[started])
+                if started in self.marks and (moved := self._move(started)):
+                    yield Event(phase, WAIT, _number(self.moves, moved), self.marks[started])
             elif call := call_of(node, self.ran):
                 joins = node in self.added and node.target is ops.weight_grad
                 call = _reading(call) if joins else call
@@ -153,6 +153,10 @@ class _Recorder:
             if node in self.added and node.target is not ops.weight_grad:
                 adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * held(node).nbytes)
                 yield Event(phase, CALL, _number(self.calls, adds))
+
+    def _move(self, node: fx.Node) -> Move | None:
+        """What a start moves; None for one whose transfer is another's."""
+        return self.joined[node] if node in self.joined else _move_of(node)
 
 
 def _number(table: dict[T, int], entry: T) -> int:
@@ -163,12 +167,11 @@ def _is_start(node: fx.Node) -> bool:
     return node.target in collectives.COLLECTIVES
 
 
-def _move_of(nodes: Sequence[fx.Node]) -> Move:
-    """Of one collective, or of several that share a transfer: they are laid side by side first."""
-    size = sum(map(put_in_bytes, nodes))
-    packed = 2 * size if len(nodes) > 1 else packed_bytes(nodes[0])
-    kind, axis = kind_of(nodes[0]), str(nodes[0].kwargs["axis"])
-    return Move(kind, axis, size, packed, sum(map(unpacked_bytes, nodes)))
+def _move_of(node: fx.Node) -> Move:
+    return Move(
+        kind_of(node), str(node.kwargs["axis"]), put_in_bytes(node), packed_bytes(node),
+        unpacked_bytes(node),
+    )  # fmt: skip
 
 
 def _block(node: fx.Node) -> str:

@@ -61,7 +61,7 @@ def _costs(
     meshes = [_mesh(plan).at_place(rank) for rank in rank_of]
     alike = list(zip(likes_of(local.kept, len(graphs)), (m.hardware for m in meshes), strict=True))
     compiled = dict(zip(alike, zip(graphs, meshes, strict=True), strict=True))
-    costs = {key: stage_cost(*each, plan.join_mb) for key, each in compiled.items()}
+    costs = {key: stage_cost(*each) for key, each in compiled.items()}
     return tuple(costs[key] for key in alike)
 
 

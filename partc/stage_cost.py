@@ -107,7 +107,7 @@ def step_costs(
     return StepCosts.of(costs, message=message, links=[link] * len(stages), collectives=closing_s)
 
 
-def stage_cost(graph: Graph, mesh: Mesh, join_mb: float) -> StageCost:
+def stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
     ran = replay(graph)
     flops: dict[Phase, int] = {}
     moved = 0
@@ -122,7 +122,7 @@ def stage_cost(graph: Graph, mesh: Mesh, join_mb: float) -> StageCost:
         backward_flops=flops.get("B", 0),
         weight_flops=flops.get("W", 0),
         moved_bytes=moved,
-        spent=phase_times(graph, ran, mesh, join_mb),
+        spent=phase_times(graph, ran, mesh),
         activation_bytes=activation,
         waiting_bytes=waiting,
         sent_bytes=sum(num_bytes(n) for n in graph.outputs.sent.values() if _is(n, "F")),

@@ -14,7 +14,6 @@ from collections import deque
 from partc.graph import Graph, Phase
 from partc.mesh import Mesh
 from partc.passes.storage import Replay
-from partc.plan import Plan
 from partc.record_tape import record_phases
 from partc.roofline import Clock, Spent
 from partc.tape import CALL, LAST, WAIT, Event, Move, Run, Tape
@@ -70,11 +69,9 @@ def walk_phases(tape: Tape, mesh: Mesh) -> dict[Phase, Spent]:
     return spent
 
 
-def phase_times(
-    graph: Graph, ran: Replay, mesh: Mesh, join_mb: float = Plan.join_mb
-) -> dict[Phase, Spent]:
+def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
     """The same of a scheduled graph."""
-    return walk_phases(record_phases(graph, ran, join_mb), mesh)
+    return walk_phases(record_phases(graph, ran), mesh)
 
 
 class _Walk:

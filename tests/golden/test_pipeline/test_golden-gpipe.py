@@ -156,8 +156,8 @@ class Stage0(nn.Module):
         # embed
         embed = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
         # blocks.0
-        norm_0 = torch.native_layer_norm(embed, (12,), self.blocks_0_norm_weight,
-                                         self.blocks_0_norm_bias, 1e-05)[0]  # f64[24@mb,10,12]
+        norm_0 = F.layer_norm(
+            embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05)  # f64[24@mb,10,12]
         w1_0 = F.linear(norm_0, self.blocks_0_w1_weight, self.blocks_0_w1_bias)  # f64[24@mb,10,20]
         del norm_0
         gelu = F.gelu(w1_0)                          # f64[24@mb,10,20]

@@ -186,8 +186,7 @@ class Stage2(nn.Module):
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
         # blocks.1
-        norm_1 = torch.native_layer_norm(x, (12,), self.blocks_1_norm_weight,
-                                         self.blocks_1_norm_bias, 1e-05)[0]  # f64[24@mb,10,12]
+        norm_1 = F.layer_norm(x, (12,), self.blocks_1_norm_weight, self.blocks_1_norm_bias, 1e-05)  # f64[24@mb,10,12]
         w1_1 = F.linear(norm_1, self.blocks_1_w1_weight, self.blocks_1_w1_bias)  # f64[24@mb,10,20]
         del norm_1
         gelu = F.gelu(w1_1)  # f64[24@mb,10,20]
