@@ -11,7 +11,7 @@ from partc.passes.share_gathers import share_gathers
 from partc.passes.storage import replay
 from partc.plan import Plan
 from partc.record_tape import record_step
-from partc.step_walk import step_times
+from partc.step_walk import step_seconds
 
 
 def order_step(local: Graph, plan: Plan, over: Mesh) -> Graph:
@@ -30,5 +30,4 @@ def _ordered(local: Graph, plan: Plan, over: Mesh | None) -> Graph:
 
 
 def _step_s(graph: Graph, over: Mesh) -> float:
-    times = step_times(record_step(graph, replay(graph)), over)
-    return sum(spent.seconds for spent in times.values())
+    return step_seconds(record_step(graph, replay(graph)), over)

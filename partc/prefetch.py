@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from partc.mesh import Mesh
 from partc.plan import Plan
-from partc.step_walk import step_times
+from partc.step_walk import step_seconds
 from partc.tape import Tape
 
 MOST = 2  # a block computes for as long as the next one's weights are on their way
@@ -24,9 +24,5 @@ def prefetches(plan: Plan, tape: Tape, mesh: Mesh) -> tuple[int, ...]:
     """
     if plan.prefetch or not any(run.gathers for run in tape.runs):
         return (plan.prefetch,)
-    one_s, two_s = (_step_s(replace(tape, prefetch=num), mesh) for num in (1, MOST))
+    one_s, two_s = (step_seconds(replace(tape, prefetch=num), mesh) for num in (1, MOST))
     return (MOST, 1) if two_s < one_s else (1,)
-
-
-def _step_s(tape: Tape, mesh: Mesh) -> float:
-    return sum(spent.seconds for spent in step_times(tape, mesh).values())

@@ -48,7 +48,8 @@ def record_phases(graph: Graph, ran: Replay) -> Tape:
 
     found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
     runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
-    added = {node for node in graph.calls() if _is_added(node, graph)}
+    grads = set(graph.grads.values())
+    added = {node for node in graph.calls() if _is_added(node, grads)}
     return _Recorder(
         ran, lambda node: value(node).phase, apart=False, added=added, joined=_joined(graph)
     ).tape(runs)  # fmt: skip
@@ -78,14 +79,14 @@ def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
     return found
 
 
-def _is_added(node: fx.Node, graph: Graph) -> bool:
+def _is_added(node: fx.Node, grads: Set[fx.Node]) -> bool:
     """Whether a value is added to what earlier microbatches made: a gradient, or its part that is
     summed over ranks when all are done.
     """
     if value(node).phase not in ("B", "W") or not is_tensor(node):
         return False
     ends = any(user.op != "output" and value(user).phase == "E" for user in node.users)
-    return ends or node in graph.grads.values()
+    return ends or node in grads
 
 
 def _reading(product: Call) -> Call:

@@ -54,6 +54,11 @@ def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, 
     return dict(zip(PHASES, spent, strict=True))
 
 
+def step_seconds(tape: Tape, mesh: Mesh) -> float:
+    """How long a step of one stage takes, without the optimizer's."""
+    return sum(spent.seconds for spent in step_times(tape, mesh).values())
+
+
 def walk_phases(tape: Tape, mesh: Mesh) -> dict[Phase, Spent]:
     """What each phase of a stage spends, each run by itself from its first call.
 
