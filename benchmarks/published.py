@@ -19,7 +19,8 @@ import partc
 from benchmarks.published_models import build, example, loss_of
 from benchmarks.published_peer import Peer, laws
 from benchmarks.published_rows import GIB, Row, rows
-from partc.passes.search.estimate import Candidate, Estimator
+from partc.passes.search.candidate import Candidate
+from partc.passes.search.estimate import Estimator
 from partc.plan import Plan
 from partc.program import Program
 from partc.topology import Device, Topology

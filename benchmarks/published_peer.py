@@ -14,7 +14,8 @@ from benchmarks.published_rows import Row
 from partc.collective_cost import collective_seconds
 from partc.graph import Graph
 from partc.mesh import PP, Mesh
-from partc.passes.search.estimate import Candidate, Estimator, UnitTimes
+from partc.passes.search.candidate import Candidate
+from partc.passes.search.estimate import Estimator, UnitTimes
 from partc.passes.search.laws import BACKWARD, FORWARD, TP, Profile
 from partc.passes.search.profile import profile, touched_values
 from partc.topology import Topology

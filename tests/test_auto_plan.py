@@ -14,8 +14,8 @@ import partc
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.mesh import Mesh
+from partc.passes.search.candidate import Candidate
 from partc.passes.search.choose_plan import Choice, choose_plan
-from partc.passes.search.estimate import Candidate
 from partc.passes.search.shardings import search_shardings
 from partc.plan import Plan
 from partc.topology import Topology

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 import partc
 from partc.mesh import Mesh
-from partc.passes.search.estimate import Candidate, Estimator
+from partc.passes.search.candidate import Candidate
+from partc.passes.search.estimate import Estimator
 from partc.passes.search.profile import Recompute, profile
 from partc.passes.search.turns import bubble_s, cut_evenly, sent_s
 from partc.pipeline_step import plan_step

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from partc.errors import PlanError
 from partc.mesh import Mesh
+from partc.passes.search.candidate import Candidate
 from partc.passes.search.candidates import sizes_of
-from partc.passes.search.estimate import Candidate
 from partc.passes.search.search_plans import Ranked, Search, Taken
 from partc.what_if import changes_to_try
 

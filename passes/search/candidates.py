@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
-from partc.passes.search.estimate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
+from partc.passes.search.candidate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
 from partc.passes.search.laws import TP, searched_word
 
 WORDS = ("megatron-sp", "megatron")

@@ -18,9 +18,9 @@ from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.objective import Objective, check_price
 from partc.passes.apply_preset import store_cut
+from partc.passes.search.candidate import RECOMPUTE, Recompute
 from partc.passes.search.candidates import WORDS, names_axes
 from partc.passes.search.compare_shardings import compare_shardings
-from partc.passes.search.estimate import RECOMPUTE, Recompute
 from partc.passes.search.infeasible import nothing_fits
 from partc.passes.search.search_plans import Profiles, Ranked, Search, profiles_of
 from partc.plan import Plan, fits

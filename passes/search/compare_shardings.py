@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import islice
 
 from partc.graph import Graph
+from partc.passes.search.candidate import Candidate, Recompute
 from partc.passes.search.candidates import sizes_of
-from partc.passes.search.estimate import Candidate, Recompute
 from partc.passes.search.laws import Profile, searched_word
 from partc.passes.search.profile import profiles_of_entries
 from partc.passes.search.search_plans import Profiles, Ranked, Search

@@ -11,7 +11,7 @@ from partc.amounts import amount, time_text
 from partc.errors import MemoryLimitError, PlanError
 from partc.mesh import Mesh
 from partc.passes.search.alternatives import only_changed
-from partc.passes.search.estimate import RECOMPUTE
+from partc.passes.search.candidate import RECOMPUTE
 from partc.passes.search.search_plans import Ranked, Search, Taken
 
 HOLDERS = 3  # of memory, that an error names

@@ -5,8 +5,8 @@ from __future__ import annotations
 from partc.errors import PartcError
 from partc.graph import Graph
 from partc.mesh import Mesh
+from partc.passes.search.candidate import RECOMPUTE, Candidate, Data
 from partc.passes.search.candidates import WORDS, names_axes, sizes_of
-from partc.passes.search.estimate import RECOMPUTE, Candidate, Data
 from partc.passes.search.search_plans import Search, Taken, profiles_of
 from partc.plan import Plan
 

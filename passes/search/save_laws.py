@@ -13,7 +13,7 @@ import numpy as np
 
 from partc.mesh import Mesh
 from partc.objective import Batch, objective_of
-from partc.passes.search.estimate import Candidate
+from partc.passes.search.candidate import Candidate
 from partc.passes.search.laws import Calls, Profile, Sizes, Transfer, Weights
 from partc.passes.search.search_plans import Search, Taken
 from partc.topology_text import parse_topology

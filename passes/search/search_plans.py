@@ -17,8 +17,9 @@ from partc.memory_limit import usable
 from partc.mesh import Mesh
 from partc.objective import NO_BATCH, Batch, Objective, per_million, price_text
 from partc.passes.apply_preset import DATA_AXES
+from partc.passes.search.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.candidates import Space, divisors
-from partc.passes.search.estimate import RECOMPUTE, Candidate, Estimate, Estimator, Recompute
+from partc.passes.search.estimate import Estimate, Estimator
 from partc.passes.search.laws import Profile
 from partc.passes.search.profile import profiles
 from partc.topology import Topology
