@@ -14,6 +14,7 @@ WRITTEN = (
     "*.toml",
     "*.json",
     "constants.safetensors",
+    "schedule.csv",
     "__pycache__",
 )  # what a saved program consists of
 

@@ -95,6 +95,24 @@ def simulate_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def bench_command(args: argparse.Namespace) -> int:
+    """Run a saved program on its ranks: what it computes, hides and waits for, beside what was
+    predicted.
+    """
+    from partc.bench import bench
+
+    with _progress(f"running {args.steps} steps of {args.folder}"):
+        found = bench(
+            args.folder, steps=args.steps, warmup=args.warmup, device=args.device,
+            timeout=args.timeout,
+        )  # fmt: skip
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks
+        if args.trace:
+            atomic_write(Path(args.trace), found.trace())
+        _tell(args, str(found), found.as_json())
+    return 0
+
+
 def calibrate_command(args: argparse.Namespace) -> int:
     """Measure this machine's devices and links, as a mesh.toml that predictions rest on."""
     from partc.calibrate import calibrate

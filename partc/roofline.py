@@ -35,6 +35,8 @@ FUNCTIONS = frozenset(
 ) | {"dropout_mask", "drawn_mask", "same_mask"}  # fmt: skip
 
 COMPUTE = "compute"  # the stream that computes
+BLOCKS = "blocks"  # of boxes around what the calls of a block, or of a pipeline's action, take
+WAIT = "wait"  # of boxes in which computing stands still, where steps are measured
 
 
 @dataclass
@@ -126,13 +128,22 @@ def dtype_of(node: fx.Node) -> str:
 
 
 class Box(NamedTuple):
-    """What a stream does from ``begin_s`` on: the one that computes, or that of an axis."""
+    """What a stream does from ``begin_s`` on: the one that computes, or that of an axis. Those of
+    ``BLOCKS`` are named by phase, or kind of action.
+    """
 
     stream: str
     name: str
     block: str
     begin_s: float
     seconds: float
+
+    @property
+    def title(self) -> str:
+        """Its name in traces, ``partc::<kind>::<site>``."""
+        if self.stream == BLOCKS:
+            return f"partc::{self.name}::{self.block}"
+        return f"partc::{self.stream}::{self.name}"
 
 
 class Clock:
@@ -178,6 +189,10 @@ class Clock:
         """Note what runs now and takes so long, in none of the blocks."""
         self.block = ""
         self._note(COMPUTE, name, self.now, seconds)
+
+    def note_block(self, phase: str, begin_s: float) -> None:
+        """Note that the calls of a block's phase are done which began then."""
+        self._note(BLOCKS, phase, begin_s, self.now - begin_s)
 
     def _copy(self, num_bytes: int, spent: Spent) -> None:
         if num_bytes:

@@ -39,6 +39,17 @@ class Stage(nn.Module):
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
 
+    @property
+    def groups(self) -> Mapping[str, Any]:
+        """This rank's process group of every axis of the mesh, by axis."""
+        return self._tensors.groups
+
+    @property
+    def rank_step(self) -> nn.Module:
+        """The module of the program's own text."""
+        step: nn.Module = self._rank_step
+        return step
+
     # running ---------------------------------------------------------------------------------
     def step(self, *inputs: Tensor) -> Tensor:
         """Global batch in, loss out; every parameter's ``.grad`` grows by its gradient."""

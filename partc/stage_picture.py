@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from partc.amounts import time_text
-from partc.roofline import COMPUTE, Box
+from partc.roofline import BLOCKS, COMPUTE, Box
 from partc.schedules.picture import GAP, LEFT, ROW, TOP, time_axis
 
 WIDE = 1200  # pixels of the step
@@ -18,6 +18,7 @@ STYLE = "text{fill:#222}.line{stroke:#888}@media(prefers-color-scheme:dark){text
 
 def svg(boxes: Sequence[Box]) -> str:
     """Boxes for what blocks compute and for transfers, in microseconds, named by their tooltips."""
+    boxes = [box for box in boxes if box.stream != BLOCKS]  # computing is drawn by block
     streams = list(dict.fromkeys([COMPUTE, *(box.stream for box in boxes)]))
     longest = US_PER_S * max((box.begin_s + box.seconds for box in boxes), default=1e-6)
     scale, bottom = WIDE / longest, TOP + len(streams) * (ROW + GAP)

@@ -1,39 +1,49 @@
-"""What the streams of a one-stage program do, as JSON for chrome://tracing or Perfetto."""
+"""What the streams of a rank do, as JSON for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from partc.roofline import COMPUTE, Box
+from partc.roofline import BLOCKS, COMPUTE, WAIT, Box
 
 US_PER_S = 1e6
+Event = dict[str, Any]
 
 
 def chrome_trace(boxes: Sequence[Box]) -> str:
-    """One process, as all ranks do the same, with a row for its computing and one for each axis.
+    """One process, as all ranks do the same."""
+    return trace_text(trace_events(boxes, 0, "every rank"))
 
-    Names are ``partc::<compute or axis>::<op or collective>``; ``block`` is the module.
+
+def trace_text(events: Iterable[Event]) -> str:
+    """Events as a file."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)})
+
+
+def trace_events(boxes: Sequence[Box], process: int, title: str) -> Iterator[Event]:
+    """A process with a row for its blocks, its computing, and each axis.
+
+    Names are ``partc::<kind>::<site>``: ``partc::forward::layers.0`` of a block,
+    ``partc::compute::<op>``, ``partc::<axis>::<collective>``.
     """
-    rows = {COMPUTE: 0}
+    rows = {BLOCKS: 0, COMPUTE: 1}
     for box in boxes:
         rows.setdefault(box.stream, len(rows))
-    events = [*_labels(rows), *(_event(box, rows) for box in boxes)]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
-
-
-def _labels(rows: dict[str, int]) -> Iterator[dict[str, Any]]:
-    label = {"ph": "M", "pid": 0}
-    yield {**label, "tid": 0, "name": "process_name", "args": {"name": "every rank"}}
+    yield _label(process, 0, "process_name", title)
     for stream, row in rows.items():
-        name = stream if stream == COMPUTE else f"over {stream}"
-        yield {**label, "tid": row, "name": "thread_name", "args": {"name": name}}
+        moves = stream not in (BLOCKS, COMPUTE, WAIT)
+        yield _label(process, row, "thread_name", f"over {stream}" if moves else stream)
+    yield from (_event(box, process, rows[box.stream]) for box in boxes)
 
 
-def _event(box: Box, rows: dict[str, int]) -> dict[str, Any]:
+def _label(process: int, row: int, kind: str, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": row, "name": kind, "args": {"name": name}}
+
+
+def _event(box: Box, process: int, row: int) -> Event:
     return {
-        "ph": "X", "pid": 0, "tid": rows[box.stream], "name": f"partc::{box.stream}::{box.name}",
-        "cat": box.stream, "ts": box.begin_s * US_PER_S, "dur": box.seconds * US_PER_S,
-        "args": {"block": box.block},
+        "ph": "X", "pid": process, "tid": row, "name": box.title, "cat": box.stream,
+        "ts": box.begin_s * US_PER_S, "dur": box.seconds * US_PER_S, "args": {"block": box.block},
     }  # fmt: skip

@@ -40,12 +40,15 @@ def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, 
             at = backward if closes else forward
             ahead.append({e.mark: walk.start(e, at) for e in following.gathers})
         walk.clock.block = block
+        begin_s = walk.clock.now
         for event in here.events:
             at = backward if event.phase == "B" else forward
             if event.code == LAST:
                 reduced.append(walk.start(event, at))
             else:
                 walk.run(event, at)
+        if block:
+            walk.clock.note_block("backward" if closes else "forward", begin_s)
         if closes:
             walk.finish(before, backward)
         else:

@@ -42,6 +42,13 @@ def test_saving_is_deterministic_and_replaces(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
 
 
+def test_pipelines_are_replaced_and_leave_no_schedule(tmp_path: Path) -> None:
+    pipeline = replace(example_program(), schedule="0F0,0B0\n")
+    for program in (pipeline, pipeline, example_program()):
+        program.save(tmp_path / "b")
+        assert (tmp_path / "b/schedule.csv").exists() == bool(program.schedule)
+
+
 def test_roles_are_runs_of_ranks() -> None:
     program = replace(
         example_program(),
