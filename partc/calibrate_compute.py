@@ -46,7 +46,7 @@ def _matmuls(watch: Stopwatch) -> Iterator[Measured]:
     kind = watch.device.type
     sides = [("f32", n) for n in SIDES[kind]]
     for dtype, n in [*sides, *((other, OTHER_SIDE[kind]) for other in DTYPES if other != "f32")]:
-        kept = deque(x.view(n, n) for x in _kept(watch, n * n, DTYPES[dtype]))
+        kept = deque(x.view(n, n) for x in kept_results(watch, n * n, DTYPES[dtype]))
 
         def product(kept=kept) -> None:  # type: ignore[no-untyped-def]
             kept.append(kept[-1] @ kept.popleft())
@@ -76,7 +76,7 @@ def _sums(watch: Stopwatch) -> Iterator[Measured]:
     """Of operands and results like those of products."""
     for num_bytes in SUMS:
         n = num_bytes // 12
-        kept = _kept(watch, n)
+        kept = kept_results(watch, n)
 
         def add(kept=kept) -> None:  # type: ignore[no-untyped-def]
             kept.append(kept[-1] + kept[0])
@@ -87,7 +87,7 @@ def _sums(watch: Stopwatch) -> Iterator[Measured]:
 def _functions(watch: Stopwatch) -> Iterator[Measured]:
     for num_bytes in SUMS:
         n = num_bytes // 8
-        kept = _kept(watch, n)
+        kept = kept_results(watch, n)
 
         def silu(kept=kept) -> None:  # type: ignore[no-untyped-def]
             kept.append(F.silu(kept[-1]))
@@ -95,7 +95,7 @@ def _functions(watch: Stopwatch) -> Iterator[Measured]:
         yield watch.time("functions", f"silu(f32[{n}])", 8 * n, silu)
 
 
-def _kept(watch: Stopwatch, n: int, dtype: torch.dtype = torch.float32) -> deque[Tensor]:
+def kept_results(watch: Stopwatch, n: int, dtype: torch.dtype = torch.float32) -> deque[Tensor]:
     """Memory for results, so much that what is oldest is in no cache."""
     num = max(2, min(MOST_KEPT, KEPT_BYTES // (4 * n)))
     return deque((watch.rand(n, dtype=dtype) for _ in range(num)), maxlen=num)

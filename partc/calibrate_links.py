@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from math import ceil
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partc.calibrate_compute import kept_results
 from partc.codegen.printed import scatter_sum
 from partc.measured import Measured
 from partc.stopwatch import Stopwatch
@@ -118,16 +120,20 @@ def measure_contention(watch: Stopwatch, groups: list[list[int]]) -> list[Measur
     """
     side = SIDE[watch.device.type]
     x, small = (torch.zeros(n // 4, device=watch.device) for n in (BESIDE_BYTES, SMALL_BYTES))
-    matrix = watch.rand(side, side)
+    kept = deque(x.view(side, side) for x in kept_results(watch, side * side))
+
+    def multiply() -> None:
+        kept.append(kept[-1] @ kept.popleft())
+
     with watch.groups(groups) as group:
         move = watch.time("all_reduce", "", 0, lambda: dist.all_reduce(x, group=group))
-        product = watch.time("matmul", "", 0, lambda: matrix @ matrix)
+        product = watch.time("matmul", "", 0, multiply)
         times = ceil(LONGER * move.seconds / product.seconds)
         each = ceil(APART_S / product.seconds)
 
         def compute(times: int) -> None:
             for _ in range(times):
-                matrix @ matrix
+                multiply()
 
         def both() -> None:
             moving = dist.all_reduce(x, group=group, async_op=True)

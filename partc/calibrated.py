@@ -24,6 +24,7 @@ LEVELS = ("node", "between nodes")
 WATTS = {"gloo": 15.0, "nccl": 500.0}  # assumed of a device
 BYTES_OF = ("pointwise", "functions", "optimizer")
 DIGITS = 4
+LEAST_PART = 0.1  # of a small call that is work, however long the call itself takes
 
 
 @dataclass(frozen=True)
@@ -155,27 +156,34 @@ def _device(found: Found) -> Device:
         if work.startswith("matmul")
     }
     bandwidth = max(each.rate for work in BYTES_OF for each in found.of(work))
+    on_host = found.library == "gloo"  # where the processor that computes makes the calls
+    launch_s = found.of("launch")[0].seconds
+    call_s = launch_s if on_host else 0.0
     measured = {"matmul": found.of("matmul f32")} | {work: found.of(work) for work in WORK[1:]}
     return Device(
         name=found.device,
         memory_bytes=found.memory_bytes,
         memory_bytes_per_s=_short(bandwidth),
         flops_per_s={dtype: _short(peak) for dtype, peak in peaks.items()},
-        launch_s=_short(found.of("launch")[0].seconds),
+        launch_s=0.0 if on_host else _short(launch_s),
+        call_s=_short(call_s),
         watts=WATTS[found.library],
         efficiency={
-            work: _points(each, _short(bandwidth if work in BYTES_OF else peaks["f32"]))
+            work: _points(each, _short(bandwidth if work in BYTES_OF else peaks["f32"]), call_s)
             for work, each in measured.items()
         },
     )
 
 
-def _points(measured: Sequence[Measured], peak: float) -> Points:
-    """Which fraction of the peak each amount reaches; more work takes no less time."""
-    seconds = [measured[0].seconds]
-    for less, each in pairwise(measured):
+def _points(measured: Sequence[Measured], peak: float, call_s: float) -> Points:
+    """Which fraction of the peak each amount reaches beside making the call; more work takes no
+    less time.
+    """
+    taken = [max(each.seconds - call_s, LEAST_PART * each.seconds) for each in measured]
+    seconds = taken[:1]
+    for (less, _), (each, own) in pairwise(zip(measured, taken, strict=True)):
         least = seconds[-1] * (1 + 10**-DIGITS)
-        seconds.append(max(each.seconds, least if each.amount > less.amount else 0.0))
+        seconds.append(max(own, least if each.amount > less.amount else 0.0))
     return tuple(
         (float(each.amount), min(1.0, each.amount / s / peak))
         for each, s in zip(measured, seconds, strict=True)

@@ -21,7 +21,7 @@ from partc.roofline import Box, Clock
 from partc.saved_step import SavedStep, saved_schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link
-from partc.stage_cost import StageCost, sharing_costs, stage_link, step_costs
+from partc.stage_cost import StageCost, sharing_costs, stage_link, step_costs, with_messages
 from partc.step_walk import step_times, walk_phases
 from partc.what_if import Change
 
@@ -55,10 +55,11 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
     cost = PipelineCost.of_json(_saved(program, where))
     basis, mesh = program.basis, _mesh(program, change)
     rank_of = saved_schedule(program).rank_of
-    stages = tuple(
+    computed = [
         replace(stage, spent=walk_phases(tape, mesh.at_place(rank)))
         for stage, tape, rank in zip(cost.stages, basis.tapes, rank_of, strict=True)
-    )
+    ]
+    stages = with_messages(computed, mesh)
     link = stage_link(stages, mesh)
 
     def planned(stages: tuple[StageCost, ...]) -> tuple[Step, tuple[Closing, ...]]:

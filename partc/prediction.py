@@ -210,4 +210,5 @@ def optimizer_time(param_bytes: int, device: Device, optimizer: str) -> Spent:
     num_bytes = OPTIMIZER_TRAFFIC[optimizer] * param_bytes
     if not num_bytes:
         return Spent()
-    return Spent({"memory": max(device.launch_s, device.memory_seconds(num_bytes, "optimizer"))})
+    updating = max(device.launch_s, device.memory_seconds(num_bytes, "optimizer"))
+    return Spent({"memory": updating + device.call_s})

@@ -95,7 +95,7 @@ def piece_seconds(node: fx.Node, ran: Replay, device: Device, pieces: int) -> fl
         flops=call.flops // pieces, num_bytes=call.num_bytes // pieces,
         rows=-(-call.rows // pieces), written_bytes=call.written_bytes // pieces,
     )  # fmt: skip
-    return max(_parts(piece, device).values())
+    return max(_parts(piece, device).values()) + device.call_s
 
 
 def call_of(node: fx.Node, ran: Replay) -> Call | None:
@@ -164,7 +164,7 @@ class Clock:
     def compute(self, call: Call, spent: Spent) -> None:
         """Execute a call."""
         bound, seconds = max(_parts(call, self.device).items(), key=lambda part: part[1])
-        self._compute(call.name, bound, seconds, spent)
+        self._compute(call.name, bound, seconds + self.device.call_s, spent)
 
     def start(self, move: Move, spent: Spent) -> float:
         """Start a collective, once its operands lie side by side; when it ends."""

@@ -21,7 +21,14 @@ from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan
 from partc.plan import Plan
 from partc.schedules import Schedule
 from partc.schedules.auto import auto
-from partc.stage_cost import StageCost, sharing_costs, stage_cost, stage_link, step_costs
+from partc.stage_cost import (
+    StageCost,
+    sharing_costs,
+    stage_cost,
+    stage_link,
+    step_costs,
+    with_messages,
+)
 from partc.tied import Tied, tied_parameters
 
 
@@ -57,12 +64,12 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
 def _costs(
     graphs: Sequence[Graph], local: Graph, plan: Plan, rank_of: Sequence[int]
 ) -> tuple[StageCost, ...]:
-    """The costs of every stage on its own devices; those that are alike cost the same there."""
+    """The costs of every stage on its own devices; those that are alike compute the same there."""
     meshes = [_mesh(plan).at_place(rank) for rank in rank_of]
     alike = list(zip(likes_of(local.kept, len(graphs)), (m.hardware for m in meshes), strict=True))
     compiled = dict(zip(alike, zip(graphs, meshes, strict=True), strict=True))
     costs = {key: stage_cost(*each) for key, each in compiled.items()}
-    return tuple(costs[key] for key in alike)
+    return with_messages([costs[key] for key in alike], _mesh(plan))
 
 
 def planned(

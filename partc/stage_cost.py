@@ -19,6 +19,7 @@ from partc.roofline import Spent
 from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
 from partc.step_walk import phase_times
+from partc.topology import APART_S
 
 _NOTHING_GAINED = 1e-9  # relative
 
@@ -80,6 +81,28 @@ def sharing_costs(
         replace(s, spent={phase: each.times(share) for phase, each in s.spent.items()})
         for s in stages
     )
+
+
+def with_messages(stages: Sequence[StageCost], mesh: Mesh) -> tuple[StageCost, ...]:
+    """The costs of stages that lose time to their messages: computing beside one is slower
+    (``Topology.contention``), and whoever needs one waits for a rank that may be late (``skew``).
+    """
+    hardware = mesh.hardware
+    if PP not in mesh.names or mesh.size(PP) == 1 or not (hardware.contention or hardware.skew):
+        return tuple(stages)
+    link = stage_link(stages, mesh)
+    moving = [link.seconds(stage.sent_bytes) for stage in stages[:-1]]  # to and from the next one
+    found = []
+    for stage, before, behind in zip(stages, [0.0, *moving], [*moving, 0.0], strict=True):
+        spent = dict(stage.spent)
+        for phase, received_s in (("F", before), ("B", behind)):
+            if phase in spent:
+                late = hardware.skew * min(spent[phase].seconds, APART_S) if received_s else 0.0
+                spent[phase] = spent[phase].times(1.0)
+                lost = hardware.contention * (before + behind) + late
+                spent[phase].add(Spent(exposed={PP: lost}))
+        found.append(replace(stage, spent=spent))
+    return tuple(found)
 
 
 def stage_link(stages: Sequence[StageCost], mesh: Mesh) -> Link:

@@ -37,9 +37,10 @@ class Device:
     """One kind of device: what its data sheet says, and how much of that kernels reach.
 
     ``flops_per_s`` has dense peaks by dtype (``DTYPES``), ``launch_s`` is the least time between
-    two kernels, however small. ``efficiency`` says per kind of work (``WORK``) which fraction of
-    the peak, or of the memory's bandwidth, a call of so many FLOPs, or bytes, reaches. Of matrix
-    products these are large ones that keep all ``processors`` busy (0: no such thing is known);
+    two kernels, however small; ``call_s`` is what a call takes beside its work where the processor
+    that computes also makes the calls. ``efficiency`` says per kind of work (``WORK``) which
+    fraction of the peak, or of the memory's bandwidth, a call of so many FLOPs, or bytes, reaches.
+    Of matrix products these are large ones that keep all ``processors`` busy (0: not known);
     ``hidden_writes`` is the part of a product's result that is written beside its arithmetic.
     """
 
@@ -51,6 +52,7 @@ class Device:
     watts: float
     dollars_per_hour: float | None = None
     processors: int = 0
+    call_s: float = 0.0
     hidden_writes: float = 1.0
     efficiency: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
@@ -59,10 +61,12 @@ class Device:
         check_name(where, self.name)
         check_whole(f"{where}, memory_bytes", self.memory_bytes, PETA)
         check_number(f"{where}, memory_bytes_per_s", self.memory_bytes_per_s, 100 * TERA)
-        check_number(f"{where}, launch_s", self.launch_s, 1.0)
         check_number(f"{where}, watts", self.watts, 1e5)
         if self.dollars_per_hour is not None:
             check_number(f"{where}, dollars_per_hour", self.dollars_per_hour, 1e6)
+        for name in ("launch_s", "call_s"):
+            if getattr(self, name) != 0:
+                check_number(f"{where}, {name}", getattr(self, name), 1.0)
         if self.processors != 0:
             check_whole(f"{where}, processors", self.processors, 1e6)
         if self.hidden_writes != 0:
@@ -102,11 +106,12 @@ class Device:
 
     def seconds(self, flops: float, dtype: str, num_bytes: float, work: str = "matmul") -> float:
         """The time of a call by the roofline model: its arithmetic or its memory traffic,
-        whichever takes longer, but no less than a launch; what does nothing takes none.
+        whichever takes longer, but no less than a launch, and making the call; what does nothing
+        takes none.
         """
         if not flops and not num_bytes:
             return 0.0
-        return max(self.parts(flops, dtype, num_bytes, work).values())
+        return max(self.parts(flops, dtype, num_bytes, work).values()) + self.call_s
 
     def parts(
         self,

@@ -99,6 +99,8 @@ def test_a_topology_gives_the_measured_times_back(tmp_path: Path) -> None:
             true = latency_s + s_per_byte * size
             assert collective_seconds(kind, size, mesh, "dp") == pytest.approx(true, rel=0.01)
     device = topology.device
+    assert device.launch_s == 0
+    assert device.call_s == pytest.approx(2e-6, rel=0.01)
     assert device.seconds(1e9, "f32", 0) == pytest.approx(1e9 / 8e10, rel=0.01)
     assert device.memory_seconds(1e7, "optimizer") == pytest.approx(1e7 / 6e9, rel=0.01)
     assert topology.contention == pytest.approx(0.5)

@@ -15,6 +15,7 @@ import torch
 from partc import compile
 from partc.cli import main
 from partc.errors import CheckError, PartcError, PlanError
+from partc.mesh import Mesh
 from partc.passes.alike_blocks import blocks_of
 from partc.passes.cut_stages import balance
 from partc.passes.stage_units import stage_units
@@ -25,6 +26,8 @@ from partc.program import Program, load
 from partc.schedules import Action, Schedule, make
 from partc.schedules.step_costs import StepCosts
 from partc.schedules.timing import Costs
+from partc.stage_cost import stage_link, with_messages
+from partc.topology import APART_S, Topology
 from partc.trace import trace
 from partc.verification import verify
 from tests.example_program import example_program
@@ -229,3 +232,20 @@ def test_simulate_refuses_what_was_not_compiled(
     example_program().save(tmp_path / "b")
     assert main(["simulate", str(tmp_path / "b")]) == 2
     assert "nothing of this program's step was saved" in capsys.readouterr().err
+
+
+def test_stages_lose_to_messages_what_the_machine_says() -> None:
+    program = llama("1f1b")
+    stages = program.cost.stages  # type: ignore[attr-defined]
+    machine = Topology.load("cpu", 2)
+    plain = replace(machine, contention=0.0, skew=0.0)
+    assert with_messages(stages, Mesh((("pp", 2),), plain)) == stages
+    slow = Mesh((("pp", 2),), replace(machine, contention=0.5, skew=0.1))
+    first, last = with_messages(stages, slow)
+    moving = stage_link(stages, slow).seconds(stages[0].sent_bytes)
+    late = [0.1 * min(s, APART_S) for s in (stages[0].backward_s, stages[1].forward_s)]
+    assert first.forward_s == pytest.approx(stages[0].forward_s + 0.5 * moving)
+    assert first.backward_s == pytest.approx(stages[0].backward_s + 0.5 * moving + late[0])
+    assert last.forward_s == pytest.approx(stages[1].forward_s + 0.5 * moving + late[1])
+    assert last.spent["B"].exposed["pp"] == pytest.approx(0.5 * moving)
+    assert with_messages(stages, Mesh((("pp", 1),), slow.hardware.resized(1))) == stages

@@ -64,6 +64,9 @@ def test_a_call_takes_as_long_as_its_slowest_part() -> None:
     assert chip.seconds(10, "f32", 10) == 1e-6  # a launch
     assert chip.seconds(1e9, "bf16", 10) == pytest.approx(2e-3)  # arithmetic, at f32's peak
     assert chip.seconds(1e9, "f32", 1e7) == pytest.approx(1e-2)  # memory
+    host = replace(chip, launch_s=0.0, call_s=1e-6)  # makes its calls itself
+    assert host.seconds(0, "f32", 0) == 0
+    assert host.seconds(1e9, "f32", 1e7) == pytest.approx(1e-2 + 1e-6)
 
 
 @given(st.floats(1, 1e16), st.floats(1, 1e3), st.sampled_from(shipped()))

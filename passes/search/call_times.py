@@ -26,7 +26,7 @@ def call_seconds(calls: Calls, device: Device, dp: int, tp: int) -> Floats:
     arithmetic = computing + (1 - device.hidden_writes) * writing
     memory = moved / (device.memory_bytes_per_s * _reached(calls.work, device, moved, TRAFFIC))
     seconds: Floats = np.maximum(np.maximum(arithmetic, memory), device.launch_s)
-    return seconds
+    return seconds + device.call_s
 
 
 def _reached(

@@ -24,7 +24,7 @@ from partc.passes.search.call_times import call_seconds
 from partc.passes.search.candidate import REPLICATE, Candidate
 from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile
 from partc.passes.search.turns import bubble_s, cut_evenly, in_flight, sent_s
-from partc.topology import Device, Topology
+from partc.topology import APART_S, Device, Topology
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,27 @@ class Estimator:
         forward = self._phase(one, mesh, times, units, FORWARD)
         backward = self._phase(one, mesh, times, units[::-1], BACKWARD)
         compute = float(times.compute[list(units)].sum())
-        waits = float(times.exposed[list(units)].sum()) - compute
+        exposed = times.exposed[list(units)].sum(axis=0)
+        waits = float(exposed.sum()) - compute
+        if one.pp > 1:
+            waits += self._beside_messages_s(one, mesh, units, exposed)
         compute += self._adding_s(one, mesh, units)
         return _Stage(
             compute, waits, forward.waits + backward.waits, backward.closing,
             float(times.weight_grads[list(units)].sum()),
         )  # fmt: skip
+
+    def _beside_messages_s(
+        self, one: Candidate, mesh: Mesh, units: Sequence[int], phases_s: Floats
+    ) -> float:
+        """What a forward and a backward between two others lose to messages
+        (``stage_cost.with_messages``).
+        """
+        pieces = one.data_ranks * one.microbatches
+        size = self.profile.boundary[units[-1]].local(pieces, one.tp) if units else 0.0
+        moving = 4 * collective_seconds("send", size, mesh, PP)
+        late = float(np.minimum(phases_s, APART_S).sum())
+        return self.topology.contention * moving + self.topology.skew * late
 
     def _phase(
         self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int], phase: int
@@ -242,10 +257,12 @@ class Estimator:
             return 0.0
         size = weights.size.local(1, tp) / weights.count
         if pieces:
-            return weights.count * max(device.launch_s, device.memory_seconds(3 * size / pieces))
+            return weights.count * (
+                max(device.launch_s, device.memory_seconds(3 * size / pieces)) + device.call_s
+            )
         products = int(calls.is_weight_grad[calls.unit == unit].sum())
         reading = products * (1 - device.hidden_writes) * device.memory_seconds(size)
-        return reading + max(0, weights.count - products) * device.launch_s
+        return reading + max(0, weights.count - products) * (device.launch_s + device.call_s)
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
