@@ -23,6 +23,7 @@ from partc.graph import held, is_tensor, results_of, typed, value
 from partc.quoting import comment
 
 INDENT = 2  # levels, of the body of a method
+SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Body(Transfers):
         if node in self.stored and not node.users.keys() - {self.graph.fx.output_node()}:
             return self._last_store(node)
         into = self.accumulated.get(node)
-        if into is not None and into in self.seen:
+        if into is not None and into in self.seen and node.target in SUMS:
             rest = next(n for n in node.all_input_nodes if n is not into)
             self.seen[node] = self.seen[into]
             sign = "-" if node.target is torch.ops.aten.sub.Tensor else "+"

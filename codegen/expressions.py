@@ -17,7 +17,7 @@ from partc.codegen.names import Scope, is_given
 from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
-from partc.codegen.text import COMPARE, Text
+from partc.codegen.text import ATOM, COMPARE, Text
 from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
 from partc.quoting import literal
 
@@ -88,6 +88,9 @@ class Expressions:
         """A call of a printed function."""
         name = self.helpers.use(node.target.__name__)  # type: ignore[union-attr]
         texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
+        if node.target is ops.cross_entropy_grad:
+            exp = "exp_" if node in self.accumulated else "exp"
+            texts[1] = f"{self.text(node.all_input_nodes[1]).at(ATOM)}.{exp}()"
         if node.target in ops.DRAWS:
             texts.append(f"self.{generator(self.graph, node)}")
         if node.target is ops.same_mask:

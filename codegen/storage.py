@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc import collectives
+from partc import collectives, ops
 from partc.graph import Graph, held, is_backward, is_tensor
 
 aten = torch.ops.aten
@@ -81,13 +81,18 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Sums that may be written ``a += b`` or ``a -= b``: per sum the operand to overwrite.
+    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b``, and
+    gradients of a cross entropy.
 
     In the forward that is the left one, as one would write it by hand, in the backward any.
     """
     memory = _Memory(order, kept)
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
+        if node.target is ops.cross_entropy_grad:
+            log_p = node.all_input_nodes[1]
+            if memory.is_free(log_p, node):
+                found[node] = log_p
         if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
             continue
         operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]

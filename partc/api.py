@@ -29,6 +29,7 @@ from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
 from partc.passes.fold_layers import Unfolded, check_plan
+from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.keep_stages import keep_stages
 from partc.passes.local_batch_norm import has_batch_norm
@@ -293,7 +294,8 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     warnings = list(full.notes)
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
-    return full, recompute(fuse_bias(insert_collectives(graph, full, choices)), full)
+    local = fuse_loss(fuse_bias(insert_collectives(graph, full, choices)))
+    return full, recompute(local, full)
 
 
 def staged_plan(graph: Graph, plan: Plan) -> Plan:

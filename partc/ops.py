@@ -17,6 +17,15 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
+def cross_entropy_grad(d_loss: Tensor, log_p: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """Gradient of a summed cross entropy by the logits, from their log-probabilities:
+    ``f32[], f32[64,V], i64[64] -> f32[64,V]``. Rows whose target is ``ignored`` do not count.
+    """
+    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
+    place = torch.where(target == ignored, 0, target).unsqueeze(1)
+    return (log_p.exp() * scale).scatter_add(1, place, -scale)
+
+
 def inverse_order(order: Tensor) -> Tensor:
     """Where each row went that ``order`` names: ``x[order][inverse_order(order)]`` is ``x``."""
     places = torch.arange(order.numel(), dtype=order.dtype, device=order.device)

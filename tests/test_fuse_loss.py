@@ -1,0 +1,95 @@
+"""The gradient of a cross entropy in one call: as torch computes it, over the log-probabilities."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import partc
+from partc.codegen import printed
+from partc.ops import cross_entropy_grad
+
+VOCAB, SAMPLES = 12, 8
+
+
+class Classifier(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, VOCAB, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), target, ignore_index=3)
+
+
+def batch(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(SAMPLES, 6, dtype=dtype), torch.tensor([0, 3, 10, 3, 5, 1, 1, 7])
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_it_is_what_torch_computes(ignored: int) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(5, VOCAB, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 3, ignored, 10, ignored])
+    loss = F.cross_entropy(logits, target, reduction="sum", ignore_index=ignored)
+    (loss * 1.7).backward()
+    log_p = logits.detach().log_softmax(1)
+    d_loss = torch.tensor(1.7, dtype=torch.float64)
+    for found in (
+        cross_entropy_grad(d_loss, log_p, target, ignored),
+        printed.cross_entropy_grad(d_loss, log_p.exp(), target, ignored),
+    ):
+        torch.testing.assert_close(found, logits.grad, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=1", "ddp")]
+)
+def test_programs_with_targets_that_do_not_count(mesh: str, plan: str, reduction: str) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), target, ignore_index=3, reduction=reduction)
+
+    model = Classifier()
+    program = partc.compile(model, mesh, batch(), loss=loss, plan=plan)
+    assert ("cross_entropy_grad" in program.source()) == (mesh != "tp=2")
+    partc.verify(program, model, batch(), loss=loss).check()
+
+
+def test_the_log_probabilities_are_overwritten_where_nobody_needs_them() -> None:
+    once = partc.compile(Classifier(), "dp=1", batch(), loss=loss_of, plan="ddp")
+    assert re.search(r"cross_entropy_grad\(\w+, \w+\.exp_\(\)", once.source())
+    turns = partc.compile(Classifier(), "dp=1", batch(), loss=loss_of, plan="ddp", microbatches=2)
+    assert re.search(r"cross_entropy_grad\(\w+, \w+\.exp\(\)", turns.source())
+    partc.verify(turns, Classifier(), batch(), loss=loss_of).check()
+
+
+def test_logits_of_another_precision() -> None:
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        log_p = F.log_softmax(model(x), 1, dtype=torch.float32)
+        return F.nll_loss(log_p, target, ignore_index=3)
+
+    model = Classifier(torch.bfloat16)
+    program = partc.compile(model, "dp=1", batch(torch.bfloat16), loss=loss, plan="ddp")
+    partc.verify(program, model, batch(torch.bfloat16), loss=loss).check()
+
+
+def test_weighted_classes_keep_the_two_calls() -> None:
+    weight = torch.rand(VOCAB, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), target, weight=weight)
+
+    model = Classifier()
+    program = partc.compile(model, "dp=2", batch(), loss=loss, plan="ddp")
+    assert "cross_entropy_grad" not in program.source()
+    partc.verify(program, model, batch(), loss=loss).check()
