@@ -43,6 +43,7 @@ SIZES = {
     for size in (
         Size("demo", hidden=256, layers=8, heads=8, ffn=688, vocab=4096, seq=128, batch=8),
         Size("x10", hidden=768, layers=10, heads=12, ffn=2048, vocab=8192, seq=128, batch=4),
+        Size("300M", hidden=1024, layers=20, heads=16, ffn=2816, vocab=16384, seq=128, batch=2),
     )
 }
 
