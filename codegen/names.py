@@ -85,6 +85,7 @@ def wishes(
     named |= given
     _follow_operands([n for n in forward if n not in given], named)
     named |= dict(_gradient_names(graph, named, prefix))
+    named |= dict(_compiled_names(graph))
     return {**named, **given}
 
 
@@ -219,6 +220,16 @@ def _names_of_results(call: fx.Node) -> Sequence[str | None]:
     schema = getattr(call.target, "_schema", None)
     returns = [result.name for result in schema.returns] if schema is not None else []
     return RESULTS.get(op_name(call)) or returns
+
+
+def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
+    """What compiled functions give is called as it is there."""
+    for node in graph.calls():
+        call = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if isinstance(call.target, helpers.Outlined) and call.target.compiled:
+            index = node.args[1] if node is not call else 0
+            assert isinstance(index, int)
+            yield node, call.target.results[index]
 
 
 def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:

@@ -73,7 +73,9 @@ def _replaced(
         members = [nodes[at[n]] for n in unit.nodes]
         outputs = [nodes[at[n]] for n in unit.outputs]
         call = _called(graph, function, members, outputs, stand_ins)
-        replaced |= {at[n]: [] for n in unit.nodes} | {at[unit.nodes[-1]]: call}
+        behind = [nodes[at[n]] for n in unit.behind]
+        replaced |= {at[n]: [] for n in (*unit.nodes, *unit.behind)}
+        replaced[at[unit.nodes[-1]]] = [*call, *behind]
     return [node for here in replaced.values() for node in here]
 
 

@@ -113,10 +113,22 @@ def _broken(code: str, pair: tuple[int, int], indent: int) -> Iterator[list[str]
 
 
 def _broken_targets(code: str, indent: int) -> Iterator[list[str]]:
-    """``a, b = saved`` broken among its targets, which then stand in brackets."""
+    """``a, b = saved`` broken among its targets, which then stand in brackets; where not even they
+    fit, ``a, b = f(x, y)`` among its arguments too.
+    """
     targets, equals, right = code.partition(" = ")
-    if equals and len(_split(targets)) > 1 and not _brackets(targets):
-        yield from _broken(f"({targets}) = {right}", (0, len(targets) + 1), indent)
+    if not equals or len(_split(targets)) < 2:
+        return
+    pair = (0, len(targets) + 1)
+    if not _brackets(targets):
+        yield from _broken(f"({targets}) = {right}", pair, indent)
+    name, opened, arguments = right.partition("(")
+    long = len(targets) + indent > WIDTH and opened
+    if long and name.replace(".", "").isidentifier() and arguments.endswith(")"):
+        items = [item.strip() for item in _split(arguments[:-1])]
+        items = [*(f"{item}," for item in items[:-1]), items[-1]]
+        for way in _broken(f"({targets}) = {name}(", pair, indent):
+            yield [*way, *_fill(items, indent + 4, ")")]
 
 
 def _fill(items: Sequence[str], indent: int, closed: str = "") -> list[str]:
