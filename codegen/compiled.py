@@ -91,18 +91,19 @@ def _apart(place: Place, nodes: Sequence[fx.Node]) -> list[_Stretch]:
     """
     apart: set[fx.Node] = set()
     while True:
-        stretches = list(_stretches(nodes, apart))
-        shared = {n for each in stretches for n in _shared(_outputs(place, [*each.nodes]))}
-        if not shared - apart:
-            return [each for each in stretches if each.nodes]
-        apart |= shared
+        stretches = [each for each in _stretches(nodes, apart) if each.nodes]
+        shared = [node for each in stretches for node in _shared(place, each)]
+        if not shared:
+            return stretches
+        apart.update(shared)
 
 
-def _shared(outputs: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def _shared(place: Place, stretch: _Stretch) -> Iterator[fx.Node]:
     """The results that are views of an operand or of another result."""
+    outputs = _outputs(place, [*stretch.nodes])
     homes = [owner(node) for node in outputs]
     for node, home in zip(outputs, homes, strict=True):
-        if home is not node and (home.op == "placeholder" or homes.count(home) > 1):
+        if home is not node and (home not in stretch.nodes or homes.count(home) > 1):
             yield node
 
 

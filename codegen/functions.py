@@ -12,7 +12,7 @@ from torch import fx
 from partc.codegen.body import Body
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.names import Scope
-from partc.codegen.statements import free_early, with_sections
+from partc.codegen.statements import Statement, free_early, with_sections
 from partc.codegen.text import NONE, Line, Text, block, wrap
 from partc.codegen.units import RESULTS, Unit, moves
 from partc.graph import Graph, is_backward, picked, typed, value
@@ -79,15 +79,18 @@ class Written:
             statements += body.parts(last)
             body.seen[last] = body.expression(last)
         level = NONE if len(unit.outputs) == 1 else NONE + 1
+        result = ", ".join(body.text(n).at(level) for n in unit.outputs)
+        result = f"({result})" if len(unit.outputs) > RESULTS else result  # it takes several lines
+        line = Line(f"return {result}", comment(typed(last)) if ends else "")
+        reads = [n for n in unit.outputs if n is not last or not ends]
+        reads += body.read_by(last) if ends else []
+        statements.append(Statement([line], reads, section=body.section(last)))
         if frees:
-            statements = free_early(statements, body.text, {*unit.inputs, *unit.outputs})
+            statements = free_early(statements, body.text, {*unit.inputs, *reads})
         if sections:
             lines = with_sections(statements)
         else:
             lines = [line for s in statements for line in s.lines]
-        result = ", ".join(body.text(n).at(level) for n in unit.outputs)
-        result = f"({result})" if len(unit.outputs) > RESULTS else result  # it takes several lines
-        lines.append(Line(f"return {result}", comment(typed(last)) if ends else ""))
         results = tuple(wish[n] if n is last else str(body.text(n)) for n in unit.outputs)
         return cls(arguments, lines, body.seen, results)
 
