@@ -68,7 +68,8 @@ def _units(graph: Graph, place: Place, by_phase: bool) -> Iterator[Unit]:
     parts = [[n for n in place.nodes if value(n).phase == phase] for phase in PHASES]
     for nodes in parts if by_phase and place.loop is None else [place.nodes]:
         for stretch in _apart(place, nodes):
-            unit = Unit(_home(graph, place, [*stretch.nodes]), place, [*stretch.nodes])
+            home = _home(graph, place, stretch.nodes, by_phase)
+            unit = Unit(home, place, [*stretch.nodes])
             inside = set(unit.nodes)
             reads = dict.fromkeys(n for node in unit.nodes for n in node.all_input_nodes)
             unit.inputs = [n for n in reads if n not in inside]
@@ -119,7 +120,7 @@ def _stretches(nodes: Sequence[fx.Node], apart: Collection[fx.Node]) -> Iterator
                 yield here
                 here = _Stretch()
             here.nodes[node] = None
-        elif here.behind or here.feeds(node):  # in the order in which they draw, if they do
+        elif here.feeds(node) or (here.behind and _draws(node)):  # in the order of draws
             here.behind[node] = None
     yield here
 
@@ -139,6 +140,11 @@ def _is_computed(node: fx.Node, here: _Stretch, apart: Collection[fx.Node]) -> b
     if node in apart or not movable or not all(map(is_tensor, node.all_input_nodes)):
         return False
     return node.target is not ops.weight_grad or not all(map(is_stored, node.users))
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call may take numbers from a generator."""
+    return not is_movable(node) and not moves(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
@@ -164,15 +170,15 @@ def _outputs(place: Place, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 # the functions ------------------------------------------------------------------------------------
-def _home(graph: Graph, place: Place, nodes: Sequence[fx.Node]) -> Home:
-    """What a function is called after: the class of its block, or the module that computes most."""
+def _home(graph: Graph, place: Place, nodes: Collection[fx.Node], by_phase: bool) -> Home:
+    """What a function is called after: its block's class, the stage, or the module that computes
+    most.
+    """
     if place.loop is not None:
         layer = place.loop.run.layers[0]
         return Home(graph.classes.get(layer, "block"), layer, 0)
-    modules = [value(n).module for n in nodes]
-    flops = [node_flops(n) for n in nodes]
-    most = max(range(len(nodes)), key=lambda i: (flops[i], bool(modules[i])))
-    return Home(modules[most].rpartition(".")[2] or "step", "", 0)
+    most = max(nodes, key=lambda n: (node_flops(n), bool(value(n).module)))
+    return Home("stage" if by_phase else value(most).module.rpartition(".")[2] or "step", "", 0)
 
 
 def _printed(graph: Graph, unit: Unit, helpers: Helpers, scope: Scope) -> Outlined:

@@ -42,7 +42,7 @@ from partc.passes.search.search_plans import Taken
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
-from partc.plan import Plan
+from partc.plan import COMPILERS, Plan
 from partc.prediction import Work, trained_bytes
 from partc.prefetch import prefetches
 from partc.program import Program
@@ -105,6 +105,8 @@ def compile(
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
     job = _Job(model, inputs, loss, strict)
+    if wanted.compile not in COMPILERS:
+        raise _no_compiler(wanted.compile)
     aim = objective_of(objective)
     if wanted.preset == AUTO_PLAN:
         return job.with_search(Mesh.of(mesh), wanted, microbatches, aim)
@@ -180,6 +182,15 @@ class _Job:
         mesh, graph = graph.mesh, trace(self.model, self.inputs, self.loss, kept=kept)
         graph.mesh = mesh
         return plan.changed(schedule=full.schedule, stages=full.stages), graph
+
+
+def _no_compiler(name: str) -> PlanError:
+    return PlanError(
+        where=f"compile={name!r}",
+        what="there is no such compiler",
+        why=f"there are {', '.join(COMPILERS)}",
+        do='Take compile="inductor", or leave it out.',
+    )
 
 
 def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:

@@ -19,6 +19,7 @@ from partc.sharding import Layout, R, Sharding, cut
 
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # axis -> cut
+COMPILERS = ("none", "inductor")  # of what a program computes between transfers
 _FIELDS = {
     "mesh",
     "preset",
@@ -331,7 +332,7 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
         "batch_norm": ("global", "local"),
         "recompute": ("cheap", "none", "attention", "block"),
-        "compile": ("none", "inductor"),
+        "compile": COMPILERS,
         "reduce": ("step", "microbatch"),
     }
     for key, least in (("microbatches", 1), ("prefetch", 0), ("chunks", 0), ("memory_bytes", 0)):

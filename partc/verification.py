@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.cpp_compiler import check_compiler
 from partc.errors import CheckError
 from partc.precision import Raised, converted, raised_text
 from partc.processes import Processes
@@ -119,6 +120,7 @@ def verify(
     In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
     model and program in their own precision. ``reference`` replaces the eager run.
     """
+    check_compiler(program.role(0))
     train = not program.role(0).is_inference
     reference = reference or eager(model, inputs, loss, dtype, train)
     sources = program.sources
