@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import nn
 
 import partc
 from benchmarks import single
@@ -48,14 +49,9 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
-def compiled(folder: str, name: str) -> Side:
-    """The model under torch.compile."""
-    return single.eager(name, compiles=True)
-
-
-SIDES = {
+SIDES: dict[str, Callable[[str, str], Side]] = {
     OURS: lambda folder, name: single.generated(f"{folder}/inductor", name),
-    THEIRS: compiled,
+    THEIRS: lambda folder, name: single.eager(name, compiles=True),
     "partc": lambda folder, name: single.generated(f"{folder}/none", name),
     "eager": lambda folder, name: single.eager(name),
 }
@@ -64,14 +60,9 @@ SIDES = {
 def measure(name: str, num_rounds: int, num_compiles: int) -> Row:
     """Compile a model for one device, and measure it beside itself."""
     with tempfile.TemporaryDirectory() as folder:
-        for word in ("inductor", "none"):
-            start = time.perf_counter()
-            model, batch = single.build_model(name), single.build_batch(name)
-            program = partc.compile(
-                model, {}, batch, loss=single.loss_of, plan="ddp", compile=word
-            )  # fmt: skip
-            partc_s = time.perf_counter() - start if word == "inductor" else partc_s
-            program.save(f"{folder}/{word}")
+        model, batch = single.build_model(name), single.build_batch(name)
+        partc_s = _save(model, batch, folder, "inductor")
+        _save(model, batch, folder, "none")
         first_s: dict[str, list[float]] = {OURS: [], THEIRS: []}
         for _ in range(num_compiles):
             for side, seconds in first_s.items():
@@ -80,6 +71,17 @@ def measure(name: str, num_rounds: int, num_compiles: int) -> Row:
         with Processes(1, timeout=single.TIMEOUT_S, quiet=True) as world:
             ((seconds_of, error),) = world.run(_time, folder, name, num_rounds)
     return Row(name, seconds_of, first_s, partc_s, error)
+
+
+def _save(model: nn.Module, batch: single.Batch, folder: str, compiler: str) -> float:
+    """Compile with partc and save; the seconds that it took."""
+    start = time.perf_counter()
+    program = partc.compile(
+        model, {}, batch, loss=single.loss_of, plan="ddp", compile=compiler
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    program.save(f"{folder}/{compiler}")
+    return seconds
 
 
 def _first_step(side: str, folder: str, name: str) -> float:

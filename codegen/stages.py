@@ -199,7 +199,10 @@ class StageText(RoleText):
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
             self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
         )  # fmt: skip
+        given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
+        self.scope.taken |= given  # here alone: later methods read them as attributes
         statements = body.statements()
+        self.scope.taken -= given
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
         lines = with_sections(free_early(statements, body.text, lasting), self.shown)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20, 9, -1)
 WIDTH = 100  # of a line of code
 PAGE = 120  # with the remark
+MANY = 7  # targets of a statement, that fill lines of their own
 COMMENT_COLUMN = 72  # where comments stand beside shorter lines
 
 
@@ -113,8 +114,8 @@ def _broken(code: str, pair: tuple[int, int], indent: int) -> Iterator[list[str]
 
 
 def _broken_targets(code: str, indent: int) -> Iterator[list[str]]:
-    """``a, b = saved`` broken among its targets, which then stand in brackets; where not even they
-    fit, ``a, b = f(x, y)`` among its arguments too.
+    """``a, b = saved`` broken among its targets, which then stand in brackets; where they are many,
+    ``a, b = f(x, y)`` among its arguments too.
     """
     targets, equals, right = code.partition(" = ")
     if not equals or len(_split(targets)) < 2:
@@ -123,8 +124,8 @@ def _broken_targets(code: str, indent: int) -> Iterator[list[str]]:
     if not _brackets(targets):
         yield from _broken(f"({targets}) = {right}", pair, indent)
     name, opened, arguments = right.partition("(")
-    long = len(targets) + indent > WIDTH and opened
-    if long and name.replace(".", "").isidentifier() and arguments.endswith(")"):
+    many = len(_split(targets)) >= MANY and opened
+    if many and name.replace(".", "").isidentifier() and arguments.endswith(")"):
         items = [item.strip() for item in _split(arguments[:-1])]
         items = [*(f"{item}," for item in items[:-1]), items[-1]]
         for way in _broken(f"({targets}) = {name}(", pair, indent):

@@ -51,10 +51,14 @@ def _raise(value: Any) -> Any:
 
 def raised_text(source: str) -> str:
     """A program's text with float64 where it names a narrower float; for functions that
-    torch.compile compiles, as under a mode such as ``Raised`` they would run eagerly.
+    torch.compile compiles, as under a mode such as ``Raised`` they would run eagerly. A cast still
+    copies, as the program may overwrite what it gives.
     """
     names = "|".join(sorted(str(dtype) for dtype in NARROW)).replace(".", r"\.")
-    return re.sub(rf"\b({names})\b", "torch.float64", source)
+    raised = re.sub(rf"\b({names})\b", "torch.float64", source)
+    return re.sub(
+        r"\.to\(torch\.float64(?:, copy=True)?([,)])", r".to(torch.float64, copy=True\1", raised
+    )
 
 
 def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -274,10 +274,10 @@ class ToyStep(nn.Module):
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
         d_head = step_backward(loss, count, log_softmax, reshape)   # f64[4@dp,8,14]
         del log_softmax, reshape
-        weight_grad_1 = weight_grad(d_head, x)                      # f64[14,6]{U:dp}
-        reduced.append(scatter_grads({self.head_weight: weight_grad_1}, 2, self.dp))  # f64[14@dp,6]
+        d_head_weight = weight_grad(d_head, x)                      # f64[14,6]{U:dp}
+        reduced.append(scatter_grads({self.head_weight: d_head_weight}, 2, self.dp))  # f64[14@dp,6]
         d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
-        del x, weight_grad_1, d_head, head_weight
+        del x, d_head_weight, d_head, head_weight
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
@@ -290,7 +290,7 @@ class ToyStep(nn.Module):
             d_x, ids_1, 14, -1, scale_grad_by_freq=False)           # f64[14,6]{U:dp}
         reduced.append(scatter_grads({self.embed_weight: d_embed_weight}, 2, self.dp))  # f64[14@dp,6]
         del d_x, ids_1, d_embed_weight
-        loss_1_done.wait()                                          # hidden behind d_head, weight_grad_1, d_x ...
+        loss_1_done.wait()                                          # hidden behind d_head, d_head_weight, d_x ...
         finish(reduced)
         return loss_1
 
