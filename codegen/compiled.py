@@ -75,6 +75,7 @@ def _units(graph: Graph, place: Place, by_phase: bool) -> Iterator[Unit]:
             unit.inputs = [n for n in reads if n not in inside]
             unit.outputs = _outputs(place, unit.nodes)
             unit.behind = [*stretch.behind]
+            unit.end = next(n for n in reversed(unit.nodes) if _call_of(n) is n)
             if unit.inputs and sum(map(_weight, unit.nodes)) >= LEAST:
                 yield unit
 
@@ -96,7 +97,7 @@ def _apart(place: Place, nodes: Sequence[fx.Node]) -> list[_Stretch]:
         shared = [node for each in stretches for node in _shared(place, each)]
         if not shared:
             return stretches
-        apart.update(shared)
+        apart.update(map(_call_of, shared))
 
 
 def _shared(place: Place, stretch: _Stretch) -> Iterator[fx.Node]:
@@ -110,33 +111,41 @@ def _shared(place: Place, stretch: _Stretch) -> Iterator[fx.Node]:
 
 def _stretches(nodes: Sequence[fx.Node], apart: Collection[fx.Node]) -> Iterator[_Stretch]:
     """Cut where a transfer starts or is waited for, and where a call outside reads and is read."""
-    here = _Stretch()
+    here, inside = _Stretch(), set()
+    results = {node for node in nodes if node.target is operator.getitem}
     for node in nodes:
+        if _call_of(node) in inside:
+            continue
         if _is_transfer(node):
             yield here
             here = _Stretch()
-        elif _is_computed(node, here, apart):
+        elif _is_computed(node, apart):
             if here.behind.keys() & set(node.all_input_nodes):
                 yield here
                 here = _Stretch()
-            here.nodes[node] = None
+            here.nodes |= dict.fromkeys([node, *(n for n in node.users if n in results)])
+            inside.add(node)
         elif here.feeds(node) or (here.behind and _draws(node)):  # in the order of draws
             here.behind[node] = None
     yield here
+
+
+def _call_of(node: fx.Node) -> fx.Node:
+    """The call that a value is a result of, itself if it has one result."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _is_transfer(node: fx.Node) -> bool:
     return moves(node) and node.target not in (*collectives.LOCAL, collectives.axis_index)
 
 
-def _is_computed(node: fx.Node, here: _Stretch, apart: Collection[fx.Node]) -> bool:
+def _is_computed(node: fx.Node, apart: Collection[fx.Node]) -> bool:
     """Whether a call belongs inside: it needs tensors alone, and gives what nobody puts away.
 
     The gradient of a weight is written where it belongs by the call that makes it.
     """
-    if node.target is operator.getitem:  # results stay with their call
-        return node.all_input_nodes[0] in here.nodes
     movable = is_movable(node) or _drops_nothing(node)
+    movable = movable and node.target is not operator.getitem  # results go with their call
     if node in apart or not movable or not all(map(is_tensor, node.all_input_nodes)):
         return False
     return node.target is not ops.weight_grad or not all(map(is_stored, node.users))

@@ -49,7 +49,9 @@ class Home:
 
 @dataclass(eq=False)
 class Unit:
-    """Calls that one call can stand for, where the last of them stands; others move ``behind``."""
+    """Calls that one call can stand for, where ``end`` stands or else the last of them; others move
+    ``behind``.
+    """
 
     home: Home
     place: Place
@@ -57,6 +59,7 @@ class Unit:
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     behind: list[fx.Node] = field(default_factory=list)
+    end: fx.Node | None = None
 
     @property
     def is_backward(self) -> bool:

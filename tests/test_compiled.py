@@ -18,7 +18,7 @@ from partc.verification import verify
 from tests.emitted import loaded
 from tests.test_emit import toy
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "one": ({}, "ddp", {}),
     "ddp": ("dp=2", "ddp", {}),
     "fsdp": ("dp=2", "fsdp", {}),
