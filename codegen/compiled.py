@@ -76,7 +76,7 @@ def _units(graph: Graph, place: Place, by_phase: bool) -> Iterator[Unit]:
             unit.outputs = _outputs(place, unit.nodes)
             unit.behind = [*stretch.behind]
             unit.end = next(n for n in reversed(unit.nodes) if _call_of(n) is n)
-            if unit.inputs and sum(map(_weight, unit.nodes)) >= LEAST:
+            if unit.inputs and unit.outputs and sum(map(_weight, unit.nodes)) >= LEAST:
                 yield unit
 
 

@@ -17,6 +17,7 @@ from partc.program import Program
 from partc.verification import verify
 from tests.emitted import loaded
 from tests.test_emit import toy
+from tests.zoo import MODELS
 
 LAYOUTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "one": ({}, "ddp", {}),
@@ -61,9 +62,30 @@ def test_each_function_is_compiled_once_for_all_blocks(
     assert len(graphs) == sum(program.source(r).count("\n@torch.compile\n") for r in ranks) > 0
 
 
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", "one"), ("bert", "fsdp")])
+def test_views_and_results_stay_where_their_readers_find_them(
+    name: str, layout: str, graphs: list[fx.GraphModule]
+) -> None:
+    """gpt2's queries, keys and values are views of one memory; of a norm's gradients in bert some
+    are read behind a transfer.
+    """
+    case, (mesh, plan, options) = MODELS[name](), LAYOUTS[layout]
+    program = partc.compile(
+        case.model, mesh, case.inputs, loss=case.loss, plan=plan, compile="inductor", **options
+    )
+    verify(program, case.model, case.inputs, case.loss).check(1e-12)
+    assert graphs
+
+
 def test_inductor_computes_the_same() -> None:
     model, inputs = toy(BLOCKS)
     verify(compiled("one"), model, inputs).check(1e-12)
+
+
+@pytest.mark.gloo
+def test_real_ranks_compute_the_same() -> None:
+    model, inputs = toy(BLOCKS)
+    verify(compiled("fsdp"), model, inputs, processes=True).check(1e-12)
 
 
 def test_golden(golden: Callable[..., None]) -> None:
