@@ -64,14 +64,16 @@ MODELS = {
     "t5": Model(AutoModelForSeq2SeqLM, 8, _T5),
     "vit": Model(AutoImageModel, 16, _VIT),
     "resnet": Model(AutoImageModel, 8, _RESNET),
+    "llama-12": Model(AutoModelForCausalLM, 8, _LLAMA | {"num_hidden_layers": 12}),
 }
+USUAL = [name for name in MODELS if "-" not in name]  # the first of each family
 
 
 def build_model(name: str) -> nn.Module:
     """The model with the same weights every time."""
-    found = MODELS[name]
+    found, family = MODELS[name], name.partition("-")[0]
     torch.manual_seed(0)
-    model: nn.Module = found.auto.from_config(AutoConfig.for_model(name, **found.config))
+    model: nn.Module = found.auto.from_config(AutoConfig.for_model(family, **found.config))
     return model.train()
 
 
@@ -91,9 +93,11 @@ def loss_of(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-def eager(name: str) -> Side:
-    """The model as it is."""
+def eager(name: str, *, compiles: bool = False) -> Side:
+    """The model as it is, or under torch.compile."""
     model, batch = build_model(name), build_batch(name)
+    if compiles:
+        model.compile()
 
     def forward_backward() -> Tensor:
         loss = loss_of(model, *batch)
@@ -183,17 +187,25 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> int:
     """Measure what the command line asks for; 1 if the sides disagree."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=USUAL)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compile", choices=["inductor"], help="beside torch.compile of the model")
+    parser.add_argument("--compiles", type=int, default=1, help="how often first steps are timed")
     options = parser.parse_args()
+    from benchmarks import single_compiled  # which measures this module's sides
+
     torch.set_num_threads(1)
     print(machine(), end="\n\n")
-    rows = []
+    rows: list[Any] = []
     for name in options.models:
-        rows.append(measure(name, options.rounds))
+        if options.compile:
+            rows.append(single_compiled.measure(name, options.rounds, options.compiles))
+        else:
+            rows.append(measure(name, options.rounds))
         print(rows[-1], file=sys.stderr, flush=True)
     worst = max(row.error for row in rows)
-    print(f"{table(rows)}\n\nlosses and gradient norms agree within {worst:.1e}")
+    shown = single_compiled.table(rows) if options.compile else table(rows)
+    print(f"{shown}\n\nlosses and gradient norms agree within {worst:.1e}")
     return int(worst > TOLERANCE)
 
 

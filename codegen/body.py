@@ -119,7 +119,8 @@ class Body(Transfers):
         if len(names) == 1:
             lines = [Line(f"{names[0]} = {first_result(call)}", remark)]
         else:
-            lines = [Line(f"{', '.join(names)} = {call.at(NONE)}", remark)]
+            both = isinstance(node.target, Outlined) and node.target.compiled
+            lines = [Line(f"{', '.join(names)} = {call.at(NONE)}", remark, both=both)]
         return Statement(lines, binds=bound)
 
     # gradients -------------------------------------------------------------------------------

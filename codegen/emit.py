@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop, Run, arrange
 from partc.codegen.classes import BlockClass, class_names
+from partc.codegen.compiled import compiled
 from partc.codegen.equal import made_in_step
 from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
@@ -47,15 +48,17 @@ MEANINGS = {
 }
 
 
-def emit(graph: Graph, *, header: str, prefetch: int = 1) -> str:
+def emit(graph: Graph, *, header: str, prefetch: int = 1, inductor: bool = False) -> str:
     """The text of a role's file: data, helpers, block classes and ``class <Model>Step``.
 
-    Between two loops of blocks it starts to gather the weights of ``prefetch`` of the next.
+    Between two loops of blocks it starts to gather the weights of ``prefetch`` of the next. With
+    ``inductor`` what it computes between transfers is left to torch.compile.
     """
     graph = copied(graph)
     items, sides = arranged(graph)
     helpers = Helpers()
     items = outlined(graph, items, helpers)
+    items = compiled(graph, items, helpers) if inductor else items
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
     check_source(text)

@@ -19,12 +19,14 @@ MODULES = (printed, links, ops)
 class Outlined:
     """A function made of calls that several places of a program make alike: the target of a call.
 
-    ``results`` are the names of what it gives.
+    ``results`` are the names of what it gives, in the program too where it stands for all that is
+    ``compiled`` there.
     """
 
     name: str
     text: str
     results: tuple[str, ...]
+    compiled: bool = False
 
     @property
     def __name__(self) -> str:

@@ -84,7 +84,9 @@ def wishes(
         named |= dict.fromkeys(moved_from(graph.loss), "loss")
     named |= given
     _follow_operands([n for n in forward if n not in given], named)
-    named |= dict(_gradient_names(graph, named, prefix))
+    compiled = dict(_compiled_names(graph))
+    named |= compiled
+    named |= dict(_gradient_names(graph, named, prefix, compiled))
     return {**named, **given}
 
 
@@ -221,6 +223,16 @@ def _names_of_results(call: fx.Node) -> Sequence[str | None]:
     return RESULTS.get(op_name(call)) or returns
 
 
+def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
+    """What compiled functions give is called as it is there."""
+    for node in graph.calls():
+        call = node.all_input_nodes[0] if node.target is operator.getitem else node
+        if isinstance(call.target, helpers.Outlined) and call.target.compiled:
+            index = node.args[1] if node is not call else 0
+            assert isinstance(index, int)
+            yield node, call.target.results[index]
+
+
 def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """The user's variables, read off the source line: its last values are its targets."""
     lines: dict[tuple[str, str], list[fx.Node]] = {}
@@ -273,7 +285,7 @@ def _within(path: str, outer: str) -> bool:
 
 
 def _gradient_names(
-    graph: Graph, named: dict[fx.Node, str], prefix: str
+    graph: Graph, named: dict[fx.Node, str], prefix: str, compiled: Mapping[fx.Node, str]
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
     by_name = {known_as(n): n for n in reversed(list(graph.calls())) if value_or_none(n)}
@@ -287,7 +299,9 @@ def _gradient_names(
         if is_forward(node):
             continue
         before = carried(node)
-        if _is_again(node, found, known) and before not in found:
+        if node in compiled:
+            found |= {node: compiled[node]} if compiled[node].startswith("d_") else {}
+        elif _is_again(node, found, known) and before not in found:
             again = before or known.get(value(node).name) or known.get(_origin(node))
             unknown = _result_name(node) or op_name(node)
             named[node] = unknown if again is None else named.get(again, unknown)

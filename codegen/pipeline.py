@@ -50,7 +50,8 @@ def file_name(ranks: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Pipeline:
     """All stages, and how ranks run them; ``wiring``, of the lowered schedule, says how many sends
-    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer.
+    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer. With ``inductor``
+    what stages compute is left to torch.compile.
     """
 
     graphs: Sequence[Graph]
@@ -59,6 +60,7 @@ class Pipeline:
     mesh: Mesh
     wiring: Wiring
     join_mb: float
+    inductor: bool = False
 
     def emit(self, ranks: Sequence[int], *, header: str) -> str:
         """The text of the file that these ranks run, a group of ``groups``."""
@@ -103,6 +105,7 @@ class Pipeline:
                 self.graphs[number], label, title.code, helpers, self.join_mb,
                 lent=self._lent(mine, number),
                 layers=Layers.of(self.graphs[number]) if shared else None,
+                inductor=self.inductor,
             )
             for number, label, title in zip(mine, labels, titles, strict=True)
         ]  # fmt: skip

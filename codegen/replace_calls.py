@@ -69,11 +69,13 @@ def _replaced(
     """``nodes``, which do what those of the place do, with calls where its units stood."""
     at = {node: i for i, node in enumerate(place.nodes)}
     replaced: dict[int, list[fx.Node]] = {i: [node] for i, node in enumerate(nodes)}
-    for function, unit in sorted(cuts, key=lambda cut: at[cut[1].nodes[-1]]):
+    for function, unit in sorted(cuts, key=lambda cut: at[cut[1].end or cut[1].nodes[-1]]):
         members = [nodes[at[n]] for n in unit.nodes]
         outputs = [nodes[at[n]] for n in unit.outputs]
         call = _called(graph, function, members, outputs, stand_ins)
-        replaced |= {at[n]: [] for n in unit.nodes} | {at[unit.nodes[-1]]: call}
+        behind = [nodes[at[n]] for n in unit.behind]
+        replaced |= {at[n]: [] for n in (*unit.nodes, *unit.behind)}
+        replaced[at[unit.end or unit.nodes[-1]]] = [*call, *behind]
     return [node for here in replaced.values() for node in here]
 
 

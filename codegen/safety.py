@@ -37,13 +37,13 @@ def check_source(text: str) -> ast.Module:
         raise _refused(
             error.lineno or 0, f"the generated text does not parse: {error.msg}"
         ) from None
-    defined = _defined(tree)
+    defined, compilers = _defined(tree), _compilers(tree)
     for node in ast.walk(tree):
-        _check_node(node, defined)
+        _check_node(node, defined, compilers)
     return tree
 
 
-def _check_node(node: ast.AST, defined: set[str]) -> None:
+def _check_node(node: ast.AST, defined: set[str], compilers: set[ast.expr]) -> None:
     line = getattr(node, "lineno", 0)
     if not isinstance(node, NODES):
         raise _refused(line, f"{type(node).__name__} does not belong in a generated program")
@@ -55,10 +55,17 @@ def _check_node(node: ast.AST, defined: set[str]) -> None:
         )
         if not set(modules) <= IMPORTS:
             raise _refused(line, f"it imports {', '.join(modules)}")
-    if isinstance(node, ast.Attribute) and _is_private(node.attr):
+    if isinstance(node, ast.Attribute) and _is_private(node.attr) and node not in compilers:
         raise _refused(line, f"it reaches for .{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in defined | BUILTINS):
         raise _refused(line, f"it reads the name {node.id}")
+
+
+def _compilers(tree: ast.Module) -> set[ast.expr]:
+    """Every ``@torch.compile``, plain, on a function of the module."""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    decorators = [each for function in functions for each in function.decorator_list]
+    return {each for each in decorators if ast.unparse(each) == "torch.compile"}
 
 
 def _is_private(name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop
 from partc.codegen.classes import LEFT, BlockClass, passed
+from partc.codegen.compiled import compiled
 from partc.codegen.emit import RoleText, arranged, read
 from partc.codegen.expressions import ADDS, PARTIALS
 from partc.codegen.helpers import Helpers
@@ -52,11 +53,13 @@ def stage_text(
     *,
     lent: frozenset[str] = frozenset(),
     layers: Layers | None = None,
+    inductor: bool = False,
 ) -> StageText:
     """Arrange a stage for printing as ``Stage<label>``; another stage of the rank holds the
     buffers ``lent``. With ``layers`` its layers are counted from the first, for several ranks.
 
-    Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends.
+    Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
+    ``inductor`` what it computes between transfers is left to torch.compile.
     """
     graph = copied(graph)
     if layers is not None:
@@ -64,6 +67,7 @@ def stage_text(
     ends = take_ends(graph)
     items, sides = arranged(graph)
     items = outlined(graph, items, helpers)
+    items = compiled(graph, items, helpers, by_phase=True) if inductor else items
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
@@ -195,7 +199,10 @@ class StageText(RoleText):
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
             self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
         )  # fmt: skip
+        given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
+        self.scope.taken |= given  # here alone: later methods read them as attributes
         statements = body.statements()
+        self.scope.taken -= given
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
         lasting |= {n for n in self.seen if n not in body.place}
         lines = with_sections(free_early(statements, body.text, lasting), self.shown)

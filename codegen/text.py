@@ -37,6 +37,7 @@ class Line:
     code: str
     remark: str = ""
     indent: int = 0  # in levels, relative to the function's body
+    both: bool = False  # whether targets and arguments may be too many for a line each
 
 
 def block(lines: Iterable[Line], indent: int) -> str:
@@ -57,12 +58,13 @@ def block(lines: Iterable[Line], indent: int) -> str:
 def _rows(line: Line, indent: int) -> list[str]:
     """A line's code, broken also where the remark would stand too far to the right."""
     room = len(line.remark) + 4 if line.remark and line.code else 0
-    return wrap(line.code, 4 * (indent + line.indent), room)
+    return wrap(line.code, 4 * (indent + line.indent), room, line.both)
 
 
-def wrap(code: str, indent: int, room: int = 0) -> list[str]:
+def wrap(code: str, indent: int, room: int = 0, both: bool = False) -> list[str]:
     """A statement as lines within the page, ``room`` columns left free after the last one.
 
+    With ``both`` a call may be broken among its targets and its arguments at once.
     Of the ways to break it inside a bracket, the one with the fewest and shortest lines is taken.
 
     >>> wrap("y = f(" + ", ".join(["argument"] * 12) + ")", 4)[1]
@@ -77,6 +79,7 @@ def wrap(code: str, indent: int, room: int = 0) -> list[str]:
     ways = [way for pair in big for way in _broken(code, pair, indent)]
     if not _fits(plain, 0):
         ways += _broken_targets(code, indent)
+        ways += _broken_twice(code, indent) if both else []
         ways += [way for pair in pairs if pair not in big for way in _broken(code, pair, indent)]
     fitting = [way for way in ways if _fits(way, room)]
     return min(fitting or ways or [plain], key=_size)
@@ -117,6 +120,16 @@ def _broken_targets(code: str, indent: int) -> Iterator[list[str]]:
     targets, equals, right = code.partition(" = ")
     if equals and len(_split(targets)) > 1 and not _brackets(targets):
         yield from _broken(f"({targets}) = {right}", (0, len(targets) + 1), indent)
+
+
+def _broken_twice(code: str, indent: int) -> Iterator[list[str]]:
+    """``a, b = f(x, y)`` broken among its targets, in brackets then, and among its arguments."""
+    targets, _, call = code.partition(" = ")
+    name, _, arguments = call.removesuffix(")").partition("(")
+    items = [item.strip() for item in _split(arguments)]
+    items = [*(f"{item}," for item in items[:-1]), items[-1]]
+    for way in _broken(f"({targets}) = {name}(", (0, len(targets) + 1), indent):
+        yield [*way, *_fill(items, indent + 4, ")")]
 
 
 def _fill(items: Sequence[str], indent: int, closed: str = "") -> list[str]:

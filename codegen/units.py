@@ -49,13 +49,17 @@ class Home:
 
 @dataclass(eq=False)
 class Unit:
-    """Calls that one call can stand for, where the last of them stands."""
+    """Calls that one call can stand for, where ``end`` stands or else the last of them; others move
+    ``behind``.
+    """
 
     home: Home
     place: Place
     nodes: list[fx.Node]
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
+    behind: list[fx.Node] = field(default_factory=list)
+    end: fx.Node | None = None
 
     @property
     def is_backward(self) -> bool:
@@ -83,7 +87,7 @@ def units_of(graph: Graph, place: Place) -> list[Unit]:
     for node in place.nodes:
         if node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
             part += 1  # no work is moved over a wait: it hides what is waited for
-        elif _is_movable(node):
+        elif is_movable(node):
             for home in _homes(graph, node):
                 members[home, value(node).phase, part].append(node)
     units = []
@@ -95,7 +99,7 @@ def units_of(graph: Graph, place: Place) -> list[Unit]:
     return units
 
 
-def _is_movable(node: fx.Node) -> bool:
+def is_movable(node: fx.Node) -> bool:
     """Whether a call needs nothing but its operands."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return not (random or moves(node) or node.target in (*ops.DRAWS, ops.same_mask))
@@ -132,7 +136,7 @@ def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
             inside.discard(node)
     aside: set[fx.Node] = set()
     for node in reversed(nodes):
-        if is_backward(node) and all(u in aside or _is_stored(u) for u in node.users):
+        if is_backward(node) and all(u in aside or is_stored(u) for u in node.users):
             aside.add(node)
     inside -= aside
     for node in nodes:  # results stay with their call
@@ -141,10 +145,10 @@ def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if node in inside]
 
 
-def _is_stored(node: fx.Node) -> bool:
+def is_stored(node: fx.Node) -> bool:
     """Whether a call only moves a value to where the step gives it back."""
     passes = moves(node) or node.target is operator.getitem
-    return node.op == "output" or (passes and all(_is_stored(u) for u in node.users))
+    return node.op == "output" or (passes and all(is_stored(u) for u in node.users))
 
 
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

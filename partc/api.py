@@ -43,7 +43,7 @@ from partc.passes.search.search_plans import Taken
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
-from partc.plan import Plan
+from partc.plan import COMPILERS, Plan
 from partc.prediction import Work, trained_bytes
 from partc.prefetch import prefetches
 from partc.program import Program
@@ -69,6 +69,7 @@ def compile(
     chunks: int | None = None,
     memory_bytes: int | None = None,
     batch_norm: str | None = None,
+    compile: str | None = None,
     objective: str = "time",
     strict: bool = False,
 ) -> Program:
@@ -84,15 +85,17 @@ def compile(
     torch's pipelining writes them; without one it is 1f1b, or forward-only for inference),
     ``stages`` the module paths at which stages 1, 2, ... begin; without them stages are cut evenly
     by cost, ``chunks`` on each rank. A program whose predicted peak on any rank, with AdamW's
-    states, is beyond ``memory_bytes`` is refused. ``objective``: what "auto" makes least, the
-    "time" of a step, or "dollars" or "energy" of a token, for which an open mesh may be used in
-    part. Raises a PartcError in four parts: TraceError,
-    PlanError, ShardingError or CheckError.
+    states, is beyond ``memory_bytes`` is refused. ``compile="inductor"`` leaves what the program
+    computes between transfers to torch.compile, each block once. ``objective``: what "auto" makes
+    least, the "time" of a step, or "dollars" or "energy" of a token, for which an open mesh may be
+    used in part. Raises a PartcError in four parts: TraceError, PlanError, ShardingError or
+    CheckError.
     """
     wanted = read_plan(plan)
     given: dict[str, Any] = {
         "microbatches": microbatches,
         "batch_norm": batch_norm,
+        "compile": compile,
         "schedule": schedule,
         "stages": None if stages is None else tuple(stages),
         "chunks": chunks,
@@ -103,6 +106,8 @@ def compile(
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
     job = _Job(model, inputs, loss, strict)
+    if wanted.compile not in COMPILERS:
+        raise _no_compiler(wanted.compile)
     aim = objective_of(objective)
     if wanted.preset == AUTO_PLAN:
         return job.with_search(Mesh.of(mesh), wanted, microbatches, aim)
@@ -180,6 +185,15 @@ class _Job:
         return plan.changed(schedule=full.schedule, stages=full.stages), graph
 
 
+def _no_compiler(name: str) -> PlanError:
+    return PlanError(
+        where=f"compile={name!r}",
+        what="there is no such compiler",
+        why=f"there are {', '.join(COMPILERS)}",
+        do='Take compile="inductor", or leave it out.',
+    )
+
+
 def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
     return PlanError(
         where=f"objective {objective!r}",
@@ -199,7 +213,10 @@ def compile_stage(
     check(local)
     tape, limits = record_step(local, replay(local)), memory_limits(mesh, full.memory_bytes)
     for prefetch in prefetches(full, tape, mesh):
-        source = emit(local, header=header(local, full), prefetch=prefetch)
+        source = emit(
+            local, header=header(local, full), prefetch=prefetch,
+            inductor=full.compile == "inductor",
+        )  # fmt: skip
         cost = cost_report(
             local, role=Role.load(source, ROLE), work=work, mesh=mesh, prefetch=prefetch
         )
@@ -245,7 +262,9 @@ def compile_pipeline(
         check(stage)
     tapes = {number: record_phases(each, replay(each)) for number, each in compiled.items()}
     order = step.schedule
-    pipeline = Pipeline(graphs, stages.tied, order, mesh, step.wiring, full.join_mb)
+    pipeline = Pipeline(
+        graphs, stages.tied, order, mesh, step.wiring, full.join_mb, full.compile == "inductor"
+    )
     files = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {
         name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, full))

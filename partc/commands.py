@@ -40,7 +40,7 @@ def compile_command(args: argparse.Namespace) -> int:
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
             stages=args.stages.split(",") if args.stages else None,
-            memory_bytes=args.memory_bytes, objective=args.objective,
+            memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
         )  # fmt: skip
     program.save(args.out)
     lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ def execute(
     is None; NotSteady if a microbatch cannot be left out.
     """
     live = LiveMemory(_file(role))
-    with alone(role, rank, library) as here, torch.no_grad(), FakeTensorMode():
+    eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
+    with alone(role, rank, library) as here, torch.no_grad(), FakeTensorMode(), eager:
         step: Any = role.build(here)
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         if left_out:

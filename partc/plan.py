@@ -19,6 +19,7 @@ from partc.sharding import Layout, R, Sharding, cut
 
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # axis -> cut
+COMPILERS = ("none", "inductor")  # of what a program computes between transfers
 _FIELDS = {
     "mesh",
     "preset",
@@ -31,6 +32,7 @@ _FIELDS = {
     "reduce",
     "batch_norm",
     "recompute",
+    "compile",
     "join_mb",
     "prefetch",
     "inputs",
@@ -56,10 +58,11 @@ class Plan:
     anyway, ``"attention"`` also what stands between an attention's projections and takes few FLOPs
     per byte, ``"block"`` all that the blocks of a stack compute (they keep what enters them),
     ``"none"`` nothing. A tuple of module paths, or patterns with ``*``, names modules that keep
-    what enters them; the rest is cheap. ``join_mb`` is the most megabytes of weights or gradients
-    that share one transfer: a transfer costs time of its own, but several tensors in one have to be
-    copied together, and none of them leaves before the last is made; where it makes the step
-    faster, a block's gradients leave in a few parts. 0 joins nothing.
+    what enters them; the rest is cheap. ``compile``: ``"inductor"`` leaves what a program computes
+    between transfers to torch.compile, each block once. ``join_mb`` is the most megabytes of
+    weights or gradients that share one transfer: a transfer costs time of its own, but several
+    tensors in one have to be copied together, and none of them leaves before the last is made;
+    where it makes the step faster, a block's gradients leave in a few parts. 0 joins nothing.
     ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
     loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
     fits into memory, else one). Pipelines gather one.
@@ -81,6 +84,7 @@ class Plan:
     values: Values = field(default_factory=dict)
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
+    compile: Literal["none", "inductor"] = "none"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     prefetch: int = 0
     microbatches: int = 1
@@ -189,7 +193,9 @@ class Plan:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
         lines = [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
-        lines += [*_words("recompute", self.recompute), f"join_mb = {self.join_mb:g}"]
+        lines += _words("recompute", self.recompute)
+        lines += _words("compile", self.compile) if self.compile != "none" else []
+        lines += [f"join_mb = {self.join_mb:g}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
         if self.schedule:
@@ -326,6 +332,7 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
         "batch_norm": ("global", "local"),
         "recompute": ("cheap", "none", "attention", "block"),
+        "compile": COMPILERS,
         "reduce": ("step", "microbatch"),
     }
     for key, least in (("microbatches", 1), ("prefetch", 0), ("chunks", 0), ("memory_bytes", 0)):

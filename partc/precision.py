@@ -7,6 +7,7 @@ float64, so that they can be compared at 1e-12 instead of 1e-6. It holds in the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,18 @@ def _raise(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_raise, value))
     return value
+
+
+def raised_text(source: str) -> str:
+    """A program's text with float64 where it names a narrower float; for functions that
+    torch.compile compiles, as under a mode such as ``Raised`` they would run eagerly. A cast still
+    copies, as the program may overwrite what it gives.
+    """
+    names = "|".join(sorted(str(dtype) for dtype in NARROW)).replace(".", r"\.")
+    raised = re.sub(rf"\b({names})\b", "torch.float64", source)
+    return re.sub(
+        r"\.to\(torch\.float64(?:, copy=True)?([,)])", r".to(torch.float64, copy=True\1", raised
+    )
 
 
 def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

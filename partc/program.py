@@ -138,11 +138,12 @@ class Program:
         """``run.py``: trains the program with nothing but torch installed."""
         template = resources.files("partc.codegen").joinpath("templates/run.py.j2").read_text()
         environment = jinja2.Environment(
-            undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
         )  # the output is Python source, so there is nothing to escape for HTML
         return environment.from_string(template).render(
-            model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks
-        )
+            model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
+            compiles=self.role(0).compiles,
+        )  # fmt: skip
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> Program:

@@ -19,6 +19,7 @@ from partc.errors import LoadError
 from partc.mesh import Mesh
 from partc.sharding import cut, join_pieces, take_piece
 
+COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
 TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
 RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have a table for each
 
@@ -69,6 +70,7 @@ class Role:
     buffers: tuple[Shard, ...]
     aliases: dict[str, str]  # second name of a tied tensor -> first name
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    compiles: bool = False  # whether torch.compile compiles its functions
 
     @classmethod
     def load(cls, source: str, file_name: str, pipeline_rank: int = 0) -> Role:
@@ -94,6 +96,7 @@ class Role:
             buffers=_shards(tables["BUFFERS"]),
             aliases=dict(tables["ALIASES"]),
             inputs={n: (tuple(s), dtype_of(d)) for n, (s, d) in tables["INPUTS"].items()},
+            compiles=f"\n{COMPILES}\n" in source,
         )
 
     @property

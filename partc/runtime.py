@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.clip import clip_gradients
+from partc.cpp_compiler import check_compiler
 from partc.errors import RunError
 from partc.program import Program
 from partc.rank_tensors import RankTensors, Unmatched
@@ -31,6 +32,7 @@ class Stage(nn.Module):
     def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
+        check_compiler(self._role)
         self._tensors = RankTensors(program, self._role, mesh, device)
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.cpp_compiler import check_compiler
 from partc.errors import CheckError
-from partc.precision import Raised, converted
+from partc.precision import Raised, converted, raised_text
 from partc.processes import Processes
 from partc.program import Program, SavedCost
 from partc.reference import OPTIMIZERS, Loss, Reference, Tensors, eager, take_step
@@ -119,9 +120,13 @@ def verify(
     In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
     model and program in their own precision. ``reference`` replaces the eager run.
     """
+    check_compiler(program.role(0))
     train = not program.role(0).is_inference
     reference = reference or eager(model, inputs, loss, dtype, train)
-    job = _Job(replace(program, cost=SavedCost()), reference, dtype, lr)
+    sources = program.sources
+    if dtype == torch.float64 and program.role(0).compiles:
+        sources = {name: raised_text(text) for name, text in sources.items()}
+    job = _Job(replace(program, cost=SavedCost(), sources=sources), reference, dtype, lr)
     num = program.mesh.num_ranks
     if processes:
         with Processes(num, timeout=timeout) as world:
@@ -165,7 +170,7 @@ def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]
     step = role.build(mesh)
     if job.dtype is not None:
         step.to(job.dtype)
-    with Raised() if job.dtype == torch.float64 else nullcontext():
+    with Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext():
         return list(_Rank(job, role, step, rank).rows())
 
 

@@ -1,0 +1,298 @@
+"""One rank of 2.  Written by partc 0.1.0 for Toy; change the plan, not this file.
+
+mesh      dp=2
+plan      fsdp
+inputs    ids dim 0 over dp
+          labels dim 0 over dp
+weights   dim 0 over dp: embed.weight, blocks.*.{norm,w1,w2}.{weight,bias}, head.weight
+gathered  over dp before each use, forward and backward (ZeRO-3)
+moves     all_gather over dp x10, 5.15 KB
+          all_reduce over dp x2, 16 B
+          reduce_scatter over dp x6, 6.08 KB
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+MESH = {"dp": 2}
+DTYPES = {"float64": torch.float64}
+BLOCK_SHARDS = {  # of one of blocks.0 .. 3
+    "norm_weight": ("norm.weight", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+    "norm_bias": ("norm.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+    "w1_weight": ("w1.weight", (10, 6), "float64", (("dp", 0, 1),)),  # f64[10@dp,6]
+    "w1_bias": ("w1.bias", (10,), "float64", (("dp", 0, 1),)),  # f64[10@dp]
+    "w2_weight": ("w2.weight", (6, 10), "float64", (("dp", 0, 1),)),  # f64[6@dp,10]
+    "w2_bias": ("w2.bias", (6,), "float64", (("dp", 0, 1),)),  # f64[6@dp]
+}
+SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
+    "embed_weight": ("embed.weight", (14, 6), "float64", (("dp", 0, 1),)),  # f64[14@dp,6]
+    "head_weight": ("head.weight", (14, 6), "float64", (("dp", 0, 1),)),  # f64[14@dp,6]
+    **{f"blocks.{i}.{attribute}": ("blocks." + f"{i}.{name}", *rest)
+       for i in range(4) for attribute, (name, *rest) in BLOCK_SHARDS.items()},
+}
+BUFFERS = {}  # the same for buffers
+ALIASES = {}  # second name of a tied parameter: the name it stands under
+INPUTS = {  # the global batch: (shape, dtype)
+    "ids": ((4, 8), "int64"),
+    "labels": ((4, 8), "int64"),
+}
+
+Reduced = list[tuple[dict[nn.Parameter, Tensor], dist.Work]]  # gradients on their way
+
+
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
+    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
+    for grads, done in reduced:
+        done.wait()
+        for param, grad in grads.items():
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+    reduced.clear()
+
+
+def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
+    """Wait for gathered weights and hand them over whole; the list is left empty."""
+    whole = []
+    for pieces, done in gathered:
+        done.wait()
+        whole += [x.flatten(0, 1) for x in pieces]
+    gathered.clear()
+    return whole
+
+
+def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
+    """Each block with the one that follows it, the last with None."""
+    return list(zip(blocks, [*blocks[1:], None], strict=True))
+
+
+def gather_weights(shards: list[Tensor], num: int,
+                   group: dist.ProcessGroup) -> list[tuple[list[Tensor], dist.Work]]:
+    """Start one transfer of all ranks' pieces of weights."""
+    mine = side_by_side([x.flatten() for x in shards], 0)
+    flat = mine.new_empty(num * mine.numel())
+    done = dist.all_gather_single(flat, mine, group=group, async_op=True)
+    parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
+    return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
+
+
+def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
+                  group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
+    shapes = {p: torch.Size((x.shape[0] // num, *x.shape[1:])) for p, x in grads.items()}
+    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1).flatten()
+    grads.clear()
+    if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
+        arrived = torch.empty_like(flat)
+        done = dist.all_to_all_single(arrived, flat, group=group, async_op=True)
+        exchanged = ExchangedGrads(shapes, arrived.view(num, -1), done)
+        return exchanged.sums, exchanged
+    mine = flat.new_empty(flat.numel() // num)
+    done = dist.reduce_scatter_single(mine, flat, group=group, async_op=True)
+    return cut_up(mine, shapes), done
+
+
+class ExchangedGrads(dist.Work):
+    """Gradients whose pieces go to the ranks that keep them; when waited for, `sums` has those of
+    this one, added up in the order of the ranks.
+    """
+
+    def __init__(
+        self, shapes: dict[nn.Parameter, torch.Size], arrived: Tensor, done: dist.Work
+    ) -> None:
+        super().__init__()
+        self.shapes, self.arrived, self.done = shapes, arrived, done
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+    def wait(self) -> bool:
+        self.done.wait()
+        del self.done  # which holds what was sent
+        self.sums |= cut_up(self.arrived.sum(0), self.shapes)
+        del self.arrived
+        return True
+
+
+def cut_up(flat: Tensor, shapes: dict[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Tensor]:
+    """Tensors that lie one after the other in one memory."""
+    parts = flat.split([shape.numel() for shape in shapes.values()])
+    return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors in one memory; one alone stays where it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
+    """Gradient of the weight in `y = x @ weight.T`."""
+    return d_y.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+@torch.compile
+def mlp_forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1_weight: Tensor,
+                w1_bias: Tensor, w2_weight: Tensor, w2_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward of `Mlp`."""
+    # blocks.0
+    norm = F.layer_norm(x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6]
+    w1 = F.linear(norm, w1_weight, w1_bias)                      # f64[4@dp,8,10]
+    gelu = F.gelu(w1)                                            # f64[4@dp,8,10]
+    w2 = F.linear(gelu, w2_weight, w2_bias)                      # f64[4@dp,8,6]
+    return x + w2, w1                                            # f64[4@dp,8,6]
+
+
+@torch.compile
+def head_forward(x: Tensor, head_weight: Tensor, reshape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward of `head`."""
+    # head
+    head = F.linear(x, head_weight)                           # f64[4@dp,8,14]
+    log_softmax = torch.log_softmax(head.reshape(16, 14), 1)  # f64[32@dp,14]
+    del head
+    nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
+        log_softmax, reshape, None, 2, -100)                  # f64[]{U:dp}, f64[]{U:dp}
+    return log_softmax, nll_loss_forward, count
+
+
+@torch.compile
+def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor, reshape: Tensor) -> Tensor:
+    """Backward of `step`."""
+    d_div = torch.ones_like(loss) / count                   # f64[]
+    d_log_softmax = torch.ops.aten.nll_loss_backward(
+        d_div, log_softmax, reshape, None, 2, -100, count)  # f64[32@dp,14]
+    d_reshape = torch.ops.aten._log_softmax_backward_data(
+        d_log_softmax, log_softmax, 1, torch.float64)       # f64[32@dp,14]
+    del d_log_softmax
+    return d_reshape.reshape(2, 8, 14)                      # f64[4@dp,8,14]
+
+
+@torch.compile
+def mlp_backward(d_y: Tensor, w2_weight: Tensor, w1: Tensor, w1_weight: Tensor, x: Tensor,
+                 norm_weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, ...]:
+    """Backward of `Mlp`."""
+    # blocks.0
+    d_gelu = d_y @ w2_weight                         # f64[4@dp,8,10]
+    gelu = F.gelu(w1)                                # f64[4@dp,8,10]
+    d_w2_bias = d_y.sum((0, 1))                      # f64[6]{U:dp}
+    d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4@dp,8,10]
+    d_norm = d_w1 @ w1_weight                        # f64[4@dp,8,6]
+    norm, mean, rstd = torch.native_layer_norm(
+        x, (6,), norm_weight, norm_bias, 1e-05)      # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+    d_w1_bias = d_w1.sum((0, 1))                     # f64[10]{U:dp}
+    d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+        d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
+    )                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+    return (gelu, d_w2_bias, d_w1, norm, d_w1_bias, d_x, d_norm_weight, d_norm_bias)
+
+
+class Block(nn.Module):
+    """One of blocks.0 .. 3."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
+        self.whole = []  # weights that are being gathered
+        for name, (_, *known) in BLOCK_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty(*known)))
+
+    def gather(self) -> None:
+        """Start to gather the block's weights."""
+        self.whole = gather_weights([*self.parameters()], 2, self.dp)
+
+    def regather(self) -> None:
+        """Start to gather the block's weights for its backward."""
+        self.whole = gather_weights([self.norm_weight, self.norm_bias, self.w1_weight,
+                                     self.w2_weight], 2, self.dp)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
+        y, w1 = mlp_forward(x, norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias)  # f64[4@dp,8,6]
+        return y, (w1, x)
+
+    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
+        w1, x = saved
+        norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
+        grads = {}
+        (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
+         grads[self.norm_bias]) = mlp_backward(
+            d_y, w2_weight, w1, w1_weight, x, norm_weight, norm_bias)  # f64[4@dp,8,10]
+        # w2
+        grads[self.w2_weight] = weight_grad(d_y, gelu)                 # f64[6,10]{U:dp}
+        # w1
+        grads[self.w1_weight] = weight_grad(d_w1, norm)                # f64[10,6]{U:dp}
+        reduced.append(scatter_grads(grads, 2, self.dp))
+        # norm
+        d_x += d_y                                                     # f64[4@dp,8,6]
+        return d_x
+
+
+class ToyStep(nn.Module):
+    """This rank's share of the model; `step` runs it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
+        for name, (_, *known) in SHARDS.items():
+            if "." not in name:
+                self.register_parameter(name, nn.Parameter(empty(*known)))
+        self.blocks = nn.ModuleList([Block(mesh) for _ in range(4)])  # blocks.0 .. 3
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        reduced = []
+        # embed
+        gathered = gather_weights([self.embed_weight], 2, self.dp)
+        self.blocks[0].gather()                                     # what the next loop begins with
+        ids_1 = ids.chunk(2)[self.dp_rank]                          # i64[4@dp,8]
+        [embed_weight] = take(gathered)                             # hidden behind ids_1
+        x = F.embedding(ids_1, embed_weight)                        # f64[4@dp,8,6]
+        del gathered, embed_weight
+        # blocks
+        blocks_saved = []
+        for layer, following in with_next([*self.blocks]):
+            if following is not None:
+                following.gather()                                  # hidden behind this block's forward
+            else:
+                gathered_1 = gather_weights([self.head_weight], 2, self.dp)
+            x, saved = layer(x)                                     # f64[4@dp,8,6]
+            blocks_saved.append(saved)
+        del saved
+        self.blocks[-1].regather()                                  # what the next loop begins with
+        # head
+        [head_weight] = take(gathered_1)                            # hidden behind the last block
+        reshape = labels.chunk(2)[self.dp_rank].reshape(16)         # i64[32@dp]
+        log_softmax, nll_loss_forward, count = head_forward(x, head_weight, reshape)  # f64[32@dp,14]
+        dist.all_reduce(count, group=self.dp)                       # f64[]; exposed
+        loss = nll_loss_forward / count                             # f64[]{U:dp}
+        loss_1 = loss.clone()
+        loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
+        d_head = step_backward(loss, count, log_softmax, reshape)   # f64[4@dp,8,14]
+        del log_softmax, reshape
+        d_head_weight = weight_grad(d_head, x)                      # f64[14,6]{U:dp}
+        reduced.append(scatter_grads({self.head_weight: d_head_weight}, 2, self.dp))  # f64[14@dp,6]
+        d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
+        del x, d_head_weight, d_head, head_weight
+        # blocks
+        for layer, following in with_next([*reversed(self.blocks)]):
+            before, reduced = reduced, []
+            if following is not None:
+                following.regather()                                # hidden behind this block's backward
+            d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
+            finish(before)                                          # reduced behind this block's backward
+        # embed
+        d_embed_weight = torch.ops.aten.embedding_dense_backward(
+            d_x, ids_1, 14, -1, scale_grad_by_freq=False)           # f64[14,6]{U:dp}
+        reduced.append(scatter_grads({self.embed_weight: d_embed_weight}, 2, self.dp))  # f64[14@dp,6]
+        del d_x, ids_1, d_embed_weight
+        loss_1_done.wait()                                          # hidden behind d_head, d_head_weight, d_x ...
+        finish(reduced)
+        return loss_1
+
+
+Step = ToyStep
