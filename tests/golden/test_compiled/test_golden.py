@@ -136,6 +136,13 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
+def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """Gradient of a summed cross entropy by the logits, written over their probabilities."""
+    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
+    place = torch.where(target == ignored, 0, target).unsqueeze(1)
+    return p.mul_(scale).scatter_add_(1, place, -scale)
+
+
 @torch.compile
 def mlp_forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1_weight: Tensor,
                 w1_bias: Tensor, w2_weight: Tensor, w2_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,13 +170,9 @@ def head_forward(x: Tensor, head_weight: Tensor, reshape: Tensor) -> tuple[Tenso
 @torch.compile
 def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor, reshape: Tensor) -> Tensor:
     """Backward of `step`."""
-    d_div = torch.ones_like(loss) / count                   # f64[]
-    d_log_softmax = torch.ops.aten.nll_loss_backward(
-        d_div, log_softmax, reshape, None, 2, -100, count)  # f64[32@dp,14]
-    d_reshape = torch.ops.aten._log_softmax_backward_data(
-        d_log_softmax, log_softmax, 1, torch.float64)       # f64[32@dp,14]
-    del d_log_softmax
-    return d_reshape.reshape(2, 8, 14)                      # f64[4@dp,8,14]
+    d_div = torch.ones_like(loss) / count  # f64[]
+    d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, -100)  # f64[32@dp,14]
+    return d_reshape.reshape(2, 8, 14)     # f64[4@dp,8,14]
 
 
 @torch.compile
@@ -264,6 +267,7 @@ class ToyStep(nn.Module):
             blocks_saved.append(saved)
         del saved
         self.blocks[-1].regather()                                  # what the next loop begins with
+        self.blocks[-2].regather()                                  # and goes on with
         # head
         [head_weight] = take(gathered_1)                            # hidden behind the last block
         reshape = labels.chunk(2)[self.dp_rank].reshape(16)         # i64[32@dp]
@@ -281,7 +285,7 @@ class ToyStep(nn.Module):
         # blocks
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
-            if following is not None:
+            if following is not None and not following.whole:
                 following.regather()                                # hidden behind this block's backward
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
             finish(before)                                          # reduced behind this block's backward
