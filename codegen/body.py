@@ -87,7 +87,8 @@ class Body(Transfers):
         if part := self.joint.part(node, self.scope):
             self.seen[node] = Text(part)
             return Statement([Line(self._write(part, node), comment(typed(node)))])
-        if node in self.stored and not node.users.keys() - {self.graph.fx.output_node()}:
+        ends = {self.graph.fx.output_node(), *self.summed}
+        if node in self.stored and not node.users.keys() - ends:
             return self._last_store(node)
         into = self.accumulated.get(node)
         if into is not None and into in self.seen and node.target in SUMS:
@@ -161,6 +162,7 @@ class Body(Transfers):
             return True
         family = [n for n in self.order if owner(n) is home]
         readers = {u for n in family for u in n.users} - {self.graph.fx.output_node()} - set(family)
+        readers -= self.summed
         late = any(self.place.get(u, len(self.order)) > self.place[node] for u in readers)
         return (
             late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1

@@ -14,7 +14,7 @@ from partc.codegen.body import Body
 from partc.codegen.equal import Group, ends_step, made_in_step
 from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
-from partc.codegen.names import Scope, wishes
+from partc.codegen.names import Scope, of_turn, wishes
 from partc.codegen.slots import Interface, Slot
 from partc.codegen.statements import free_early, with_sections
 from partc.codegen.tables import TABLES, declarations
@@ -190,7 +190,7 @@ class BlockClass:
         lines = []
         for word in self.taken_by(side):
             unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
-            seen |= {n: Text(scope.fresh(wish[n])) for n in unpacked}
+            seen |= {n: Text(scope.fresh(of_turn(n, wish[n]))) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
             lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = {word}"))
             arguments.append(word)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from partc import collectives, ops
@@ -13,16 +14,38 @@ from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
 from partc.codegen.joint_grads import JointGrads
-from partc.codegen.names import Scope, is_given
+from partc.codegen.names import Scope, is_given, of_turn
 from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
 from partc.codegen.text import ATOM, COMPARE, Text
 from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
+from partc.passes.write_pieces import joins_pieces
 from partc.quoting import literal
 
 ADDS = ("add_grad", "add_weight_grad", "finish")
 PARTIALS = ("add_partial", "add_weight_partial", "finish_partials")
+
+
+def apart(
+    stored: Mapping[fx.Node, list[str]], order: Sequence[fx.Node]
+) -> tuple[dict[fx.Node, list[str]], set[fx.Node]]:
+    """The parameters by the pieces of their final gradients, each of which is added as it comes,
+    and the sums of them, which are then not needed; ``order`` has the calls of the function.
+    """
+    found, todo = dict[fx.Node, list[str]](), dict(stored)
+    summed, here = set[fx.Node](), set(order)
+    while todo:
+        node, params = todo.popitem()
+        parts = node.all_input_nodes
+        ends = all(user.op == "output" or user in summed for user in node.users)
+        alone = all(set(part.users) == {node} and part in here for part in parts)
+        if joins_pieces(node) and node.target is torch.ops.aten.add.Tensor and ends and alone:
+            summed.add(node)
+            todo |= dict.fromkeys(parts, params)
+        else:
+            found[node] = params
+    return found, summed
 
 
 @dataclass
@@ -46,18 +69,20 @@ class Expressions:
     prefix: str = ""
     adds: tuple[str, str, str] = ADDS  # the functions that add to a gradient
     own: Sequence[str] = ()
+    one_turn: bool = False  # whether it is the same function for all pieces of a block
 
     def __post_init__(self) -> None:
         wished = {n: self.wishes.get(n, "") for n in self.order}
         self.named = {n for n in self.order if is_forward(n) and is_given(n, wished[n])}
         self.joint = JointGrads(self.graph, self.order, self.stored)
+        self.stored, self.summed = apart(self.stored, self.order)
         fixed = self.kept | self.stored.keys() | self.joint.place.keys()
         in_line = inlined(self.order, fixed, self.named)
         sums = accumulations(self.order, self.kept | self.stored.keys())
         self.accumulated = {
             node: into
             for node, into in sums.items()
-            if node not in in_line and (is_backward(node) or into not in in_line)
+            if node not in in_line | self.summed and (is_backward(node) or into not in in_line)
         }
         self.becomes = {into: node for node, into in self.accumulated.items()}
         fixed |= self.becomes.keys()
@@ -118,11 +143,14 @@ class Expressions:
         while chain[-1] in self.becomes:
             chain.append(self.becomes[chain[-1]])
         best = chain[-1] if is_backward(node) else next((n for n in chain if n in self.named), node)
-        return self.wishes.get(best, "value")
+        wish = self.wishes.get(best, "value")
+        return wish if self.one_turn else of_turn(node, wish)
 
     def _has_line(self, node: fx.Node) -> bool:
         """Whether a node is a statement; the step's last waits stand in `finish`."""
-        return not ends_step(self.graph, node) and (is_tensor(node) or len(results_of(node)) > 1)
+        if ends_step(self.graph, node) or node in self.summed:
+            return False
+        return is_tensor(node) or len(results_of(node)) > 1
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
         """The named values that a node's statement reads, those of inlined operands among them."""

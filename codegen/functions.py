@@ -68,7 +68,7 @@ class Written:
         arguments = [str(text) for text in seen.values()]
         body = Body(
             graph, unit.nodes, wish, scope, helpers, seen, set(unit.outputs),
-            device=f"{arguments[0]}.device",
+            device=f"{arguments[0]}.device", one_turn=True,
         )  # fmt: skip
         last = unit.nodes[-1]
         bound = last in body.accumulated or last.target is operator.getitem

@@ -15,6 +15,7 @@ from partc.codegen import helpers
 from partc.codegen.safety import FORBIDDEN
 from partc.graph import Graph, held, is_forward, is_tensor, value
 from partc.moves import carried
+from partc.passes.write_pieces import taken_from
 from partc.quoting import identifier
 from partc.sharding import DTYPE_NAMES
 
@@ -86,8 +87,19 @@ def wishes(
     _follow_operands([n for n in forward if n not in given], named)
     compiled = dict(_compiled_names(graph))
     named |= compiled
-    named |= dict(_gradient_names(graph, named, prefix, compiled))
+    named |= dict(_gradient_names(graph, named, prefix, given, compiled))
     return {**named, **given}
+
+
+def of_turn(node: fx.Node, wish: str) -> str:
+    """What one of the pieces of a block is called: ``x_0`` of ``x``."""
+    turn = value(node).turn
+    return wish if turn is None else f"{wish}_{turn}"
+
+
+def _before(node: fx.Node) -> fx.Node | None:
+    """The value that a node is in another layout, or a piece of; None for other calls."""
+    return carried(node) or taken_from(node)
 
 
 def moved_from(node: fx.Node) -> list[fx.Node]:
@@ -101,7 +113,7 @@ def moved_from(node: fx.Node) -> list[fx.Node]:
 def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
     """A moved value keeps its name, a cast one adds its dtype."""
     for node in forward:
-        if (before := carried(node)) is not None:
+        if (before := _before(node)) is not None:
             named[node] = named[before]
         elif named[node] == "cast" and is_tensor(node):
             dtype = DTYPE_NAMES.get(held(node).dtype, "cast")
@@ -235,11 +247,12 @@ def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
 
 def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """The user's variables, read off the source line: its last values are its targets."""
-    lines: dict[tuple[str, str], list[fx.Node]] = {}
+    lines: dict[tuple[str, str, int | None], list[fx.Node]] = {}
     for node in nodes:
-        if carried(node) is None:  # a moved value is called as it was
-            lines.setdefault((value(node).module, value(node).source), []).append(node)
-    for (_, source), members in lines.items():
+        if _before(node) is None:  # a moved value is called as it was
+            at = value(node)
+            lines.setdefault((at.module, at.source, at.turn), []).append(node)
+    for (_, source, _), members in lines.items():
         match = _TARGETS.match(source)
         targets = [t.strip() for t in match[1].split(",")] if match else []
         within = {_unmoved(operand) for n in members for operand in n.all_input_nodes}
@@ -267,17 +280,17 @@ def _is_argument(node: fx.Node, source: str) -> bool:
 
 def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
     """A module's only value that others read in the forward has the module's name."""
-    results: dict[str, list[fx.Node]] = {}
+    results: dict[tuple[str, int | None], list[fx.Node]] = {}
     for node in nodes:
         readers = [value(u).module for u in node.users if value_or_none(u) and is_forward(u)]
         path = value(node).module
         while path and is_tensor(node):
             if any(not _within(reader, path) for reader in readers):
-                results.setdefault(path, []).append(node)
+                results.setdefault((path, value(node).turn), []).append(node)
             path = path.rpartition(".")[0]
-    for path in sorted(results, key=lambda p: p.count(".")):  # the innermost module wins
-        if len(results[path]) == 1 and path != prefix:
-            yield results[path][0], module_name(inside(path, prefix))
+    for path, turn in sorted(results, key=lambda at: at[0].count(".")):  # the innermost module wins
+        if len(results[path, turn]) == 1 and path != prefix:
+            yield results[path, turn][0], module_name(inside(path, prefix))
 
 
 def _within(path: str, outer: str) -> bool:
@@ -285,7 +298,11 @@ def _within(path: str, outer: str) -> bool:
 
 
 def _gradient_names(
-    graph: Graph, named: dict[fx.Node, str], prefix: str, compiled: Mapping[fx.Node, str]
+    graph: Graph,
+    named: dict[fx.Node, str],
+    prefix: str,
+    given: Mapping[fx.Node, str],
+    compiled: Mapping[fx.Node, str],
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
     by_name = {known_as(n): n for n in reversed(list(graph.calls())) if value_or_none(n)}
@@ -298,7 +315,7 @@ def _gradient_names(
     for node in graph.calls():
         if is_forward(node):
             continue
-        before = carried(node)
+        before = _before(node)
         if node in compiled:
             found |= {node: compiled[node]} if compiled[node].startswith("d_") else {}
         elif _is_again(node, found, known) and before not in found:
@@ -309,7 +326,9 @@ def _gradient_names(
         elif node in final:
             found[node] = f"d_{named[final[node]]}"
         else:
-            found[node] = _gradient_name(node, by_name, named, found)
+            whole = taken_from(node)
+            own = given.get(whole, "") if whole is not None else ""
+            found[node] = own or _gradient_name(node, by_name, named, found)
     yield from found.items()
 
 
@@ -334,7 +353,7 @@ def _is_again(
 def _gradient_name(
     node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
 ) -> str:
-    before = carried(node)
+    before = _before(node)
     if before in found:
         return found[before]
     forward = by_name.get(value(node).forward)

@@ -12,11 +12,13 @@ from partc import collectives
 from partc.codegen.backends import c10d
 from partc.codegen.equal import ends_step
 from partc.codegen.expressions import Expressions
+from partc.codegen.helpers import Outlined
 from partc.codegen.statements import Statement
 from partc.codegen.storage import overwritable
 from partc.codegen.text import ATOM, Line, Text
-from partc.graph import held, is_tensor, tensor_args, typed, value
+from partc.graph import held, is_tensor, picked, tensor_args, typed, value
 from partc.moves import gathers_param, moves, results
+from partc.passes.write_pieces import taken_from
 from partc.quoting import comment
 
 
@@ -168,6 +170,10 @@ def weights_of(gather: fx.Node) -> list[fx.Node | None]:
 
 def _is_heavy(node: fx.Node) -> bool:
     """Whether a call is worth naming as what hides a collective."""
+    if node.target is operator.getitem and isinstance(picked(node)[0].target, Outlined):
+        return picked(node)[1] == 0  # the function's main result
+    if taken_from(node) is not None:
+        return False
     tags = getattr(node.target, "tags", ())
     light = torch.Tag.pointwise in tags or node.target in (collectives.wait, operator.getitem)
     return is_tensor(node) and not light and node.target not in collectives.COLLECTIVES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -42,6 +42,7 @@ from partc.passes.search.plans_by_hand import by_hand
 from partc.passes.search.search_plans import Taken
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
+from partc.passes.take_turns import in_turns
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
 from partc.plan import COMPILERS, Plan
 from partc.prediction import Work, trained_bytes
@@ -49,8 +50,9 @@ from partc.prefetch import prefetches
 from partc.program import Program
 from partc.record_tape import record_phases, record_step
 from partc.role import Role, dtype_name
-from partc.schedule_stages import schedule_stages
+from partc.schedule_stages import choose_pieces, schedule_stages
 from partc.schedules.csv_form import write_csv
+from partc.tape import Tape
 from partc.trace import trace
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
@@ -208,19 +210,17 @@ def compile_stage(
 ) -> Program:
     """The rest of ``compile`` for one stage: every rank runs the same role."""
     mesh = graph.mesh
-    full, local = partition(graph, plan, strict=strict)
-    check_plan(local, full)
-    check(local)
-    tape, limits = record_step(local, replay(local)), memory_limits(mesh, full.memory_bytes)
-    for prefetch in prefetches(full, tape, mesh):
+    full, local = localize(graph, plan, strict=strict)
+    limits = memory_limits(mesh, full.memory_bytes)
+    for way in _ways(local, full, mesh):
+        full, ordered, tape = way
         source = emit(
-            local, header=header(local, full), prefetch=prefetch,
+            ordered, header=header(ordered, full), prefetch=full.prefetch,
             inductor=full.compile == "inductor",
         )  # fmt: skip
         cost = cost_report(
-            local, role=Role.load(source, ROLE), work=work, mesh=mesh, prefetch=prefetch
+            ordered, role=Role.load(source, ROLE), work=work, mesh=mesh, prefetch=full.prefetch
         )
-        full = full.changed(prefetch=prefetch)
         if fits(cost.peaks(), limits):
             break
     check_memory(cost.peaks(), limits)
@@ -228,7 +228,7 @@ def compile_stage(
         plan=str(full),
         mesh=mesh,
         basis=Basis(
-            str(mesh.hardware), (replace(tape, prefetch=full.prefetch),), (trained_bytes(local),)
+            str(mesh.hardware), (replace(tape, prefetch=full.prefetch),), (trained_bytes(ordered),)
         ),
         sources={ROLE: source},
         roles=((mesh.num_ranks, ROLE),),
@@ -254,8 +254,22 @@ def compile_pipeline(
     check_plan(local, full)
     if local.kept:
         full = full.changed(params=local.kept.spread(full.params))
+    chosen = choose_pieces(local, full)
+    try:
+        return _stages_program(graph, mesh, local, chosen, fingerprint, work)
+    except MemoryLimitError:
+        if chosen is full:
+            raise
+        return _stages_program(graph, mesh, local, full, fingerprint, work)
+
+
+def _stages_program(
+    graph: Graph, mesh: Mesh, local: Graph, full: Plan, fingerprint: Fingerprint, work: Work
+) -> Program:
+    """The program of a local graph of several stages."""
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
+    full = _in_pieces(full, full.pieces, graphs)
     numbers = likes_of(local.kept, len(graphs))
     compiled = dict(zip(numbers, graphs, strict=True))
     for stage in compiled.values():
@@ -298,7 +312,29 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
     over = graph.mesh
     full, local = localize(graph, plan, strict=strict)
-    return full, order_step(local, full, over)
+    pieces, ordered = next(order_step(local, full, over))
+    return _in_pieces(full, pieces, [ordered]), ordered
+
+
+def _ways(local: Graph, plan: Plan, over: Mesh) -> Iterator[tuple[Plan, Graph, Tape]]:
+    """The step as it is fastest, and as it needs less memory, the least last."""
+    for pieces, ordered in order_step(local, plan, over):
+        check_plan(ordered, plan)
+        check(ordered)
+        tape = record_step(ordered, replay(ordered))
+        noted = _in_pieces(plan, pieces, [ordered])
+        for prefetch in prefetches(plan, tape, over):
+            yield noted.changed(prefetch=prefetch), ordered, tape
+
+
+def _in_pieces(plan: Plan, pieces: int, graphs: Sequence[Graph]) -> Plan:
+    """A plan that says in how many pieces blocks are computed, and if the ones that it asks for do
+    not exist.
+    """
+    if plan.pieces > 1 and not any(map(in_turns, graphs)):
+        note = f"no block waits for sums that {plan.pieces} pieces of it could hide"
+        return plan.changed(notes=(*plan.notes, note))
+    return plan.changed(pieces=pieces) if pieces > 1 else plan
 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:

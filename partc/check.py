@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from partc import collectives
 from partc.check_layouts import check_layouts
+from partc.check_pieces import check_turns
 from partc.errors import CheckError
 from partc.graph import Graph, held, typed, value
 from partc.mesh import Mesh
@@ -28,6 +29,7 @@ def check(graph: Graph, *, scheduled: bool = True) -> None:
     check_order(graph)
     check_shapes(graph)
     check_layouts(graph)
+    check_turns(graph)
     check_outputs(graph)
     if scheduled:
         check_waits(graph)

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from partc import collectives, ops
 from partc.check_calls import result_nodes, wrong
+from partc.check_pieces import check_piece, is_piecewise
 from partc.check_rows import check_order, check_rows, rows_made
 from partc.errors import CheckError
 from partc.graph import (
@@ -56,6 +57,8 @@ def check_layouts(graph: Graph) -> None:
                 _check_window(node, graph.mesh)
             elif node.target in (ops.drawn_mask, ops.same_mask):
                 _check_mask(node)
+            elif is_piecewise(node):
+                check_piece(node)
             elif node.target not in (operator.getitem, collectives.axis_index):
                 circumstances = _circumstances(node)
                 if circumstances not in sound:

@@ -57,6 +57,7 @@ class Value:
     rows: Rows | None = None  # of what lies in an order that a sort made
     opened: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
+    turn: int | None = None  # which piece, of a block that is computed in several
 
 
 @dataclass

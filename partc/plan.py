@@ -35,6 +35,7 @@ _FIELDS = {
     "compile",
     "join_mb",
     "prefetch",
+    "pieces",
     "inputs",
     "params",
     "gather",
@@ -66,6 +67,9 @@ class Plan:
     ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
     loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
     fits into memory, else one). Pipelines gather one.
+    ``pieces``: in so many are the blocks computed that wait for sums of activations, so that those
+    of one piece are on their way while the next is computed (1: not in pieces; 0: in as many as
+    make the step fastest).
     ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
     that the plan replays without it; where it is empty, 1f1b for training and forward-only for
     inference. ``stages`` has the module path at which each pipeline stage but the first begins.
@@ -87,6 +91,7 @@ class Plan:
     compile: Literal["none", "inductor"] = "none"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
     prefetch: int = 0
+    pieces: int = 0
     microbatches: int = 1
     schedule: str = ""
     order: str = ""
@@ -203,7 +208,7 @@ class Plan:
         if self.order:
             lines += ['order = """', *(_escape(row) for row in self.order.splitlines()), '"""']
         counts = (
-            ("prefetch", self.prefetch), ("chunks", self.chunks),
+            ("prefetch", self.prefetch), ("pieces", self.pieces), ("chunks", self.chunks),
             ("memory_bytes", self.memory_bytes),
         )  # fmt: skip
         lines += [f"{name} = {count}" for name, count in counts if count]
@@ -335,7 +340,8 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
         "compile": COMPILERS,
         "reduce": ("step", "microbatch"),
     }
-    for key, least in (("microbatches", 1), ("prefetch", 0), ("chunks", 0), ("memory_bytes", 0)):
+    counts = ("prefetch", "pieces", "chunks", "memory_bytes")
+    for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
         count = table.get(key, least)
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from partc.errors import PlanError
 from partc.folds import likes_of
-from partc.graph import Graph
+from partc.graph import Graph, copied
 from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
+from partc.order_step import call_seconds, fastest
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
@@ -17,6 +18,7 @@ from partc.passes.memory import state_bytes
 from partc.passes.place_waits import place_waits
 from partc.passes.repeat_stages import repeat_stages
 from partc.passes.split_stages import split_stages
+from partc.passes.take_turns import take_turns, waits_in_blocks
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
 from partc.plan import Plan
 from partc.schedules import Schedule
@@ -54,11 +56,28 @@ def schedule_stages(local: Graph, plan: Plan) -> Stages:
 
 def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
     """The scheduled graph of each stage."""
-    stages = split_stages(local, plan, split_backward=split_backward)
+    whole = take_turns(copied(local), plan.pieces) if plan.pieces > 1 else local
+    stages = split_stages(whole, plan, split_backward=split_backward)
     for stage in stages:
-        join_collectives(stage, plan.join_mb)
-        fill_waits(place_waits(stage, phased=True))
+        place_waits(join_collectives(stage, plan.join_mb), phased=True)
+        fill_waits(stage, call_seconds(stage, _mesh(plan)))
     return repeat_stages(stages, local)
+
+
+def choose_pieces(local: Graph, plan: Plan) -> Plan:
+    """The plan with as many pieces of blocks as make the slowest stage fastest, if it leaves that
+    open.
+    """
+    if plan.pieces or not waits_in_blocks(local):
+        return plan
+    rank_of = named_schedule(plan).rank_of
+
+    def seconds(num: int) -> float:
+        costs = _costs(stage_graphs(local, plan.changed(pieces=num), False), local, plan, rank_of)
+        return max(cost.forward_s + cost.backward_s for cost in costs)
+
+    num = fastest(seconds)
+    return plan.changed(pieces=num) if num > 1 else plan
 
 
 def _costs(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -17,6 +18,9 @@ from torch import fx
 
 from partc import collectives
 from partc.graph import Graph, block_of, first_operand, tensor_args, value
+from partc.passes.write_pieces import joins_pieces
+
+Seconds = Callable[[fx.Node], float]
 
 _START, _REST = range(2)
 # what only moves or reshapes a finished gradient on its way out of the step
@@ -29,12 +33,17 @@ _CARRY = (
 )
 
 
-def fill_waits(graph: Graph) -> Graph:
-    """Reorder the calls of each block and phase of a scheduled graph, in place."""
+def fill_waits(graph: Graph, seconds: Seconds | None = None) -> Graph:
+    """Reorder the calls of each block and phase of a scheduled graph, in place.
+
+    What is to run beside transfers stands before the first wait. With ``seconds``, of a call or a
+    transfer, as much of it stands before each wait as the transfer takes longer than what is
+    computed beside it anyway.
+    """
     fillers = _fillers(graph)
     for segment in _segments(graph):
         anchor = segment[0].prev
-        for node in _ordered(segment, fillers):
+        for node in _ordered(segment, fillers, _Clock(seconds)):
             anchor.append(node)
             anchor = node
     graph.fx.lint()
@@ -55,12 +64,12 @@ def _fillers(graph: Graph) -> set[fx.Node]:
     for node in reversed(list(graph.calls())):
         if value(node).phase == "B" and all(u.op == "output" or u in carriers for u in node.users):
             fillers.add(node)
-            if node.target in _CARRY:
+            if node.target in _CARRY or joins_pieces(node):
                 carriers.add(node)
     return fillers
 
 
-def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]:
+def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> Iterator[fx.Node]:
     """Starts as soon as they can, fillers before the next wait, everything else in its order.
 
     Where no wait is to come, fillers stay at their place.
@@ -83,17 +92,45 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node]) -> Iterator[fx.Node]
     waits = sum(_waits(n) and n not in fillers for n in segment)
     while ready or held_back:
         rank, first = ready[0] if ready else (_REST, len(segment))
-        at_wait = not ready or _waits(segment[first])
+        at_wait = not ready or (_waits(segment[first]) and clock.is_late(segment[first]))
         in_place = not waits and rank == _REST and held_back and held_back[0] < first
         take_filler = held_back and (at_wait or in_place)
         index = heapq.heappop(held_back) if take_filler else heapq.heappop(ready)[1]
-        waits -= at_wait and not take_filler
+        waits -= _waits(segment[index]) and not take_filler
+        clock.run(segment[index])
         yield segment[index]
         for user in segment[index].users:
             if user in place:
                 missing[user] -= 1
                 if not missing[user]:
                     admit(user)
+
+
+@dataclass
+class _Clock:
+    """How far a segment has come, and when its transfers end; those of one axis take turns."""
+
+    seconds: Seconds | None
+    now: float = 0.0
+    free: dict[object, float] = field(default_factory=dict)
+    ends: dict[fx.Node, float] = field(default_factory=dict)
+
+    def run(self, node: fx.Node) -> None:
+        """Execute the next call, start or wait."""
+        if self.seconds is None:
+            return
+        if node.target in collectives.COLLECTIVES:
+            axis = node.kwargs["axis"]
+            begin = max(self.now, self.free.get(axis, 0.0))
+            self.free[axis] = self.ends[node] = begin + self.seconds(node)
+        elif node.target is collectives.wait:
+            self.now = max(self.now, self.ends.get(first_operand(node), 0.0))
+        else:
+            self.now += self.seconds(node)
+
+    def is_late(self, wait: fx.Node) -> bool:
+        """Whether there would be nothing to do at a wait; always, where no times are known."""
+        return self.seconds is None or self.ends.get(first_operand(wait), 0.0) > self.now
 
 
 def _waits(node: fx.Node) -> bool:

@@ -87,7 +87,8 @@ def test_programs_take_what_is_estimated(name: str) -> None:
         model = Model().to(torch.bfloat16)
     ids = torch.zeros(8, SEQ, dtype=torch.long, device="meta")
     machine = Topology.load("dgx-a100", 8)
-    plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches)
+    # estimates are of whole blocks: in pieces these programs are faster
+    plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
     cost = partc.compile(
         model, one.mesh(machine), (ids, ids.clone()), loss=loss_of, plan=plan
     ).cost.as_json()  # fmt: skip
