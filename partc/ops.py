@@ -23,7 +23,7 @@ def cross_entropy_grad(d_loss: Tensor, log_p: Tensor, target: Tensor, ignored: i
     """
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
     place = torch.where(target == ignored, 0, target).unsqueeze(1)
-    return (log_p.exp() * scale).scatter_add(1, place, -scale)
+    return log_p.exp().mul_(scale).scatter_add_(1, place, -scale)
 
 
 def inverse_order(order: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from partc.folds import likes_of
 from partc.graph import Graph, copied
 from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
-from partc.order_step import call_seconds, fastest
+from partc.order_step import GAIN, call_seconds, fastest
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
@@ -72,11 +72,14 @@ def choose_pieces(local: Graph, plan: Plan) -> Plan:
         return plan
     rank_of = named_schedule(plan).rank_of
 
-    def seconds(num: int) -> float:
+    def slowest(num: int) -> StageCost:
         costs = _costs(stage_graphs(local, plan.changed(pieces=num), False), local, plan, rank_of)
-        return max(cost.forward_s + cost.backward_s for cost in costs)
+        return max(costs, key=lambda cost: cost.turn_s)
 
-    num = fastest(seconds)
+    whole = slowest(1)
+    if whole.exposed_s <= GAIN * whole.turn_s:
+        return plan
+    num = fastest(lambda num: whole.turn_s if num == 1 else slowest(num).turn_s)
     return plan.changed(pieces=num) if num > 1 else plan
 
 
