@@ -91,7 +91,7 @@ def machines(bytes_per_s: float) -> Mesh:
     return Mesh((("tp", 2),), replace(cpu, groups=((slow, 2),), levels=(links,), start_s=0.0))
 
 
-SLOW = machines(3e6)
+SLOW = machines(2e7)
 
 
 def seconds(program: Program) -> float:
@@ -193,7 +193,7 @@ def test_pieces_where_the_step_is_faster(preset: str) -> None:
     whole, chosen = compiled(SLOW, preset, 1), compiled(SLOW, preset)
     assert "pieces" in chosen.plan
     assert "pieces" not in fast.plan
-    assert seconds(chosen) < 0.95 * seconds(whole)
+    assert seconds(chosen) < 0.85 * seconds(whole)
 
 
 def test_no_pieces_where_they_do_not_fit() -> None:
