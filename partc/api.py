@@ -50,7 +50,7 @@ from partc.prefetch import prefetches
 from partc.program import Program
 from partc.record_tape import record_phases, record_step
 from partc.role import Role, dtype_name
-from partc.schedule_stages import choose_pieces, schedule_stages
+from partc.schedule_stages import schedule_stages
 from partc.schedules.csv_form import write_csv
 from partc.tape import Tape
 from partc.trace import trace
@@ -254,19 +254,6 @@ def compile_pipeline(
     check_plan(local, full)
     if local.kept:
         full = full.changed(params=local.kept.spread(full.params))
-    chosen = choose_pieces(local, full)
-    try:
-        return _stages_program(graph, mesh, local, chosen, fingerprint, work)
-    except MemoryLimitError:
-        if chosen is full:
-            raise
-        return _stages_program(graph, mesh, local, full, fingerprint, work)
-
-
-def _stages_program(
-    graph: Graph, mesh: Mesh, local: Graph, full: Plan, fingerprint: Fingerprint, work: Work
-) -> Program:
-    """The program of a local graph of several stages."""
     stages = schedule_stages(local, full)
     graphs, step = stages.graphs, stages.step
     full = _in_pieces(full, full.pieces, graphs)

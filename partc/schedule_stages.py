@@ -10,7 +10,7 @@ from partc.folds import likes_of
 from partc.graph import Graph, copied
 from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
-from partc.order_step import GAIN, call_seconds, fastest
+from partc.order_step import call_seconds
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
@@ -18,7 +18,7 @@ from partc.passes.memory import state_bytes
 from partc.passes.place_waits import place_waits
 from partc.passes.repeat_stages import repeat_stages
 from partc.passes.split_stages import split_stages
-from partc.passes.take_turns import take_turns, waits_in_blocks
+from partc.passes.take_turns import take_turns
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
 from partc.plan import Plan
 from partc.schedules import Schedule
@@ -62,25 +62,6 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
         place_waits(join_collectives(stage, plan.join_mb), phased=True)
         fill_waits(stage, call_seconds(stage, _mesh(plan)))
     return repeat_stages(stages, local)
-
-
-def choose_pieces(local: Graph, plan: Plan) -> Plan:
-    """The plan with as many pieces of blocks as make the slowest stage fastest, if it leaves that
-    open.
-    """
-    if plan.pieces or not waits_in_blocks(local):
-        return plan
-    rank_of = named_schedule(plan).rank_of
-
-    def slowest(num: int) -> StageCost:
-        costs = _costs(stage_graphs(local, plan.changed(pieces=num), False), local, plan, rank_of)
-        return max(costs, key=lambda cost: cost.turn_s)
-
-    whole = slowest(1)
-    if whole.exposed_s <= GAIN * whole.turn_s:
-        return plan
-    num = fastest(lambda num: whole.turn_s if num == 1 else slowest(num).turn_s)
-    return plan.changed(pieces=num) if num > 1 else plan
 
 
 def _costs(

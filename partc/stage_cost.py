@@ -55,16 +55,6 @@ class StageCost:
         return self._seconds("W")
 
     @property
-    def turn_s(self) -> float:
-        """Of a microbatch's forward and backward."""
-        return self.forward_s + self.backward_s + self.weight_s
-
-    @property
-    def exposed_s(self) -> float:
-        """What a microbatch's forward and backward lose to transfers."""
-        return sum(sum(self.spent[p].exposed.values()) for p in ("F", "B", "W") if p in self.spent)
-
-    @property
     def closing_s(self) -> float:
         """Of the sums over ranks that end the step."""
         return self._seconds("E")
