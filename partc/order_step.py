@@ -24,7 +24,7 @@ from partc.roofline import piece_seconds
 from partc.step_walk import step_seconds, step_times
 
 PIECES = (2, 4)  # a piece more is a start more for every transfer
-GAIN = 0.15  # of a step: a block in pieces has twice the lines
+GAIN = 0.1  # of a step: a block in pieces has twice the lines
 
 Way = tuple[int, Graph]  # in how many pieces blocks are computed
 
