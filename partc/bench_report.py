@@ -148,17 +148,12 @@ class Bench:
         rows += [(name, *figure.cells()) for name, figure in both.items()]
         ranks = [("rank", "computing", "waiting", "hidden")]
         ranks += [(str(rank), *_medians(times.timed)) for rank, times in enumerate(self.ranks)]
-        plain, timed = (self._medians(kind) for kind in ("plain", "timed"))
+        plain = median(step for step, _ in self.busiest.plain_s)
+        timed = median(times.step_s for times in self.busiest.timed)
         return "\n".join([
             head, f"predicted for {self.prediction.hardware}", "", *_columns(rows), "",
             *_columns(ranks), "", f"timers cost {timed / plain - 1:+.1%} of a step",
         ])  # fmt: skip
-
-    def _medians(self, kind: str) -> float:
-        """The step without the optimizer's, as it is or with timers, of the busiest rank."""
-        if kind == "plain":
-            return median(step for step, _ in self.busiest.plain_s)
-        return median(times.step_s for times in self.busiest.timed)
 
     def as_json(self) -> dict[str, Any]:
         """Seconds of all steps."""

@@ -79,8 +79,8 @@ def time_step(
 def block_paths(program: nn.Module, shards: Sequence[Shard]) -> dict[str, str]:
     """The blocks of a program's lists, by attribute, with their names in the user's model."""
     found = {}
-    for path, module in program.named_modules():
-        if path.rpartition(".")[2].isdigit() and hasattr(module, "forward"):
+    for path, _ in program.named_modules():
+        if path.rpartition(".")[2].isdigit():
             names = [shard.name for shard in shards if shard.key.startswith(f"{path}.")]
             where, index = list_member(names[0]) if names else ("", 0)
             found[path] = f"{where}.{index}" if where else path
