@@ -16,6 +16,7 @@ from partc.codegen.inline import inlined
 from partc.codegen.joint_grads import JointGrads
 from partc.codegen.names import Scope, is_given, of_turn
 from partc.codegen.random import generator
+from partc.codegen.retarget import for_any_device
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
 from partc.codegen.text import ATOM, COMPARE, Text
@@ -107,7 +108,8 @@ class Expressions:
             return Text(f"{node.target.name}({', '.join(texts)})")
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
-        return spell(node, self.text, self.device)
+        anywhere = for_any_device(node, self.text, self.device, self.helpers)
+        return anywhere or spell(node, self.text, self.device)
 
     def _composite(self, node: fx.Node) -> Text:
         """A call of a printed function."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from partc import ops
-from partc.codegen import links, printed
+from partc.codegen import attention, links, printed
 from partc.codegen.text import wrap
 
-MODULES = (printed, links, ops)
+MODULES = (printed, links, attention, ops)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ def _find(name: str) -> Callable[..., Any] | None:
 def _source(name: str) -> str:
     function = _find(name)
     assert function is not None
-    text = inspect.getsource(function).rstrip().replace("``", "`")
+    text = inspect.getsource(function).rstrip().replace("``", "`").replace("  # fmt: skip", "")
     statement = ast.parse(text).body[0]
     if not isinstance(statement, ast.FunctionDef):
         return text

@@ -1,7 +1,8 @@
 """A rank program executed line by line on tensors without data: what it holds at its worst, where.
 
 This is the program itself, so function boundaries, ``del``, in-place sums and handles count as they
-do at run time. It needs no process group, no other rank and no memory.
+do at run time. It needs no process group, no other rank and no memory. CheckError where something
+touches memory that a transfer under way uses (``streams.py``).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def execute(
     """
     live = LiveMemory(_file(role))
     eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
-    with alone(role, rank, library) as here, torch.no_grad(), FakeTensorMode(), eager:
+    with alone(role, rank, library, live) as here, torch.no_grad(), FakeTensorMode(), eager:
         step: Any = role.build(here)
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         if left_out:
@@ -93,6 +94,7 @@ def execute(
         with live:
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
     del kept
+    live.streams.end()
     return live
 
 
@@ -113,11 +115,13 @@ def _report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
 
 
 @contextmanager
-def alone(role: Role, rank: int, library: str = "gloo") -> Iterator[RankMesh]:
+def alone(
+    role: Role, rank: int, library: str = "gloo", live: LiveMemory | None = None
+) -> Iterator[RankMesh]:
     """Let one rank of a role run without the others: its collectives then move nothing."""
     dist = role.module.__dict__.get("dist")  # the program of one rank alone needs none
     here = _Here(role.mesh, rank)
-    role.module.__dict__["dist"] = _Dist(here, library)
+    role.module.__dict__["dist"] = _Dist(here, library, live)
     try:
         yield here
     finally:
@@ -146,11 +150,12 @@ class _Here:
 class _Started:
     """A collective under way: as c10d's handles do, it keeps its tensors until it is dropped."""
 
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: tuple[Tensor, ...], live: LiveMemory | None, number: int) -> None:
+        self.tensors, self.live, self.number = tensors, live, number
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        if self.live is not None:
+            self.live.streams.wait(self.number)
 
 
 class _Dist:
@@ -161,26 +166,42 @@ class _Dist:
 
     ReduceOp = c10d.ReduceOp
 
-    def __init__(self, here: _Here, library: str) -> None:
-        self.here, self.library = here, library
+    def __init__(self, here: _Here, library: str, live: LiveMemory | None) -> None:
+        self.here, self.library, self.live = here, library, live
 
     def get_rank(self, group: str) -> int:
         """This rank's place along an axis; groups are called by their axes."""
         return self.here.get_local_rank(group)
 
-    def all_reduce(self, tensor: Tensor, **named: Any) -> _Started:
-        return _Started(tensor)
+    def all_reduce(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:
+        return self._start("all_reduce", (), (tensor,), async_op)
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor, **named: Any) -> _Started:
-        return _Started(output, input)
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
+    ) -> _Started:
+        return self._start("all_gather", (input,), (output,), async_op)
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
+    ) -> _Started:
+        return self._start("reduce_scatter", (input,), (output,), async_op)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
+    ) -> _Started:
+        return self._start("all_to_all", (input,), (output,), async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, **named: Any) -> _Started:
+        return self._start("broadcast", (), (tensor,), async_op)
+
+    def isend(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
+        return self._start("send", (tensor,), (), True)
+
+    def irecv(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
+        return self._start("receive", (), (tensor,), True)
 
     def get_global_rank(self, group: Any, rank: int) -> int:
         return rank
-
-    def isend(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
-        return _Started(tensor)
-
-    irecv = broadcast = isend
 
     def get_backend(self, group: Any = None) -> str:
         return self.library
@@ -188,5 +209,12 @@ class _Dist:
     def new_group(self, *args: Any, **named: Any) -> str:
         return "pair"
 
-    all_gather_single = all_to_all_single = all_gather_into_tensor
-    reduce_scatter_single = reduce_scatter_tensor = all_gather_into_tensor
+    def _start(
+        self, name: str, sent: tuple[Tensor, ...], arriving: tuple[Tensor, ...], later: bool
+    ) -> _Started:
+        number = 0
+        if self.live is not None:
+            number = self.live.streams.start(name, self.live.place(), sent, arriving)
+            if not later:
+                self.live.streams.wait(number)
+        return _Started((*sent, *arriving), self.live, number)

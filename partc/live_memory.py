@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.fake_calls import FakeCalls, tensors_in
 from partc.passes.workspaces import workspace_of
+from partc.streams import Streams
 
 Lines = Counter[int]  # bytes by source line
 Turn = Hashable  # which call of a stage's method is running
@@ -76,6 +77,7 @@ class LiveMemory(TorchDispatchMode):
         self.calls = self.total = self.made_line = 0
         self.peaks: dict[tuple[Turn, Place], Peak] = {}
         self.turn: Turn = None
+        self.streams = Streams()
         self.enter(None, None)
 
     def enter(self, turn: Turn, place: Place) -> None:
@@ -92,6 +94,8 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if self.streams.under_way:
+            self.streams.call(func, args, kwargs or {}, self.place)
         result, workspace_bytes = _CALLS(func, args, kwargs or {})
         self.calls += 1
         for tensor in tensors_in(result):
@@ -120,6 +124,11 @@ class LiveMemory(TorchDispatchMode):
         piece.died = self.calls
         self.total -= piece.num_bytes
         self.lines[piece.line] -= piece.num_bytes
+
+    def place(self) -> str:
+        """The file and line of the program that is being executed, for messages."""
+        file = self.file.removeprefix("<partc ").removesuffix(">")
+        return f"{file}:{self._line()}"
 
     def _line(self) -> int:
         """The line of the program that is being executed."""

@@ -1,0 +1,92 @@
+"""Attention of generated programs: on a CPU what was traced, on a GPU kernels of its own."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from partc.codegen import attention
+from partc.codegen.attention import (
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    of_heads,
+)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_on_a_cpu_it_is_torch_s(is_causal: bool, scale: float | None) -> None:
+    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+    d_y = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, (q, k, v), d_y)
+    pairs = (
+        (flash_attention, flash_attention_backward),
+        (efficient_attention, efficient_attention_backward),
+    )
+    for forward, backward in pairs:
+        with torch.no_grad():
+            found, logsumexp = forward(q, k, v, is_causal=is_causal, scale=scale)
+            grads = backward(d_y, q, k, v, found, logsumexp.contiguous(), is_causal, scale)
+        torch.testing.assert_close(found, y, rtol=0, atol=0)
+        torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_mask_on_a_cpu_is_torch_s() -> None:
+    q, k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    mask = torch.randn(2, 1, 5, 5, dtype=torch.float64)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    wanted = torch.autograd.grad(y.sum(), (q, k, v))
+    with torch.no_grad():
+        found, logsumexp = efficient_attention(q, k, v, mask=of_heads(mask, q))
+        grads = efficient_attention_backward(
+            torch.ones_like(y), q, k, v, found, logsumexp.contiguous(), mask=of_heads(mask, q)
+        )
+    torch.testing.assert_close(found, y, rtol=0, atol=0)
+    torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_what_no_kernel_computes(is_causal: bool, scale: float | None) -> None:
+    """The lines that a GPU would run, on a CPU."""
+    names: dict[str, Any] = {**vars(attention)}
+    for name in ("plain_attention", "plain_attention_backward"):
+        source = inspect.getsource(names[name])
+        exec(source.replace("not q.is_cuda", "False"), names)
+    q, k, v = (torch.randn(2, 3, 5, 7, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    mask = None if is_causal else torch.randn(2, 1, 5, 5, dtype=torch.float64)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+    d_y = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, (q, k, v), d_y)
+    with torch.no_grad():
+        found, logsumexp = names["plain_attention"](q, k, v, is_causal, scale, mask)
+        grads = names["plain_attention_backward"](
+            d_y, q, k, v, found, logsumexp, is_causal, scale, mask
+        )
+    torch.testing.assert_close(found, y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_on_a_gpu_calls_and_shapes_are_those_of_its_kernels() -> None:
+    """What a GPU's kernels take and give, by torch's shape functions: no GPU is needed."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 4, 70, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+        y, logsumexp = flash_attention(q, k, v, is_causal=True)
+        assert (y.shape, logsumexp.shape, y.device.type) == (q.shape, q.shape[:3], "cuda")
+        grads = flash_attention_backward(y, q, k, v, y, logsumexp, is_causal=True)
+        assert [g.shape for g in grads] == [q.shape] * 3
+
+        q, k, v = (x.float() for x in (q, k, v))
+        mask = of_heads(torch.empty(1, 1, 70, 70, device="cuda"), q)
+        assert mask.shape == (2, 4, 70, 70)
+        assert mask.stride(2) == 80  # rows begin at multiples of 16
+        y, logsumexp = efficient_attention(q, k, v, mask=mask)
+        assert (y.shape, logsumexp.shape[:2]) == (q.shape, q.shape[:2])
+        grads = efficient_attention_backward(y, q, k, v, y, logsumexp, mask=mask)
+        assert [g.shape for g in grads] == [q.shape] * 3
