@@ -191,7 +191,7 @@ class _Dist:
     ) -> _Started:
         return self._start("all_to_all", (input,), (output,), async_op)
 
-    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, **named: Any) -> _Started:
+    def broadcast(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:
         return self._start("broadcast", (), (tensor,), async_op)
 
     def isend(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:

@@ -35,10 +35,11 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
 
 
 def _device_of(device: str) -> torch.device:
-    """``"cuda"`` means this process's own GPU."""
+    """``"cuda"`` means this process's own GPU; where there are fewer, processes share them."""
     here = torch.device(device)
     if here.type == "cuda" and here.index is None:
-        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        here = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
     if here.type == "cuda":
         torch.cuda.set_device(here)
     return here
