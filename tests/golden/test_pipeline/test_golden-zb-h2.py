@@ -72,7 +72,7 @@ class Inbox:
             self.posted.append([
                 (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
                 for i, x in enumerate(new)
-            ])  # fmt: skip
+            ])
 
     def take(self) -> list[Tensor]:
         """The next microbatch's tensors; those after it start to arrive."""
@@ -97,7 +97,7 @@ class Outbox:
         self.sent.append([
             (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
             for i, x in enumerate(whole)
-        ])  # fmt: skip
+        ])
         self.wait(self.bound)
 
     def wait(self, bound: int = 0) -> None:
