@@ -11,6 +11,7 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from partc import collectives, ops
@@ -142,8 +143,11 @@ def _is_transfer(node: fx.Node) -> bool:
 def _is_computed(node: fx.Node, apart: Collection[fx.Node]) -> bool:
     """Whether a call belongs inside: it needs tensors alone, and gives what nobody puts away.
 
-    The gradient of a weight is written where it belongs by the call that makes it.
+    The gradient of a weight is written where it belongs by the call that makes it. Products of
+    groups have kernels of their own, and torch.compile takes them in fewer types than these do.
     """
+    if node.target is torch.ops.aten._grouped_mm.default:
+        return False
     movable = is_movable(node) or _drops_nothing(node)
     movable = movable and node.target is not operator.getitem  # results go with their call
     if node in apart or not movable or not all(map(is_tensor, node.all_input_nodes)):

@@ -17,7 +17,9 @@ from partc.codegen.names import Scope
 from partc.graph import Graph, tensor_args
 from partc.moves import Move, carried, moves
 
-REDUCTIONS = (
+REDUCTIONS = (  # and what gathers the pieces of a sum
+    collectives.all_gather,
+    collectives.all_gather_joined,
     collectives.all_reduce,
     collectives.all_reduce_joined,
     collectives.reduce_scatter,

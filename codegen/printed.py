@@ -172,6 +172,29 @@ class ExchangedGrads(dist.Work):
         return True
 
 
+def gather_grads(
+    grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
+) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to gather the ranks' pieces of summed gradients; ``grads`` is left empty."""
+    [(pieces, done)] = gather_weights([*grads.values()], num, group)
+    gathered = GatheredGrads(dict(zip(grads, pieces, strict=True)), done)
+    grads.clear()
+    return gathered.grads, gathered
+
+
+class GatheredGrads(dist.Work):
+    """Gradients in pieces; when waited for, ``grads`` has the whole ones."""
+
+    def __init__(self, grads: dict[nn.Parameter, Tensor], done: dist.Work) -> None:
+        super().__init__()
+        self.grads, self.done = grads, done
+
+    def wait(self) -> bool:
+        self.done.wait()
+        self.grads |= {p: pieces.flatten(0, 1) for p, pieces in self.grads.items()}
+        return True
+
+
 def cut_up(flat: Tensor, shapes: dict[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Tensor]:
     """Tensors that lie one after the other in one memory."""
     parts = flat.split([shape.numel() for shape in shapes.values()])

@@ -17,6 +17,7 @@ from partc.passes.join_collectives import join_collectives, leaves_in_parts
 from partc.passes.place_waits import place_waits
 from partc.passes.share_gathers import share_gathers
 from partc.passes.storage import replay
+from partc.passes.sum_in_levels import sum_in_levels
 from partc.passes.take_turns import in_turns, take_turns, waits_in_blocks
 from partc.plan import Plan
 from partc.record_tape import record_step
@@ -36,7 +37,7 @@ def order_step(local: Graph, plan: Plan, over: Mesh) -> Iterator[Way]:
     They are where the step is faster so on the machines under ``over``, and a block's gradients
     leave in parts where it is faster so.
     """
-    share_gathers(local)
+    sum_in_levels(share_gathers(local), over)
     asked = plan.pieces if waits_in_blocks(local) else 1
     if asked:
         yield asked, _in_parts(local, plan, over, asked)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from math import sqrt
@@ -55,26 +55,26 @@ def join_collectives(graph: Graph, limit_mb: float, over: Mesh | None = None) ->
     only the step's gradients depend on: those of a block in parts, as suits the machines under
     ``over``. Has to run before waits are placed.
     """
-    block_of, stretches = _blocks(graph), stretch_of(graph)
+    block_of, stretches = stack_block_of(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
     reductions = _reductions(graph, block_of, stretches)
     reductions = _parts(graph, reductions, over) if over else reductions
-    for together in (*_gathers(graph, block_of, stretches), *reductions):
-        for members in _filled(together, limit_mb * MB):
-            if len(members) > 1:
-                _join(graph, members, order, block_of)
+    groups = (*_gathers(graph, block_of, stretches), *reductions)
+    for members in [each for group in groups for each in _filled(group, limit_mb * MB)]:
+        if len(members) > 1:
+            _join(graph, members, order, block_of)
     graph.fx.lint()
     return graph
 
 
 def leaves_in_parts(graph: Graph, over: Mesh) -> bool:
     """Whether the gradients of any block would leave in parts."""
-    groups = list(_reductions(graph, _blocks(graph), stretch_of(graph)))
+    groups = list(_reductions(graph, stack_block_of(graph), stretch_of(graph)))
     return len(list(_parts(graph, groups, over))) > len(groups)
 
 
 # what belongs together ----------------------------------------------------------------------------
-def _blocks(graph: Graph) -> Callable[[fx.Node], str]:
+def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
     """The block that a call stands in: the innermost entry of a list that has a sibling with equal
     parameters, so that an MLP in an ``nn.Sequential`` belongs to its layer.
     """
@@ -116,8 +116,8 @@ def _reductions(
 ) -> Iterable[list[fx.Node]]:
     """Reductions of gradients that are made together, in the order in which they are made."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
-    ways = _ways_out(graph)
-    made = {node: _made_by(node, ways) for node in ways}
+    ways = ways_out(graph)
+    made = {node: first_operand(_first(node, ways)) for node in ways}
     order = {node: i for i, node in enumerate(graph.calls())}
     for node in sorted(ways, key=lambda n: order[made[n]]):
         if value(node).phase == "E":
@@ -127,8 +127,8 @@ def _reductions(
     return found.values()
 
 
-def _ways_out(graph: Graph) -> dict[fx.Node, Way]:
-    """The sums that one gradient of the step goes through last, with what is still to come."""
+def ways_out(graph: Graph) -> dict[fx.Node, Way]:
+    """The transfers that one gradient of the step goes through last, each with what is to come."""
     outputs = graph.outputs
     others = [*outputs.buffers.values(), *outputs.results.values(), *outputs.sent.values()]
     given = Counter([*outputs.grads.values(), *others])
@@ -141,22 +141,38 @@ def _ways_out(graph: Graph) -> dict[fx.Node, Way]:
             last, reader = reader, next(iter(reader.users), None)
         ends = last in grads and reader is graph.fx.output_node()
         rest = () if ends else ways.get(reader) if reader is not None else None
-        if _is_sum(node) and len(node.users) == 1 and rest is not None:
+        if _finishes(node) and len(node.users) == 1 and rest is not None:
             ways[node] = ((kind_of(node), str(node.kwargs["axis"])), *rest)
     return ways
 
 
-def _is_sum(node: fx.Node) -> bool:
+def _finishes(node: fx.Node) -> bool:
+    """Whether a transfer sums up, or puts together what was summed in pieces of rows."""
     if node.target is collectives.all_reduce:
         return node.kwargs.get("op", "sum") == "sum"
+    if node.target is collectives.all_gather:
+        return bool(
+            node.kwargs["dim"] == 0 and first_operand(node).target is collectives.all_reduce
+        )
     return node.target is collectives.reduce_scatter
 
 
-def _made_by(node: fx.Node, ways: Mapping[fx.Node, Way]) -> fx.Node:
-    """The call that made the gradient which a chain of reductions finishes."""
-    while node in ways:
+def _first(node: fx.Node, ways: Container[fx.Node]) -> fx.Node:
+    """The transfer that a gradient's way out begins with."""
+    while first_operand(node) in ways:
         node = first_operand(node)
     return node
+
+
+def _leading(node: fx.Node) -> fx.Node:
+    """The transfer that decides which gradients share one: where pieces of a sum are gathered
+    again, those that were scattered together.
+    """
+    way = [node, *node.users, *(u for user in node.users for u in user.users)]
+    gather = next((n for n in way if n.target is collectives.all_gather), None)
+    if gather is None or gathers_param(gather) or not _finishes(gather):
+        return node
+    return first_operand(first_operand(gather))
 
 
 def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
@@ -164,7 +180,7 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
     members: list[fx.Node] = []
     filled = 0
     for node in nodes:
-        size = _num_bytes(node)
+        size = _num_bytes(_leading(node))
         if size > limit_bytes:
             continue
         if filled + size > limit_bytes:
@@ -181,12 +197,12 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterato
     The parts have about as many bytes each, in the order in which they are made.
     """
     groups = list(groups)
-    forms = [[(n.target, n.kwargs["axis"], _num_bytes(n)) for n in nodes] for nodes in groups]
+    forms = [[_form(node) for node in nodes] for nodes in groups]
     for nodes, form in zip(groups, forms, strict=True):
         alike = zip(groups, forms, strict=True)
         num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
-        sizes = [_num_bytes(node) for node in nodes]
-        kind, axis = kind_of(nodes[0]), str(nodes[0].kwargs["axis"])
+        sizes, first = [num_bytes for *_, num_bytes in form], _leading(nodes[0])
+        kind, axis = kind_of(first), str(first.kwargs["axis"])
         start_s = collective_seconds(kind, 0, over, axis)
         moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
         each_s = num_blocks * start_s  # what one part more of every block costs
@@ -195,6 +211,11 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterato
         middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
         number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
         yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))
+
+
+def _form(node: fx.Node) -> tuple[Any, str, int]:
+    """What gradients of equal blocks have in common."""
+    return node.target, str(node.kwargs["axis"]), _num_bytes(_leading(node))
 
 
 def _num_bytes(node: fx.Node) -> int:
@@ -207,8 +228,8 @@ def _join(
     graph: Graph, members: Sequence[fx.Node], order: Mapping[fx.Node, int],
     block_of: Callable[[fx.Node], str],
 ) -> None:  # fmt: skip
-    """One call in place of all members: at the first gather, or at the last reduction."""
-    gathers = members[0].target is collectives.all_gather
+    """One call in place of all: at the first gather of weights, at the last of other transfers."""
+    gathers = gathers_param(members[0])
     at = (min if gathers else max)(members, key=order.__getitem__)
     module = block_of(at) or value(at).module
     known = Value(module=module, phase=value(at).phase, stage=value(at).stage)

@@ -101,7 +101,7 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
         layout.kind == "cut"
         and have.on(axis).kind == "U"
         and settled
-        and _innermost(scattered, axis)
+        and is_innermost(scattered, axis)
     ):
         outer = scattered.local_outer(axis, mesh)
         return _step(collectives.reduce_scatter, axis, layout, outer, scattered, mesh)
@@ -110,7 +110,7 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
     return Step(collectives.all_reduce, kwargs, have.with_(axis, R, mesh))
 
 
-def _innermost(sharding: Sharding, axis: str) -> bool:
+def is_innermost(sharding: Sharding, axis: str) -> bool:
     """Whether the cut on ``axis`` is the last that its dim gets, so that adding or dropping it
     moves no other.
     """
@@ -130,7 +130,7 @@ def _swap(have: Sharding, want: Sharding, mesh: Mesh) -> Step | None:
         return None
     axis = moved[0]
     old, new = have.on(axis), want.on(axis)
-    if old.dim == new.dim or not _innermost(have, axis) or not _innermost(want, axis):
+    if old.dim == new.dim or not is_innermost(have, axis) or not is_innermost(want, axis):
         return None
     kwargs = {
         "axis": axis, "num": mesh.size(axis), "dim": old.dim, "to_dim": new.dim,

@@ -10,7 +10,7 @@ from torch import fx
 from partc import collectives
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
-from partc.moves import Move, kind_of
+from partc.moves import Move, gathers_param, kind_of
 from partc.passes.microbatches import MB
 from partc.passes.propagate import is_zero
 
@@ -57,6 +57,7 @@ def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers
     ``tensors`` is the text of a list or a dict, ``each`` has its tensors in order.
     """
     name, operands = WEIGHTS_AND_GRADS[kind_of(node)], [tensors]
+    name = "gather_grads" if name == "gather_weights" and not gathers_param(node) else name
     operands += [] if name == "sum_grads" else [str(node.kwargs["num"])]
     operands.append(f"self.{node.kwargs['axis']}")
     if name == "scatter_grads" and (cuts := cuts_of(each)):

@@ -1,0 +1,85 @@
+"""Gradients summed over two axes: in levels where that is faster, half of them over the slow one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from partc.api import compile
+from partc.mesh import Mesh
+from partc.program import Program
+from partc.topology import Level, Topology
+from partc.verification import verify
+from tests.zoo import MODELS, Case
+
+FAST, SLOW = 1e9, 1e6  # bytes per second
+START_S = 1e-4  # what a transfer takes beside its bytes
+
+
+def in_pairs(axes: str, inside: float, across: float) -> Mesh:
+    """Two processes on every machine, and the links inside and across."""
+    mesh = Mesh.of(axes)
+    levels = (
+        Level("inside", 2, inside, START_S),
+        Level("across", mesh.num_ranks // 2, across, START_S),
+    )
+    devices = ((Topology.load("cpu").device, mesh.num_ranks),)
+    return replace(mesh, topology=Topology("pairs", devices, levels))
+
+
+def compiled(case: Case, mesh: Mesh, plan: str = "ddp") -> Program:
+    return compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+
+
+def sent_bytes(program: Program, axis: str) -> int:
+    traffic = program.cost.as_json()["traffic"]
+    return sum(each["sent_bytes"] for each in traffic if each["axis"] == axis)
+
+
+def in_levels(program: Program) -> bool:
+    return any(each["kind"] == "all_gather" for each in program.cost.as_json()["traffic"])
+
+
+@pytest.mark.parametrize(
+    ("inside", "across", "inner", "outer"),
+    [(FAST, SLOW, "dp_shard", "dp_replicate"), (SLOW, FAST, "dp_replicate", "dp_shard")],
+)
+def test_the_slow_axis_carries_half(inside: float, across: float, inner: str, outer: str) -> None:
+    case = MODELS["llama"]()
+    program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", inside, across))
+    grads = sum(p.nbytes for p in case.model.parameters())
+    assert sent_bytes(program, outer) == pytest.approx(grads / 2, rel=0.01)
+    assert sent_bytes(program, inner) == pytest.approx(grads, rel=0.01)
+    source = program.source()
+    for call in (
+        f"scatter_grads(grads, 2, self.{inner})",
+        f"sum_grads(grads, self.{outer})",
+        f"gather_grads(grads, 2, self.{inner})",
+    ):
+        assert call in source
+    verify(program, case.model, case.inputs, loss=case.loss).check()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "vit"])
+def test_parity(name: str) -> None:
+    case = MODELS[name]()
+    program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", FAST, SLOW))
+    assert in_levels(program)
+    verify(program, case.model, case.inputs, loss=case.loss).check()
+
+
+def test_beside_tensor_parallelism() -> None:
+    """A gradient that tp cuts by rows is cut further."""
+    case = MODELS["llama"]()
+    mesh = in_pairs("dp_replicate=2,dp_shard=2,tp=2", FAST, SLOW)
+    program = compiled(case, mesh, "ddp+megatron")
+    assert in_levels(program)
+    verify(program, case.model, case.inputs, loss=case.loss).check()
+
+
+def test_small_sums_stay_as_they_are() -> None:
+    """Three transfers start later than two."""
+    case = MODELS["llama"]()
+    program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", 1e12, 1e12))
+    assert not in_levels(program)
