@@ -7,6 +7,7 @@ float64, so that they can be compared at 1e-12 instead of 1e-6. It holds in the 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+GROUPED = "torch.ops.aten._grouped_mm("
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -35,6 +37,8 @@ class Raised(TorchDispatchMode):
         if func.namespace != "aten" or func._schema.is_mutable:
             return func(*args, **kwargs)
         raised = {name: _raise(value) for name, value in kwargs.items()}
+        if func is torch.ops.aten._grouped_mm.default:
+            return grouped_products(*map(_raise, args), **raised)
         return _raise(func(*map(_raise, args), **raised))
 
 
@@ -49,11 +53,40 @@ def _raise(value: Any) -> Any:
     return value
 
 
+def grouped_products(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.grouped_mm`` in float64, which torch has no kernel for.
+
+    ``offs`` has the ends of the groups: of rows of ``a`` (2-d times 3-d), of columns of ``b``
+    (3-d times 2-d), or of both along the dim that is summed (2-d times 2-d).
+    """
+    assert bias is None
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    if a.dim() == b.dim():
+        return torch.stack([a[:, group] @ b[group] for group in groups])
+    rows = a.dim() == 2
+    whole = a.new_zeros(a.shape[0] if rows else a.shape[1], b.shape[-1])
+    for i, group in enumerate(groups):
+        if rows:
+            whole[group] = a[group] @ b[i]
+        else:
+            whole[:, group] = a[i] @ b[:, group]
+    return whole
+
+
 def raised_text(source: str) -> str:
     """A program's text with float64 where it names a narrower float; for functions that
     torch.compile compiles, as under a mode such as ``Raised`` they would run eagerly. A cast still
     copies, as the program may overwrite what it gives.
     """
+    if GROUPED in source:
+        own = inspect.getsource(grouped_products)
+        source = f"{source.replace(GROUPED, 'grouped_products(')}\n\n{own}"
     names = "|".join(sorted(str(dtype) for dtype in NARROW)).replace(".", r"\.")
     raised = re.sub(rf"\b({names})\b", "torch.float64", source)
     return re.sub(

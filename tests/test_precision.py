@@ -1,0 +1,43 @@
+"""Programs and models in float64: what torch computes in narrower types alone too."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from partc.api import compile
+from partc.precision import Raised, grouped_products, raised_text
+from partc.verification import verify
+from tests.zoo import MODELS
+
+ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # one of three groups is empty
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((8, 16), (3, 16, 32)), ((16, 8), (8, 32)), ((3, 16, 24), (24, 8)), ((3, 8, 16), (3, 16, 32))],
+)
+def test_grouped_products_are_torch_s(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    x, y = torch.randn(a), torch.randn(b)
+    offs = None if len(a) == len(b) == 3 else ENDS
+    wanted = torch._grouped_mm(x, y, offs)
+    torch.testing.assert_close(grouped_products(x, y, offs), wanted, rtol=1e-5, atol=1e-5)
+    with Raised():
+        found = torch._grouped_mm(x, y, offs)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_raised_text_has_them() -> None:
+    text = raised_text("y = torch.ops.aten._grouped_mm(a, b, ends)\n")
+    assert text.startswith("y = grouped_products(a, b, ends)\n")
+    assert text.endswith(inspect.getsource(grouped_products))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_mixtures_of_experts_are_verified(name: str) -> None:
+    case = MODELS[name]()
+    program = compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp")
+    verify(program, case.model, case.inputs, loss=case.loss).check()
