@@ -82,23 +82,19 @@ def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.
     return pieces, dist.all_gather_single(pieces, x.contiguous(), group=group, async_op=True)
 
 
-def scatter_sum(
-    x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0, outer: int = 1
-) -> tuple[Tensor, dist.Work]:
-    """Start to sum over the group and keep this rank's piece of ``dim``."""
-    pieces = in_pieces(x, num, dim, outer)
-    total = torch.empty_like(pieces[: pieces.shape[0] // num])
+def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum over the group and keep this rank's piece of dim 0."""
+    x = x.contiguous()
+    total = torch.empty_like(x[: x.shape[0] // num])
     if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        arrived = torch.empty_like(pieces)
-        done = dist.all_to_all_single(arrived, pieces, group=group, async_op=True)
-        return total, ExchangedSum(total, arrived.view(num, *total.shape), done)
-    return total, dist.reduce_scatter_single(total, pieces, group=group, async_op=True)
+        arrived = torch.empty_like(x)
+        done = dist.all_to_all_single(arrived, x, group=group, async_op=True)
+        return total, Exchanged(total, arrived.view(num, *total.shape), done)
+    return total, dist.reduce_scatter_single(total, x, group=group, async_op=True)
 
 
-class ExchangedSum(dist.Work):
-    """A sum whose pieces go to the ranks that keep them; when waited for, ``total`` has that of
-    this one, added up in the order of the ranks.
-    """
+class Exchanged(dist.Work):
+    """A sum whose pieces go to the ranks that keep them, to be added up in the ranks' order."""
 
     def __init__(self, total: Tensor, arrived: Tensor, done: dist.Work) -> None:
         super().__init__()
@@ -106,9 +102,8 @@ class ExchangedSum(dist.Work):
 
     def wait(self) -> bool:
         self.done.wait()
-        del self.done  # which holds what was sent
         torch.sum(self.arrived, 0, out=self.total)
-        del self.arrived
+        del self.arrived, self.done  # which holds what was sent
         return True
 
 
@@ -139,43 +134,12 @@ def scatter_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
-    shapes = {p: torch.Size((x.shape[0] // num, *x.shape[1:])) for p, x in grads.items()}
-    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1).flatten()
+    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
+    rows = [x.reshape(num, -1) for x in grads.values()]
     grads.clear()
-    if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        arrived = torch.empty_like(flat)
-        done = dist.all_to_all_single(arrived, flat, group=group, async_op=True)
-        exchanged = ExchangedGrads(shapes, arrived.view(num, -1), done)
-        return exchanged.sums, exchanged
-    mine = flat.new_empty(flat.numel() // num)
-    done = dist.reduce_scatter_single(mine, flat, group=group, async_op=True)
-    return cut_up(mine, shapes), done
-
-
-class ExchangedGrads(dist.Work):
-    """Gradients whose pieces go to the ranks that keep them; when waited for, ``sums`` has those of
-    this one, added up in the order of the ranks.
-    """
-
-    def __init__(
-        self, shapes: dict[nn.Parameter, torch.Size], arrived: Tensor, done: dist.Work
-    ) -> None:
-        super().__init__()
-        self.shapes, self.arrived, self.done = shapes, arrived, done
-        self.sums: dict[nn.Parameter, Tensor] = {}
-
-    def wait(self) -> bool:
-        self.done.wait()
-        del self.done  # which holds what was sent
-        self.sums |= cut_up(self.arrived.sum(0), self.shapes)
-        del self.arrived
-        return True
-
-
-def cut_up(flat: Tensor, shapes: dict[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Tensor]:
-    """Tensors that lie one after the other in one memory."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
+    row, done = scatter_sum(side_by_side(rows, 1), num, group)
+    parts = row[0].split([x.shape[1] for x in rows])
+    return {p: part.view(shapes[p]) for p, part in zip(shapes, parts, strict=True)}, done
 
 
 def scatter_cut_grads(
