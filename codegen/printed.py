@@ -206,11 +206,15 @@ def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
     torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
 
 
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy by the logits, written over their probabilities."""
+def cross_entropy_grad(
+    d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor, ignored: int
+) -> Tensor:
+    """Gradient of a summed cross entropy by the logits, written over their probabilities; ``place``
+    is each target's column, negative where another rank has it.
+    """
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = torch.where(target == ignored, 0, target).unsqueeze(1)
-    return p.mul_(scale).scatter_add_(1, place, -scale)
+    place = place.unsqueeze(1)
+    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
