@@ -45,11 +45,19 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
 
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for grads, done in reduced:
+    while reduced:
+        grads, done = reduced.pop(0)
         done.wait()
-        for param, grad in grads.items():
+        del done  # which holds what was sent
+        for param in list(grads):
+            grad = grads.pop(param)
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # of pieces: all ranks' sum
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-    reduced.clear()
+
+
+def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Gradients that have arrived, pieces of all ranks added up."""
+    return {p: x.sum(0) if x.dim() > p.dim() else x for p, x in grads.items()}
 
 
 def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
@@ -135,11 +143,17 @@ def scatter_grads(
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
     shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
-    rows = [x.reshape(num, -1) for x in grads.values()]
+    sizes = [x.numel() // num for x in grads.values()]
+    sent = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
     grads.clear()
-    row, done = scatter_sum(side_by_side(rows, 1), num, group)
-    parts = row[0].split([x.shape[1] for x in rows])
-    return {p: part.view(shapes[p]) for p, part in zip(shapes, parts, strict=True)}, done
+    if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
+        mine = torch.empty_like(sent)  # pieces of all ranks
+        done = dist.all_to_all_single(mine, sent, group=group, async_op=True)
+    else:
+        mine = torch.empty_like(sent[0])
+        done = dist.reduce_scatter_single(mine, sent, group=group, async_op=True)
+    parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
+    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
 
 
 def scatter_cut_grads(

@@ -18,7 +18,7 @@ from partc.codegen.statements import Statement
 from partc.codegen.storage import overwritable
 from partc.codegen.text import ATOM, Line, Text
 from partc.graph import held, is_tensor, picked, tensor_args, typed, value
-from partc.moves import gathers_param, moves, results
+from partc.moves import gathers_param, kind_of, moves, results
 from partc.passes.write_pieces import taken_from
 from partc.quoting import comment
 
@@ -109,6 +109,8 @@ class Transfers(Expressions):
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
+        if start in self.joint.params and kind_of(start) == "reduce_scatter":
+            lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
         return Statement(lines, reads=[start], binds=[node])
 
     def _gather_weights(self, node: fx.Node) -> Statement:

@@ -26,7 +26,7 @@ CALLS = {
     "isend": "send",
     "reduce_scatter_single": "reduce_scatter",
 }
-SCATTERED_SUM = "scatter_sum"  # the printed function whose exchange is one
+SCATTERED_SUMS = ("scatter_sum", "scatter_grads")  # printed functions whose exchange is one
 Moment = Any  # seconds, or an event of a CUDA stream
 
 
@@ -127,7 +127,7 @@ class TransferTimes:
     def _timed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> TimedWork | None:
             kind = CALLS[name]
-            if kind == "all_to_all" and sys._getframe(1).f_code.co_name == SCATTERED_SUM:
+            if kind == "all_to_all" and sys._getframe(1).f_code.co_name in SCATTERED_SUMS:
                 kind = "reduce_scatter"
             axis = self.axes.get(keywords["group"].group_name, "pp")
             transfer = Transfer(axis, kind, self.clock.now())
