@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class Body(Transfers):
             return []
         before = self.parts(node)
         statement = self.statement(node)
-        statement.lines[:0] = [self._collected(start) for start in self.joint.begun()]
+        for start in self.joint.begun():
+            statement.lines = self._collected(start, statement.lines)
         statement.lines += [line for n in statement.binds for line in self._stores(n)]
         statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
@@ -60,6 +61,8 @@ class Body(Transfers):
         texts = {n: len(str(self.expression(n))) for n in [node, *inner]}
         target = f"grads[{self.joint.place[node][1]}]" if node in self.joint.place else ""
         length = len(target or self.wishes.get(node, "")) + len(" = ") + texts[node]
+        if node in self.accumulated:  # `a += b` for `a = a + b`
+            length -= len(f"{self.text(self.accumulated[node])} + ") - 1
         if length <= WIDTH - 4 * INDENT:
             return []
         part = min(inner, key=lambda n: max(texts[n], length - texts[n]))
@@ -125,15 +128,21 @@ class Body(Transfers):
         return Statement(lines, binds=bound)
 
     # gradients -------------------------------------------------------------------------------
-    def _collected(self, start: fx.Node) -> Line:
-        """The dict of the gradients that a reduction moves, or their room in what is sent."""
+    def _collected(self, start: fx.Node, lines: list[Line]) -> list[Line]:
+        """The lines behind the dict of gradients that a reduction moves, or behind their room in
+        what is sent; ``grads[w] = d_w`` is its first entry.
+        """
         name, params = self.joint.names[start], self.joint.params[start]
         if name not in self.joint.rooms:
-            return Line(f"{name} = {{}}")
+            place, _, gradient = lines[0].code.partition("] = ")
+            param = place.removeprefix(f"{name}[")
+            if param == place or "," in param:  # a call that gives several values
+                return [Line(f"{name} = {{}}"), *lines]
+            return [replace(lines[0], code=f"{name} = {{{param}: {gradient}}}"), *lines[1:]]
         everything = sorted(params) == sorted(self.own)
         room_for = "[*self.parameters()]" if everything else f"[{', '.join(params)}]"
         call = f"{self.helpers.use('room')}({room_for})"
-        return Line(f"{self.joint.rooms[name]}, {name} = {call}")
+        return [Line(f"{self.joint.rooms[name]}, {name} = {call}"), *lines]
 
     def _write(self, part: str, node: fx.Node) -> str:
         """The statement that writes a gradient to its part of what is sent."""

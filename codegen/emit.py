@@ -229,11 +229,15 @@ class RoleText:
         first, last = (self.shown(run.layers[i]) for i in (0, -1))
         return comment(f"{first} .. {last.rpartition('.')[2]}")
 
-    def declarations(self, table_of: Callable[[str], str]) -> list[Line]:
-        """The statements that make parameters, buffers and blocks; ``table_of`` SHARDS is the
-        expression for their table."""
+    def declarations(
+        self, table_of: Callable[[str], str], kinds: Collection[Kind] = tuple(TABLES)
+    ) -> list[Line]:
+        """The statements that make parameters, buffers, if they are of ``kinds``, and blocks;
+        ``table_of`` SHARDS is the expression for their table.
+        """
         lines = []
-        for kind, constant in TABLES.items():
+        for kind in kinds:
+            constant = TABLES[kind]
             some = any(cls.stored(kind) for cls in self.classes.values())
             lines += declarations(
                 self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some

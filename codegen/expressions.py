@@ -117,7 +117,9 @@ class Expressions:
         texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
         if node.target is ops.cross_entropy_grad:
             exp = "exp_" if node in self.accumulated else "exp"
-            texts[1] = f"{self.text(node.all_input_nodes[1]).at(ATOM)}.{exp}()"
+            log_p = node.args[1]
+            assert isinstance(log_p, fx.Node)
+            texts[1] = f"{self.text(log_p).at(ATOM)}.{exp}()"
         if node.target in ops.DRAWS:
             texts.append(f"self.{generator(self.graph, node)}")
         if node.target is ops.same_mask:

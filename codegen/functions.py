@@ -7,20 +7,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from partc.codegen.body import Body
 from partc.codegen.helpers import Helpers, Outlined
-from partc.codegen.names import Scope
+from partc.codegen.names import Scope, known_as
 from partc.codegen.statements import Statement, free_early, with_sections
 from partc.codegen.text import NONE, Line, Text, block, wrap
 from partc.codegen.units import RESULTS, Unit, moves
-from partc.graph import Graph, is_backward, picked, typed, value
+from partc.graph import Graph, first_operand, held, is_backward, is_call, picked, typed, value
 from partc.quoting import comment, docstring, identifier
+from partc.sharding import DTYPE_NAMES
 
 
-def given_names(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.Node, str]:
-    """What runs through a function is ``x`` or ``d_y``; a parameter has its own name."""
+def given_names(
+    graph: Graph, unit: Unit, known: dict[tuple[str, fx.Node], str]
+) -> dict[fx.Node, str]:
+    """What runs through a function is ``x`` or ``d_y``, also where it was cast before; a parameter
+    has its own name.
+    """
     names: dict[fx.Node, str] = {}
     main = "d_y" if unit.is_backward else "x"
     for node in unit.inputs:
@@ -32,7 +38,19 @@ def given_names(unit: Unit, known: dict[tuple[str, fx.Node], str]) -> dict[fx.No
             names[node] = known[unit.home.path, node]
         elif main not in names.values() and (is_backward(node)) == unit.is_backward:
             names[node] = main
-    return names
+        elif dtype := _cast_on_entry(node, unit.home.path):
+            names[node] = f"x_{dtype}"
+    first = {known_as(n): name for n, name in names.items() if _stored(n) is None}
+    return {n: first[known_as(n)] for n in graph.calls() if known_as(n) in first} | names
+
+
+def _cast_on_entry(node: fx.Node, path: str) -> str:
+    """The dtype in which the module at ``path`` reads what it is given, if a value is just that."""
+    if not is_call(node, torch.ops.aten._to_copy.default):
+        return ""
+    given = first_operand(node)
+    outside = given.op != "call_function" or value(given).module != path
+    return DTYPE_NAMES.get(held(node).dtype, "") if outside and value(node).module == path else ""
 
 
 def _stored(node: fx.Node) -> fx.Node | None:
@@ -105,7 +123,8 @@ class Written:
             for same in zip(*alike, strict=True)
         ]
         way = "Backward" if unit.is_backward else "Forward"
-        says = f"{way} of `{docstring(unit.home.name)}`."
+        again = ", again for its backward" if unit.repeats else ""
+        says = f"{way} of `{docstring(unit.home.name)}`{again}."
         return Outlined(name, self.text(name, says, lines), self.results)
 
     def text(self, name: str, says: str, lines: Sequence[Line]) -> str:
@@ -116,6 +135,12 @@ class Written:
         typed = ", ".join(f"{argument}: Tensor" for argument in self.arguments)
         head = wrap(f"def {name}({typed}) -> {result}:", 0)
         return "\n".join([*head, f'    """{says}"""', block(lines, 1)])
+
+
+def function_name(unit: Unit) -> str:
+    """What the function of a unit would like to be called."""
+    what = "_backward" if unit.is_backward else "_again" if unit.repeats else ""
+    return snake(unit.home.name) + what
 
 
 def snake(name: str) -> str:

@@ -14,6 +14,7 @@ from partc.quoting import comment
 from partc.schedules import Schedule
 
 _KEY, _WIDTH = 10, 100
+FEW = 4  # stages that stand in a row each
 
 
 def header(graph: Graph, plan: Plan) -> str:
@@ -53,7 +54,7 @@ def stage_header(
     ]
     rows = [("mesh", str(mesh)), ("plan", plan.preset or "by hand")]
     rows += [("schedule", f"{comment(schedule.name)}, {plan.microbatches} microbatches")]
-    rows += [("stage", f"{s} begins at {comment(plan.stages[s - 1])}") for s in stages if s]
+    rows += [("stage", row) for row in _stages(sorted(s for s in stages if s), plan.stages)]
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
     rows += dict.fromkeys(
         ("weights", row) for stage in stages for row in _weights(graphs[stage], plan)
@@ -61,6 +62,32 @@ def stage_header(
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
     rows += [("note", comment(note)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
+
+
+def _stages(numbers: Sequence[int], begins: Sequence[str]) -> list[str]:
+    """Where stages begin; of many whose first layers count on with them in one row.
+
+    >>> _stages([2, 4], [f"layers.{i}" for i in range(8)])
+    ['2 begins at layers.1', '4 begins at layers.3']
+    >>> _stages([2, 3, 4, 6, 7], [f"layers.{i}" for i in range(8)])
+    ['s of 2 to 4, 6 to 7 begins at layers.(s - 1)']
+    """
+    parts = [begins[number - 1].rpartition(".") for number in numbers]
+    ahead = {
+        number - int(k) if k.isdigit() else None
+        for number, (_, _, k) in zip(numbers, parts, strict=True)
+    }
+    paths = {path for path, _, _ in parts}
+    if len(numbers) <= FEW or len(ahead) > 1 or len(paths) > 1 or None in ahead:
+        return [f"{s} begins at {comment(begins[s - 1])}" for s in numbers]
+    firsts = [s for s in numbers if s - 1 not in numbers]
+    spans = [
+        f"{first} to {last}" if last > first else str(first)
+        for first, last in zip(firsts, [s for s in numbers if s + 1 not in numbers], strict=True)
+    ]
+    behind = ahead.pop()
+    first = f"(s - {behind})" if behind else "s"
+    return [f"s of {', '.join(spans)} begins at {comment(paths.pop())}.{first}"]
 
 
 def _enumerated(numbers: Sequence[int]) -> str:

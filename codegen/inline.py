@@ -34,8 +34,9 @@ def inlined(
     """The nodes of one function that are written inside their only user.
 
     Views always; a pointwise value inside a pointwise statement of the same module, unless the user
-    gave it a name (``named``) or it would be computed at a worse time; a product inside the ``+=``
-    of ``sums`` that follows it. ``kept`` are read outside the function.
+    gave it a name (``named``) or it would be computed at a worse time; a cast inside the views that
+    follow it; a product or what a function gives inside the ``+=`` of ``sums`` that follows it.
+    ``kept`` are read outside the function.
     """
     inside = set(order)
     chosen: set[fx.Node] = set()
@@ -53,7 +54,7 @@ def inlined(
                 chosen.add(node)
             else:
                 views[node] = 0
-        elif user in sums and following.get(node) is user and _name(node) in _PRODUCTS:
+        elif _is_next(node, user, following, sums) or _is_cast(node, user, kept):
             chosen.add(node)
         elif node not in named and is_pointwise(node) and is_pointwise(user):
             depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
@@ -122,6 +123,31 @@ def _next_statements(order: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[1] if schema is not None else ""
+
+
+def _is_next(
+    node: fx.Node, user: fx.Node, following: Mapping[fx.Node, fx.Node],
+    sums: Mapping[fx.Node, fx.Node],
+) -> bool:  # fmt: skip
+    """Whether work is added to a sum by the very next statement."""
+    return user in sums and following.get(node) is user and is_work(node)
+
+
+def _is_cast(node: fx.Node, view: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether a cast is read through the views that follow it, which have a line."""
+    return _name(node) == "_to_copy" and node.next is view and _have_line(view, kept)
+
+
+def is_work(node: fx.Node) -> bool:
+    """Whether a value is a product or what a printed function gives."""
+    return _name(node) in _PRODUCTS or isinstance(node.target, Outlined)
+
+
+def _have_line(view: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether a view, or the last of some, is read so often that it stands in a line of its own."""
+    while is_free(view) and view not in kept and len(view.users) == 1:
+        view = next(iter(view.users))
+    return is_free(view)
 
 
 def is_free(node: fx.Node) -> bool:

@@ -1,8 +1,9 @@
 """The dicts in which a generated function collects the gradients that one transfer reduces.
 
-``grads[self.w] = ...`` binds a gradient at its place; a reduction that goes on with all results of
-another uses the same dict again. Gradients that are summed over ranks last thing in the step are
-written straight into the memory that is sent: ``flat, grads = room([self.w, ...])``.
+``grads[self.w] = ...`` binds a gradient at its place; what is sent leaves the dict empty for those
+that follow, and a reduction that goes on with all results of another uses its dict. Gradients that
+are summed over ranks last thing in the step are written straight into the memory that is sent:
+``flat, grads = room([self.w, ...])``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REDUCTIONS = (  # and what gathers the pieces of a sum
 class JointGrads:
     """``params`` has per reduction the parameters, as texts, whose gradients it is on the way to:
     joined ones, and single scattered last ones where the program joins others of their kind;
-    ``place`` the joined reduction and parameter of each gradient that nothing else reads;
+    ``place`` the reduction and parameter of each gradient that nothing else reads;
     ``rooms`` the name of what is sent, per dict whose tensors are its parts.
     """
 
@@ -52,7 +53,6 @@ class JointGrads:
         self.place = {
             operand: (start, param)
             for start, params in self.params.items()
-            if start.target in collectives.JOINED
             for operand, param in zip(tensor_args(start), params, strict=True)
             if set(operand.users) == {start}
         }
@@ -61,6 +61,7 @@ class JointGrads:
         self.rooms: dict[str, str] = {}
         self.entries: dict[str, list[str]] = {}  # parameters, in the order in which they came in
         self.fresh: list[fx.Node] = []
+        self.empty: list[str] = []  # dicts whose gradients have been sent
 
     def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
         """The parameter whose gradient a reduction's result is, or becomes by the next one."""
@@ -72,18 +73,31 @@ class JointGrads:
         return self._param(reader, stored) if carried(reader) is result else None
 
     def name(self, start: fx.Node, scope: Scope) -> str:
-        """The dict that holds what a joined reduction moves."""
+        """The dict that holds what a reduction moves."""
         if start not in self.names:
             source = self._source(start)
             if source is not None:
                 self.names[start] = self.names[source]
             else:
-                name = self.names[start] = scope.fresh("grads")
-                self.entries[name] = []
-                if self._ends_in_place(start):
-                    self.rooms[name] = scope.fresh("flat")
-                self.fresh.append(start)
+                self.names[start] = self._begin(start, scope)
         return self.names[start]
+
+    def _begin(self, start: fx.Node, scope: Scope) -> str:
+        """An empty dict for a reduction, or one with room in what is sent."""
+        in_place = self._ends_in_place(start)
+        if self.empty and not in_place:
+            name = self.empty.pop()
+        else:
+            name = scope.fresh("grads")
+            self.fresh.append(start)
+        self.entries[name] = []
+        if in_place:
+            self.rooms[name] = scope.fresh("flat")
+        return name
+
+    def sent(self, start: fx.Node) -> None:
+        """Note that a reduction has left its dict empty."""
+        self.empty.append(self.names[start])
 
     def _ends_in_place(self, start: fx.Node) -> bool:
         """Whether a reduction gives the step's gradients, each as large as its parameter."""

@@ -120,6 +120,8 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
         known = value(node)
         stored = known.kind in ("param", "buffer", "input")
         drawn = draws.setdefault(draw_of(node), len(draws))
+        if known.kind == "received":  # whichever module of another stage made it
+            return known.kind, known.shape, known.dtype, str(known.sharding), known.phase
         return (
             known.kind, layers.relative(known.name) if stored else "", known.shape, known.dtype,
             str(known.sharding), layers.relative(known.module), graph.classes.get(known.module),

@@ -126,11 +126,13 @@ def add_weight_partial(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
 
 def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced parts of gradients and add them up; the list is left empty."""
-    for grads, done in reduced:
+    while reduced:
+        grads, done = reduced.pop(0)
         done.wait()
-        for param, grad in grads.items():
-            add_partial(param, grad)
-    reduced.clear()
+        del done  # which holds what was sent
+        for param in list(grads):
+            grad = grads.pop(param)
+            add_partial(param, grad.sum(0) if grad.dim() > param.dim() else grad)
 
 
 def take_partials(params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:

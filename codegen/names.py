@@ -45,7 +45,10 @@ COMMON = {
     "outputs",
     "result",
 }  # say nothing about the value
-PLAIN = {"to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part"}
+PLAIN = {
+    "to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part",
+    "cross_entropy_grad": "logits",
+}  # fmt: skip
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
 )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from partc.codegen.blocks import Item
-from partc.codegen.functions import Written, given_names, snake
+from partc.codegen.functions import Written, function_name, given_names
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.names import Scope, wishes
 from partc.codegen.replace_calls import rewritten
@@ -72,7 +72,7 @@ def _printed(
     One of ``others`` serves where it says the same.
     """
     first = units[0]
-    wish = wishes(graph, first.home.path, given_names(first, known))
+    wish = wishes(graph, first.home.path, given_names(graph, first, known))
     wished = [wish.get(n, "value") for n in [*first.inputs, *first.nodes]]
     written = [Written.of(graph, unit, wished, helpers) for unit in units]
     units[:] = [u for u, w in zip(units, written, strict=True) if w.code == written[0].code]
@@ -87,8 +87,7 @@ def _printed(
     for other in others:
         if written[0].function(other.name, first, lines).text == other.text:
             return other
-    name = scope.fresh(snake(first.home.name) + ("_backward" if first.is_backward else ""))
-    return written[0].function(name, first, lines)
+    return written[0].function(scope.fresh(function_name(first)), first, lines)
 
 
 def _is_worth_it(num_calls: int, num_lines: int) -> bool:

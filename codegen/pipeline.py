@@ -96,7 +96,9 @@ class Pipeline:
         mine, shared = self.schedule.stages_of(ranks[0]), len(ranks) > 1
         numbers = self._numbers(ranks)
         titles = merged({rank: [Line(f"Stage {n}") for n in numbers[rank]] for rank in ranks})
+        firsts = merged({rank: [*self._firsts(numbers[rank])] for rank in ranks})
         assert titles is not None, f"the stages of ranks {ranks} are not linear in the rank"
+        assert firsts is not None, f"the layers of ranks {ranks} are not linear in the rank"
         labels = [str(number) for number in mine]
         if shared:
             labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
@@ -104,11 +106,22 @@ class Pipeline:
             stage_text(
                 self.graphs[number], label, title.code, helpers, self.join_mb,
                 lent=self._lent(mine, number),
-                layers=Layers.of(self.graphs[number]) if shared else None,
-                inductor=self.inductor,
+                layers=self._layers[number] if shared or self._is_repeated(number, mine) else None,
+                first=first.code, inductor=self.inductor,
             )
-            for number, label, title in zip(mine, labels, titles, strict=True)
+            for number, label, title, first in zip(mine, labels, titles, firsts, strict=True)
         ]  # fmt: skip
+
+    def _firsts(self, stages: Sequence[int]) -> Iterator[Line]:
+        """The number of each stage's first layer, as one line of text; nothing where it has none"""
+        for stage in stages:
+            layers = self._layers[stage]
+            yield Line("" if layers is None else str(layers.first))
+
+    def _is_repeated(self, stage: int, stages: Sequence[int]) -> bool:
+        """Whether another of some stages differs from one in the numbers of layers alone."""
+        key = self._keys[stage]
+        return key is not None and sum(self._keys[other] == key for other in stages) > 1
 
     def _lent(self, mine: Sequence[int], stage: int) -> frozenset[str]:
         """The buffers of a stage that an earlier stage of the same rank holds for both."""
@@ -123,11 +136,14 @@ class Pipeline:
     def _keys(self) -> list[Any]:
         """Per stage what it computes, but for the numbers of layers; None: no other can be so."""
         tied = {stage for one in self.tied for stage in one.stages}
-        layers = [Layers.of(graph) for graph in self.graphs]
         return [
             None if each is None or stage in tied else stage_key(graph, each)
-            for stage, (graph, each) in enumerate(zip(self.graphs, layers, strict=True))
+            for stage, (graph, each) in enumerate(zip(self.graphs, self._layers, strict=True))
         ]
+
+    @cached_property
+    def _layers(self) -> list[Layers | None]:
+        return [Layers.of(graph) for graph in self.graphs]
 
     def _rank_key(self, rank: int) -> Any:
         mine = self.schedule.stages_of(rank)
@@ -145,6 +161,7 @@ class Pipeline:
         """All in which ranks with equal stages may differ."""
         links = self._links(rank, Helpers())
         yield from (Line(f"Stage {number}") for number in self.schedule.stages_of(rank))
+        yield from self._firsts(self.schedule.stages_of(rank))
         yield from links.made()
         yield from links.each("Inbox", "begin()")
         yield from turn_lines(actions_of(self.graphs, self.schedule, rank))
@@ -168,7 +185,7 @@ class _File:
 
     def text(self) -> str:
         blocks = self._blocks()
-        values = [stage.values() for stage in self.stages]
+        values = [stage.values() for stage in self._classes()]
         schedule, graph = self.pipeline.schedule, self.pipeline.graphs[0]
         wiring = [*self._groups(), *self._lines(RankStep.wiring)]
         body = self._with_rank(self._lines(RankStep.step))
@@ -199,6 +216,14 @@ class _File:
             arguments=self.first.arguments,
             body=block(body, 2),
         )
+
+    def _classes(self) -> list[StageText]:
+        """The stages that have a class of their own; those alike are instances of one."""
+        found: list[StageText] = []
+        for stage in self.stages:
+            if not any(other.take_in(stage) for other in found):
+                found.append(stage)
+        return found
 
     def _lines(self, lines: Lines) -> list[Line]:
         """The statements of all ranks that run the file."""

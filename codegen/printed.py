@@ -45,11 +45,19 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
 
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for grads, done in reduced:
+    while reduced:
+        grads, done = reduced.pop(0)
         done.wait()
-        for param, grad in grads.items():
+        del done  # which holds what was sent
+        for param in list(grads):
+            grad = grads.pop(param)
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # of pieces: all ranks' sum
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-    reduced.clear()
+
+
+def summed(grads: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Gradients that have arrived, pieces of all ranks added up."""
+    return {p: x.sum(0) if x.dim() > p.dim() else x for p, x in grads.items()}
 
 
 def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
@@ -82,23 +90,19 @@ def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.
     return pieces, dist.all_gather_single(pieces, x.contiguous(), group=group, async_op=True)
 
 
-def scatter_sum(
-    x: Tensor, num: int, group: dist.ProcessGroup, dim: int = 0, outer: int = 1
-) -> tuple[Tensor, dist.Work]:
-    """Start to sum over the group and keep this rank's piece of ``dim``."""
-    pieces = in_pieces(x, num, dim, outer)
-    total = torch.empty_like(pieces[: pieces.shape[0] // num])
+def scatter_sum(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start to sum over the group and keep this rank's piece of dim 0."""
+    x = x.contiguous()
+    total = torch.empty_like(x[: x.shape[0] // num])
     if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        arrived = torch.empty_like(pieces)
-        done = dist.all_to_all_single(arrived, pieces, group=group, async_op=True)
-        return total, ExchangedSum(total, arrived.view(num, *total.shape), done)
-    return total, dist.reduce_scatter_single(total, pieces, group=group, async_op=True)
+        arrived = torch.empty_like(x)
+        done = dist.all_to_all_single(arrived, x, group=group, async_op=True)
+        return total, Exchanged(total, arrived.view(num, *total.shape), done)
+    return total, dist.reduce_scatter_single(total, x, group=group, async_op=True)
 
 
-class ExchangedSum(dist.Work):
-    """A sum whose pieces go to the ranks that keep them; when waited for, ``total`` has that of
-    this one, added up in the order of the ranks.
-    """
+class Exchanged(dist.Work):
+    """A sum whose pieces go to the ranks that keep them, to be added up in the ranks' order."""
 
     def __init__(self, total: Tensor, arrived: Tensor, done: dist.Work) -> None:
         super().__init__()
@@ -106,9 +110,8 @@ class ExchangedSum(dist.Work):
 
     def wait(self) -> bool:
         self.done.wait()
-        del self.done  # which holds what was sent
         torch.sum(self.arrived, 0, out=self.total)
-        del self.arrived
+        del self.arrived, self.done  # which holds what was sent
         return True
 
 
@@ -139,37 +142,18 @@ def scatter_grads(
     grads: dict[nn.Parameter, Tensor], num: int, group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
-    shapes = {p: torch.Size((x.shape[0] // num, *x.shape[1:])) for p, x in grads.items()}
-    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1).flatten()
+    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
+    sizes = [x.numel() // num for x in grads.values()]
+    sent = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
     grads.clear()
     if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        arrived = torch.empty_like(flat)
-        done = dist.all_to_all_single(arrived, flat, group=group, async_op=True)
-        exchanged = ExchangedGrads(shapes, arrived.view(num, -1), done)
-        return exchanged.sums, exchanged
-    mine = flat.new_empty(flat.numel() // num)
-    done = dist.reduce_scatter_single(mine, flat, group=group, async_op=True)
-    return cut_up(mine, shapes), done
-
-
-class ExchangedGrads(dist.Work):
-    """Gradients whose pieces go to the ranks that keep them; when waited for, ``sums`` has those of
-    this one, added up in the order of the ranks.
-    """
-
-    def __init__(
-        self, shapes: dict[nn.Parameter, torch.Size], arrived: Tensor, done: dist.Work
-    ) -> None:
-        super().__init__()
-        self.shapes, self.arrived, self.done = shapes, arrived, done
-        self.sums: dict[nn.Parameter, Tensor] = {}
-
-    def wait(self) -> bool:
-        self.done.wait()
-        del self.done  # which holds what was sent
-        self.sums |= cut_up(self.arrived.sum(0), self.shapes)
-        del self.arrived
-        return True
+        mine = torch.empty_like(sent)  # pieces of all ranks
+        done = dist.all_to_all_single(mine, sent, group=group, async_op=True)
+    else:
+        mine = torch.empty_like(sent[0])
+        done = dist.reduce_scatter_single(mine, sent, group=group, async_op=True)
+    parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
+    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
 
 
 def gather_grads(
@@ -193,12 +177,6 @@ class GatheredGrads(dist.Work):
         self.done.wait()
         self.grads |= {p: pieces.flatten(0, 1) for p, pieces in self.grads.items()}
         return True
-
-
-def cut_up(flat: Tensor, shapes: dict[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Tensor]:
-    """Tensors that lie one after the other in one memory."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def scatter_cut_grads(
@@ -265,11 +243,15 @@ def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
     torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
 
 
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy by the logits, written over their probabilities."""
+def cross_entropy_grad(
+    d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor, ignored: int
+) -> Tensor:
+    """Gradient of a summed cross entropy by the logits, written over their probabilities; ``place``
+    is each target's column, negative where another rank has it.
+    """
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = torch.where(target == ignored, 0, target).unsqueeze(1)
-    return p.mul_(scale).scatter_add_(1, place, -scale)
+    place = place.unsqueeze(1)
+    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.codegen.emit import read
+from partc.codegen.layers import Layers
 from partc.codegen.rank_links import RankLinks
 from partc.codegen.stages import StageText, has_phase
 from partc.codegen.text import Line
@@ -61,8 +62,9 @@ class RankStep:
     # __init__ --------------------------------------------------------------------------------
     def wiring(self) -> Iterator[Line]:
         """The statements of ``__init__``: stages, and what links them to other ranks."""
-        for stage in self.stages.values():
-            yield Line(f"self.{stage.attribute} = {stage.name}(mesh)")
+        for number, stage in self.stages.items():
+            layers = Layers.of(self.graphs[number])
+            yield Line(f"self.{stage.attribute} = {stage.made(layers and layers.first)}")
         for one in self.shared_here():
             first, *others = (self._path(one.name, s) for s in self.mine(one))
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)

@@ -163,6 +163,8 @@ class Finish:
             elif node is not chain[-1]:
                 yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
                 yield Line("done.wait()", indent=1)
+                if node.target is collectives.reduce_scatter:
+                    yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
             else:
                 yield Line(f"reduced.append({self._summed(node, param)})", indent=1)
         if chain[-1].target is collectives.all_to_all:

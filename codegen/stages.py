@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import fx, nn
@@ -19,7 +20,7 @@ from partc.codegen.compiled import compiled
 from partc.codegen.emit import RoleText, arranged, read
 from partc.codegen.expressions import ADDS, PARTIALS
 from partc.codegen.helpers import Helpers
-from partc.codegen.layers import Layers, count_from_first
+from partc.codegen.layers import FIRST, Layers, count_from_first
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
@@ -31,7 +32,6 @@ from partc.codegen.tables import TABLES
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.tidy import copied
 from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
-from partc.mesh import PP
 from partc.passes.join_collectives import MB
 from partc.quoting import comment, literal
 
@@ -53,10 +53,12 @@ def stage_text(
     *,
     lent: frozenset[str] = frozenset(),
     layers: Layers | None = None,
+    first: str = "",
     inductor: bool = False,
 ) -> StageText:
     """Arrange a stage for printing as ``Stage<label>``; another stage of the rank holds the
-    buffers ``lent``. With ``layers`` its layers are counted from the first, for several ranks.
+    buffers ``lent``. With ``layers`` its layers are counted from the first, which is the number
+    ``first``, so that several ranks or stages have one text.
 
     Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
     ``inductor`` what it computes between transfers is left to torch.compile.
@@ -71,7 +73,7 @@ def stage_text(
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        ends=ends, bucket_bytes=round(join_mb * MB),
+        first=first, ends=ends, bucket_bytes=round(join_mb * MB),
     )  # fmt: skip
 
 
@@ -84,12 +86,16 @@ class StageText(RoleText):
 
     label: str = ""
     title: str = ""
+    first: str = ""  # the number of its first layer, as an expression
     bucket_bytes: int = 0
     ends: Ends = field(default_factory=lambda: Ends({}, None))
     seen: dict[fx.Node, Text] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope)
+    class_of: StageText = field(init=False)  # the stage whose class it is an instance of
+    lends: bool = False  # whether others of its class read its buffers
 
     def __post_init__(self) -> None:
+        self.class_of = self
         self.adds = PARTIALS if self.ends.reduces else ADDS
         self.make_classes()
         self.name_attributes()
@@ -112,7 +118,7 @@ class StageText(RoleText):
 
     @property
     def name(self) -> str:
-        return f"Stage{self.label}"
+        return f"Stage{self.class_of.label}"
 
     @property
     def attribute(self) -> str:
@@ -127,31 +133,78 @@ class StageText(RoleText):
 
     def table(self, constant: str) -> str:
         """What the table of its own parameters or buffers is called."""
-        return f"STAGE{self.label}_{constant}"
+        return f"STAGE{self.class_of.label}_{constant}"
 
     def values(self) -> dict[str, Any]:
         """What the template of a stage's class is filled with."""
-        methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
-        methods["S"].lines[:0] = self._opening()
-        functions = [method.function() for method in methods.values()]
         return {
             "name": self.name,
             "doc": self._doc(),
-            "functions": [*functions, *([self._finish().function()] if self.finishes else [])],
-            "declarations": block(self.declarations(self._read_table), 2),
+            "functions": self.functions,
+            "arguments": "".join(f", {name}: {kind}" for name, kind in self._given().items()),
+            "declarations": block(self._declared(), 2),
             "seeds": self.seeds,
         }
 
+    @cached_property
+    def functions(self) -> list[dict[str, str]]:
+        """The methods of its class, printed once."""
+        methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
+        methods["S"].lines[:0] = self._opening()
+        functions = [method.function() for method in methods.values()]
+        return [*functions, *([self._finish().function()] if self.finishes else [])]
+
+    # classes of several stages ---------------------------------------------------------------
+    def take_in(self, other: StageText) -> bool:
+        """Let another stage of the rank be an instance of this one's class, if it is alike: it may
+        read buffers of this one.
+        """
+        if self.layers is None or other.layers is None or self._text() != other._text():
+            return False
+        mine, theirs = (s.stored_tables()[1]["BUFFERS"] for s in (self, other))
+        if mine != theirs and theirs:
+            return False
+        other.class_of = self
+        self.lends |= mine != theirs
+        self.title = _and(self.title, other.title)
+        return True
+
+    def _text(self) -> tuple[Any, ...]:
+        """What its class says, but for its buffers."""
+        declared = self.declarations(lambda _: FIRST, ["param"])
+        return self.functions, self.seeds, declared, self.stored_tables()[1]["SHARDS"]
+
+    def _declared(self) -> list[Line]:
+        """The statements that make its parameters, buffers and blocks."""
+        if not self.lends:
+            return self.declarations(self._read_table)
+        made = f"self.register_buffer(name, {self.helpers.use('empty')}(*known))"
+        buffers = [Line("for name, (_, *known) in buffers.items():"), Line(made, indent=1)]
+        return [*self.declarations(self._read_table, ["param"]), *buffers]
+
+    def _given(self) -> dict[str, str]:
+        """What its class takes beside the mesh, with types."""
+        reads = any(f"[{FIRST}]" in line.code for line in self._declared())
+        given = {FIRST: "int"} if reads else {}
+        return given | ({"buffers": "dict[str, tuple]"} if self.lends else {})
+
+    def made(self, first: int | None) -> str:
+        """The call that makes it, of a stage whose layers begin at ``first``."""
+        given = self.class_of._given()
+        arguments = ["mesh", *([str(first)] if FIRST in given else [])]
+        if "buffers" in given:
+            arguments.append("{}" if self is not self.class_of else self.table("BUFFERS"))
+        return f"{self.name}({', '.join(arguments)})"
+
     def varies(self, constant: str) -> bool:
-        """Whether that table has other names on each rank that runs the text."""
+        """Whether that table has other names for each stage and rank that runs the text."""
         kind = next(kind for kind, name in TABLES.items() if name == constant)
         layers = self.layers
         return layers is not None and any(map(layers.has, self.graph.placeholders(kind)))
 
     def _read_table(self, constant: str) -> str:
-        """This rank's table of its own parameters or buffers."""
-        at = f"[mesh.get_local_rank({literal(PP)})]" if self.varies(constant) else ""
-        return self.table(constant) + at
+        """Its table of its own parameters or buffers."""
+        return self.table(constant) + (f"[{FIRST}]" if self.varies(constant) else "")
 
     def has(self, phase: Phase) -> bool:
         return has_phase(self.graph, phase)
@@ -378,6 +431,14 @@ def has_phase(graph: Graph, phase: Phase) -> bool:
     """Whether a stage does anything in a phase, were it only to take in a gradient."""
     at_work = phase in ("S", "F") or bool(received(graph, phase))
     return at_work or any(value(n).phase == phase for n in graph.calls())
+
+
+def _and(title: str, other: str) -> str:
+    """
+    >>> _and(_and("Stage 1", "Stage 3"), "Stage 5")
+    'Stages 1, 3, 5'
+    """
+    return f"Stages {title.partition(' ')[2]}, {other.partition(' ')[2]}"
 
 
 def _after(phase: Phase) -> list[Phase]:

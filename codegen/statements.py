@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from partc.codegen.storage import num_bytes
 from partc.codegen.text import Line, Text
-from partc.quoting import comment
+from partc.quoting import comment, identifier
 
 SMALL, BIG = 64, 2  # fractions of the biggest value: not worth a `del`, worth one at once
 
@@ -26,15 +27,29 @@ class Statement:
 
 
 def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
-    """The lines of all statements, a comment with the module's path wherever it changes."""
+    """The lines of all statements, a comment with the module's path wherever it changes.
+
+    A statement that stands alone for its module and names it needs none.
+    """
+    written = [s for s in statements if s.lines]
+    sections = [s.section for s in written if s.section]
     lines: list[Line] = []
-    section = None
-    for statement in statements:
-        if statement.lines and statement.section != section and statement.section:
-            lines.append(Line(f"# {comment(shown(statement.section))}"))
-        section = statement.section or section
+    section, i = "", 0
+    for statement in written:
+        if statement.section not in ("", section) and not _says_so(statement, sections, i):
+            section = statement.section
+            lines.append(Line(f"# {comment(shown(section))}"))
+        i += bool(statement.section)
         lines += statement.lines
     return lines
+
+
+def _says_so(statement: Statement, sections: Sequence[str], i: int) -> bool:
+    """Whether a statement is the only one of its section there, the ``i``-th, and names it."""
+    around = [*sections[max(i - 1, 0) : i], *sections[i + 1 : i + 2]]
+    name = identifier(statement.section.rpartition(".")[2])
+    named = any(re.search(rf"(?<![a-z]){name}(?![a-z])", line.code) for line in statement.lines)
+    return statement.section not in around and named
 
 
 def free_early(
@@ -60,7 +75,7 @@ def free_early(
     dead: list[str] = []
     for i, (statement, following) in enumerate(pairwise(statements)):
         dead += dying.get(i, [])
-        now = any(sizes[name] > biggest // BIG for name in dead)
+        now = any(sizes[name] >= biggest // BIG for name in dead)
         if dead and (now or following.section != statement.section):
             handles = [f"{name}_done" for name in dead if f"{name}_done" in waited]
             names = ", ".join([*dead, *handles])  # a handle keeps what it moved

@@ -258,7 +258,12 @@ class StepBody(Body):
             for i, group in enumerate(loop.groups):
                 self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
         for position in side.carried:
-            self.seen[loop.groups[-1].nodes[position]] = Text(variables[position])
+            last, name = loop.groups[-1].nodes[position], variables[position]
+            self.seen[last] = Text(name)
+            before = self.wishes.get(last, "")
+            for user in last.users:  # a cast is called after what it casts
+                if self.wishes.get(user, "").startswith(f"{before}_"):
+                    self.wishes[user] = name + self.wishes[user].removeprefix(before)
 
 
 def _sliced(texts: Sequence[str]) -> str:

@@ -90,7 +90,8 @@ def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node,
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
         if node.target is ops.cross_entropy_grad:
-            log_p = node.all_input_nodes[1]
+            log_p = node.args[1]
+            assert isinstance(log_p, fx.Node)
             if memory.is_free(log_p, node):
                 found[node] = log_p
         if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:

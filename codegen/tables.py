@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.helpers import Helpers
-from partc.codegen.text import Line
+from partc.codegen.text import PAGE, Line
 from partc.graph import Graph, Kind, held, typed, value
 from partc.quoting import comment, literal
 
@@ -88,12 +88,12 @@ def _declaration(node: fx.Node, attribute: str, kind: Kind, frozen: bool) -> str
 
 
 def table(name: str, remark: str, entries: Iterable[Line]) -> str:
-    """A dict as a module constant, one entry per line."""
-    lines = [
-        f"    {entry.code}," + (f"  # {entry.remark}" if entry.remark else "") for entry in entries
-    ]
-    return (
-        "\n".join([f"{name} = {{  # {remark}", *lines, "}"])
-        if lines
-        else f"{name} = {{}}  # {remark}"
-    )
+    """A dict as a module constant, one entry per line; a short one alone beside its braces."""
+    rows = list(entries)
+    if not rows:
+        return f"{name} = {{}}  # {remark}"
+    alone = f"{name} = {{{rows[0].code}}}  # {remark}"
+    if len(rows) == 1 and not rows[0].remark and "\n" not in alone and len(alone) <= PAGE:
+        return alone
+    lines = [f"    {row.code}," + (f"  # {row.remark}" if row.remark else "") for row in rows]
+    return "\n".join([f"{name} = {{  # {remark}", *lines, "}"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20, 9, -1)
 WIDTH = 100  # of a line of code
-PAGE = 120  # with the remark
+PAGE = 128  # with the remark
 COMMENT_COLUMN = 72  # where comments stand beside shorter lines
 
 

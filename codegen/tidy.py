@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from partc.codegen.inline import is_free
 from partc.codegen.names import known_as
-from partc.graph import Graph, drop_dead, first_operand, is_call, shape_of, update, value
+from partc.graph import Graph, block_of, drop_dead, first_operand, is_call, shape_of, update, value
 
 aten = torch.ops.aten
 
@@ -31,6 +32,7 @@ def copied(graph: Graph) -> Graph:
         elif is_call(node, aten.clone.default):
             _as_contiguous(node)
     _as_repeats(copy)
+    _as_one(copy)
     drop_dead(copy)
     return copy
 
@@ -39,6 +41,16 @@ def _as_contiguous(clone: fx.Node) -> None:
     """``clone(x, memory_format=contiguous_format) --> contiguous(x)``: nobody changes the copy."""
     if clone.kwargs.get("memory_format") is torch.contiguous_format:
         clone.target, clone.kwargs = aten.contiguous.default, {}
+
+
+def _as_one(graph: Graph) -> None:
+    """Views stand behind what they alone read, so that both can be one expression."""
+    for node in graph.calls():
+        operand = node.all_input_nodes[0] if is_free(node) else node
+        if operand is node or operand.op != "call_function" or len(operand.users) > 1:
+            continue
+        if value(operand).phase == value(node).phase and block_of(operand) == block_of(node):
+            operand.append(node)
 
 
 def _as_repeats(graph: Graph) -> None:

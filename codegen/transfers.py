@@ -13,11 +13,12 @@ from partc.codegen.backends import c10d
 from partc.codegen.equal import ends_step
 from partc.codegen.expressions import Expressions
 from partc.codegen.helpers import Outlined
+from partc.codegen.inline import is_work
 from partc.codegen.statements import Statement
 from partc.codegen.storage import overwritable
 from partc.codegen.text import ATOM, Line, Text
 from partc.graph import held, is_tensor, picked, tensor_args, typed, value
-from partc.moves import gathers_param, moves, results
+from partc.moves import gathers_param, kind_of, moves, results
 from partc.passes.write_pieces import taken_from
 from partc.quoting import comment
 
@@ -108,6 +109,8 @@ class Transfers(Expressions):
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
+        if start in self.joint.params and kind_of(start) == "reduce_scatter":
+            lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
         return Statement(lines, reads=[start], binds=[node])
 
     def _gather_weights(self, node: fx.Node) -> Statement:
@@ -120,10 +123,6 @@ class Transfers(Expressions):
 
     def _reduce(self, node: fx.Node) -> Statement:
         """The start of a reduction of gradients, which stand in a dict by their parameters."""
-        if node.target not in collectives.JOINED:
-            x = self.text(tensor_args(node)[0])
-            call = self._moved(node, f"{{{self.joint.params[node][0]}: {x}}}")
-            return Statement([Line(f"reduced.append({call})", comment(typed(node)))])
         grads = self.joint.name(node, self.scope)
         put = "{}.copy_({})" if grads in self.joint.rooms else "{} = {}"
         missing = self.joint.missing(node)
@@ -133,7 +132,9 @@ class Transfers(Expressions):
             return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
         call = self._moved(node, grads)
         if self._waited(node) is not None:
-            return Statement([*lines, Line(f"reduced.append({call})")])
+            self.joint.sent(node)
+            remark = comment(typed(node)) if is_tensor(node) else ""
+            return Statement([*lines, Line(f"reduced.append({call})", remark)])
         self.seen[node] = Text(grads)
         self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
         self.scope.taken.add(f"{grads}_done")
@@ -150,14 +151,15 @@ class Transfers(Expressions):
         if start not in self.place:
             return "started by the caller"
         between = self.order[self.place[start] + 1 : self.place[wait]]
-        work = [self._spoken(n) for n in between if n in self.seen and _is_heavy(n)]
+        written = (n for n in between if n in self.seen or (n in self.inlined and is_work(n)))
+        work = list(dict.fromkeys(self._spoken(n) for n in written if _is_heavy(n)))
         if not work:
             return "exposed: its result is needed next"
         return f"hidden behind {', '.join(work[:3])}{' ...' if len(work) > 3 else ''}"
 
     def _spoken(self, node: fx.Node) -> str:
         """What a value is called where another line speaks of it."""
-        code = self.seen[node].code
+        code = self.seen[node].code if node in self.seen else ""
         return code if code.isidentifier() else self.wishes.get(node, code)
 
 

@@ -65,6 +65,11 @@ class Unit:
     def is_backward(self) -> bool:
         return any(value(n).forward for n in self.nodes)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a backward computes values of its forward from some that were saved."""
+        return not self.is_backward and any(is_backward(n) for n in self.nodes)
+
 
 def places_of(items: Sequence[Item]) -> Iterator[Place]:
     inline: list[fx.Node] = []

@@ -28,8 +28,8 @@ from partc.order_step import order_step
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
+from partc.passes.count_whole import count_whole
 from partc.passes.fold_layers import Unfolded, check_plan
-from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.keep_stages import keep_stages
 from partc.passes.local_batch_norm import has_batch_norm
@@ -336,7 +336,7 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     warnings = list(full.notes)
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
-    local = fuse_loss(fuse_bias(insert_collectives(graph, full, choices)))
+    local = count_whole(fuse_bias(insert_collectives(graph, full, choices)))
     return full, recompute(local, full)
 
 

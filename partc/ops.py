@@ -17,13 +17,17 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def cross_entropy_grad(d_loss: Tensor, log_p: Tensor, target: Tensor, ignored: int) -> Tensor:
+def cross_entropy_grad(
+    d_loss: Tensor, log_p: Tensor, target: Tensor, place: Tensor, ignored: int
+) -> Tensor:
     """Gradient of a summed cross entropy by the logits, from their log-probabilities:
-    ``f32[], f32[64,V], i64[64] -> f32[64,V]``. Rows whose target is ``ignored`` do not count.
+    ``f32[], f32[64,V], i64[64], i64[64] -> f32[64,V]``. Rows whose target is ``ignored`` do not
+    count; ``place`` is the column of each target, negative where another rank has it.
     """
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = torch.where(target == ignored, 0, target).unsqueeze(1)
-    return log_p.exp().mul_(scale).scatter_add_(1, place, -scale)
+    place = place.unsqueeze(1)
+    grad = log_p.exp().mul_(scale)
+    return grad.scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 def inverse_order(order: Tensor) -> Tensor:

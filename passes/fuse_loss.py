@@ -4,7 +4,8 @@ log-probabilities: of three tensors as large as the logits one is left.
     nll_loss_backward(d, log_p, target) -> g; _log_softmax_backward_data(g, log_p)
     = d exp(log_p), less d at each row's target; nothing in rows that do not count
 
-Of a vocabulary that is cut the softmax was opened before, and nothing is changed.
+Of a vocabulary that is cut each rank has some columns, and knows this of them without the others:
+what torch's two calls would sum over a row is -d, or 0 where the row does not count.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ aten = torch.ops.aten
 MEAN = 1  # torch's code for a loss's reduction
 
 
-def fuse_loss(graph: Graph) -> Graph:
-    """Join the two backward calls, in place of a local graph."""
+def fuse_loss(graph: Graph) -> None:
+    """Join the two backward calls."""
     for node in list(graph.calls()):
         if node.target is aten._log_softmax_backward_data.default:
             _fuse(graph, node)
     drop_dead(graph)  # how many targets count, where that was all it was for
-    return graph
 
 
 def _fuse(graph: Graph, node: fx.Node) -> None:
@@ -39,8 +39,9 @@ def _fuse(graph: Graph, node: fx.Node) -> None:
     if held(log_p).dim() != 2 or dim not in (1, -1) or held(log_p).dtype != dtype:
         return
     d_loss, _, target, _, _, ignored, _ = scores.args
+    operands = (d_loss, log_p, target, target, ignored)
     with graph.fx.inserting_before(node):
-        joined = graph.fx.call_function(ops.cross_entropy_grad, (d_loss, log_p, target, ignored))
+        joined = graph.fx.call_function(ops.cross_entropy_grad, operands)
     set_value(joined, value(node))
     set_held(joined, held(node))
     node.replace_all_uses_with(joined)

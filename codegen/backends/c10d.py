@@ -37,7 +37,8 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
         call = helpers.use("gather")
     elif node.target is collectives.reduce_scatter:
         call = helpers.use("scatter_sum")
-        operands += _cut(k["dim"], k.get("outer", 1))
+        if cut := _cut(k["dim"], k.get("outer", 1)):
+            operands[0] = f"{helpers.use('in_pieces')}({', '.join([str(x), str(k['num']), *cut])})"
     else:
         call = helpers.use("exchange")
         operands += _cut(k["to_dim"], k.get("to_outer", 1), always=True)

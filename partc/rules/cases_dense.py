@@ -112,8 +112,8 @@ LOSS = (
     call(aten.nll_loss_forward.default, f(12, 24), i(12), None, 1, -100),
     call(aten.nll_loss_backward.default, f(), f(12, 24), i(12), None, 2, -100, f()),
     call(aten.nll_loss_backward.default, f(), f(12, 24), i(12), None, 2, 3, f()),
-    call(cross_entropy_grad, f(), f(12, 24), i(12), -100),
-    call(cross_entropy_grad, f(), f(12, 24), i(12), 3),
+    call(cross_entropy_grad, f(), f(12, 24), i(12), i(12), -100),
+    call(cross_entropy_grad, f(), f(12, 24), i(12), i(12), 3),
     call(aten.nll_loss2d_forward.default, f(12, 24, 6, 8), i(12, 6, 8), None, 2, -100),
     call(
         aten.nll_loss2d_backward.default,

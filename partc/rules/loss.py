@@ -43,7 +43,12 @@ def elementwise_loss_backward(call: Call) -> str:
 
 rule("aten.nll_loss_forward aten.nll_loss2d_forward", nll, windowed=CLASSES)
 rule("aten.nll_loss_backward aten.nll_loss2d_backward", nll_backward, linear="0", windowed=CLASSES)
-rule("partc.ops.cross_entropy_grad", ",n!v,n->n!v", linear="0")
+rule(
+    "partc.ops.cross_entropy_grad",
+    ",nv,n,n @v->nv",
+    linear="0",
+    windowed=Windowed(outside=CLASSES.outside),
+)
 rule("aten.mse_loss aten.smooth_l1_loss aten.huber_loss", elementwise_loss)
 rule("aten.binary_cross_entropy aten.binary_cross_entropy_with_logits", elementwise_loss)
 rule("aten.soft_margin_loss", elementwise_loss)
