@@ -146,7 +146,7 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
         *((name, number[node]) for name, node in outputs.results.items()),
         *(("", number[node]) for node in outputs.sent.values()),
     ]
-    return (tuple(map(call, nodes)), tuple(results))
+    return (tuple(map(call, nodes)), tuple(results), graph.early)
 
 
 def _layout(fake: Any) -> Any:

@@ -159,7 +159,7 @@ def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Pa
             filled = 0
         buckets[-1][param] = grad
         filled += grad.nbytes
-    return buckets
+    return buckets if grads else []
 
 
 def sum_tied(

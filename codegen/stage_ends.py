@@ -15,20 +15,22 @@ from torch import fx
 from partc import collectives
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line, block
+from partc.early_sums import Chain, Leaving, closing_chain, leaving
 from partc.errors import CheckError
 from partc.graph import Graph, value
 from partc.quoting import literal
 
-Chain = tuple[fx.Node, ...]  # collectives in order; the nodes stand in no graph any more
-
 
 @dataclass(frozen=True)
 class Ends:
-    """``grads`` by parameter; an empty chain means that nothing is left to do."""
+    """``grads`` by parameter; an empty chain means that nothing is left to do. The nodes of chains
+    stand in no graph any more. ``leaving`` says whose sums begin before the end.
+    """
 
     grads: dict[str, Chain]
     loss: Chain | None  # None: the stage has no loss, or it is not summed over microbatches
     results: dict[str, int] = field(default_factory=dict)  # the dim on which turns lie side by side
+    leaving: Leaving | None = None
 
     @property
     def reduces(self) -> bool:
@@ -49,10 +51,10 @@ def take_ends(graph: Graph) -> Ends:
     outputs = graph.outputs
     grads, chains = dict(outputs.grads), {}
     for name, node in outputs.grads.items():
-        grads[name], chains[name] = _before(node)
+        grads[name], chains[name] = closing_chain(node)
     loss, chain = outputs.loss, None
     if loss is not None and value(loss).phase == "E":
-        loss, chain = _before(loss)
+        loss, chain = closing_chain(loss)
     results, dims = dict(outputs.results), {}
     for name, node in outputs.results.items():
         if node.target is collectives.collect:
@@ -61,27 +63,9 @@ def take_ends(graph: Graph) -> Ends:
     for node in reversed(list(graph.calls())):
         if value(node).phase == "E" and not node.users:
             graph.fx.erase_node(node)
-    return Ends(chains, chain, dims)
-
-
-def _before(node: fx.Node) -> tuple[fx.Node, Chain]:
-    """The value that each microbatch adds to a sum, and what the sum passes after that."""
-    chain: list[fx.Node] = []
-    while value(node).phase == "E":
-        operand = node.all_input_nodes[0]
-        if node.target is collectives.accumulate:
-            return operand, tuple(reversed(chain))
-        if node.target in collectives.COLLECTIVES:
-            chain.append(node)
-        elif node.target is not collectives.wait:
-            raise CheckError(
-                where=value(node).module or node.name,
-                what=f"{node.name} follows the sum over microbatches",
-                why="only collectives are expected there",
-                do="Use reduce = 'microbatch' in the plan.",
-            )
-        node = operand
-    return node, ()
+    made = {name: (grads[name], chain) for name, chain in chains.items()}
+    early = leaving(graph, graph.early, made) if graph.early else None
+    return Ends(chains, chain, dims, early)
 
 
 @dataclass(frozen=True)
@@ -139,21 +123,46 @@ class Finish:
             "body": block([Line(f"return {{{', '.join(texts)}}}")], 2),
         }
 
+    def reduce(self) -> dict[str, str]:
+        """The method that starts sums of gradients which leave before the end."""
+        (chain, names), *_ = self._early()
+        return {
+            "signature": "    def reduce(self, params: list[nn.Parameter]) -> None:",
+            "doc": "Start to sum over ranks what microbatches have added up of some gradients.",
+            "body": block([*self._summed_up(chain, names[0], "params")], 2),
+        }
+
+    def _early(self) -> list[tuple[Chain, list[str]]]:
+        """The parameters that are summed as those which leave before the end, these among them."""
+        mine = self.ends.leaving.blocks if self.ends.leaving else ()
+        return [group for group in self.ends.groups() if mine and mine[0] in group[1]]
+
     def _reductions(self) -> Iterator[Line]:
         """Start all sums over ranks, then wait for them."""
-        take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
-        yield Line("reduced = []")
+        if not self.ends.leaving:
+            yield Line("reduced = []")
+        early = self._early()
         for chain, names in self.ends.groups():
             paths = [self.attributes[self.graph.params[n]] for n in names]
-            everything = len(names) == len(self.graph.params)
-            partials = f"{take}({paths_text(paths, everything)})"
-            if not chain:
-                yield Line(f"for w, grad in {partials}.items():")
+            params = paths_text(paths, len(names) == len(self.graph.params))
+            if (chain, names) in early:
+                yield Line(f"self.reduce({params})", "those that are left")
+            elif chain:
+                yield from self._summed_up(chain, names[0], params)
+            else:
+                yield Line(f"for w, grad in {self.helpers.use('take_partials')}({params}).items():")
                 yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
-                continue
-            yield Line(f"for grads in {bucket}({partials}, {self.bucket_bytes:_}):")
-            yield from self._passed(chain, names[0])
-        yield Line(f"{self.helpers.use('finish')}(reduced)")
+        yield Line(f"{self.helpers.use('finish')}({self._reduced})")
+
+    @property
+    def _reduced(self) -> str:
+        return "self.reduced" if self.ends.leaving else "reduced"
+
+    def _summed_up(self, chain: Chain, name: str, params: str) -> Iterator[Line]:
+        """Take what microbatches have added up of some parameters' gradients through a chain."""
+        take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
+        yield Line(f"for grads in {bucket}({take}({params}), {self.bucket_bytes:_}):")
+        yield from self._passed(chain, name)
 
     def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
         """All collectives of ``grads`` that are started, but the last one waited for."""
@@ -166,7 +175,7 @@ class Finish:
                 if node.target is collectives.reduce_scatter:
                     yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
             else:
-                yield Line(f"reduced.append({self._summed(node, param)})", indent=1)
+                yield Line(f"{self._reduced}.append({self._summed(node, param)})", indent=1)
         if chain[-1].target is collectives.all_to_all:
             yield Line("for w, grad in grads.items():", indent=1)
             yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=2)

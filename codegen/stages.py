@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import fx, nn
 
-from partc.codegen.blocks import Item, Loop
+from partc.codegen.blocks import Item, Loop, Run
 from partc.codegen.classes import LEFT, BlockClass, passed
 from partc.codegen.compiled import compiled
 from partc.codegen.emit import RoleText, arranged, read
@@ -109,6 +109,9 @@ class StageText(RoleText):
                 "left",
                 "losses",
                 "results",
+                "reduce",
+                "reduced",
+                "last",
                 "finish",
             ]
         )
@@ -152,6 +155,7 @@ class StageText(RoleText):
         methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
         methods["S"].lines[:0] = self._opening()
         functions = [method.function() for method in methods.values()]
+        functions += [self._finish().reduce()] if self.ends.leaving else []
         return [*functions, *([self._finish().function()] if self.finishes else [])]
 
     # classes of several stages ---------------------------------------------------------------
@@ -251,6 +255,7 @@ class StageText(RoleText):
         body = StepBody(
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
             self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
+            sums=self._sums(phase),
         )  # fmt: skip
         given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
         self.scope.taken |= given  # here alone: later methods read them as attributes
@@ -263,6 +268,39 @@ class StageText(RoleText):
         lines += self._updates(body)
         lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
         return _Method(phase, arguments, lines)
+
+    def _sums(self, phase: Phase) -> dict[Run, tuple[list[Line], list[Line]]]:
+        """What starts sums of gradients before loops over blocks, and behind each of these, in the
+        phase that makes the last of them.
+        """
+        leaving = self.ends.leaving
+        loops = [item for item in self._items(phase) if isinstance(item, Loop)]
+        if not leaving or not loops or phase != ("W" if self.has("W") else "B"):
+            return {}
+        first = [f"self.{self.attributes[self.graph.params[name]]}" for name in leaving.first]
+        before = self._reduce(first, "beside the blocks", 0)
+        found = {loop.run: ([*before], self._behind(self.classes[loop.run])) for loop in loops[:1]}
+        return found | {loop.run: ([], self._behind(self.classes[loop.run])) for loop in loops[1:]}
+
+    def _behind(self, cls: BlockClass) -> list[Line]:
+        """Start to sum the gradients of one of a class's blocks that leave before the end."""
+        assert self.ends.leaving is not None
+        early = {*self.ends.leaving.blocks}
+        params = [s for s in cls.suffixes if f"{cls.run.layers[0]}.{s}" in self.graph.params]
+        here = [layer for layer in cls.run.layers if f"{layer}.{params[0]}" in self.graph.params]
+        mine = [[s for s in params if f"{layer}.{s}" in early] for layer in here]
+        if any(each != mine[0] for each in mine):
+            return []
+        names = [f"layer.{cls.suffixes[suffix]}" for suffix in mine[0]]
+        names = ["*layer.parameters()"] if mine[0] == params else names
+        return self._reduce(names, "beside the blocks that are left", 1)
+
+    def _reduce(self, params: list[str], remark: str, indent: int) -> list[Line]:
+        """Start to sum gradients if no microbatch will add to them."""
+        if not params:
+            return []
+        start = Line(f"self.reduce([{', '.join(params)}])", remark, indent=indent + 1)
+        return [Line("if i == self.last:", indent=indent), start]
 
     def _updates(self, body: StepBody) -> list[Line]:
         """New values of buffers that this method makes."""
@@ -321,6 +359,9 @@ class StageText(RoleText):
         lines += [Line(f"self.results = {{{lists}}}")] if lists else []
         if self.ends.reduces:
             lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
+        if self.graph.early:
+            last = self.graph.early.last
+            lines.append(Line(f"self.reduced, self.last = [], {last}"))
         return lines
 
     def _unpacked(self, phase: Phase) -> list[Line]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -34,6 +34,8 @@ class StepBody(Body):
     ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last turn
     prefetch: int = 1
     begun: set[Loop] = field(default_factory=set)  # of which more blocks than one are gathered
+    # lines before a loop over blocks, and those at the end of each turn
+    sums: Mapping[Run, tuple[list[Line], list[Line]]] = field(default_factory=dict)
 
     def statements(self) -> list[Statement]:
         """One Statement per call or loop, in order."""
@@ -168,6 +170,9 @@ class StepBody(Body):
         if self._gather(loop):
             ahead += self._gather_ahead(loop, early)
         body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
+        opening, closing = self.sums.get(loop.run, ([], []))
+        lines += opening
+        after += closing
         left = f"{', '.join(targets)} = " if targets else ""
         lines += [Line(self._head(cls, loop, items, listed)), *ahead]
         lines += [Line(left + call, self._remark(side), indent=1), *body, *after]

@@ -82,7 +82,8 @@ class Turns:
         self, number: int, name: str, stage: Any, real: Callable[..., Any]
     ) -> Callable[..., Any]:
         def turn(i: int, *operands: Tensor) -> Any:
-            if name == "forward" and self._may_leave_out(number, stage):
+            last = i == getattr(stage, "last", None)  # whose gradients leave at once
+            if name == "forward" and not last and self._may_leave_out(number, stage):
                 self.left_out.add((number, i))
             if (number, i) not in self.left_out:
                 return self._execute(number, name, stage, real, i, operands)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,9 @@ from partc.folds import Fold, Kept
 from partc.mesh import Mesh
 from partc.rows import Rows
 from partc.sharding import REPLICATED, Layout, Sharding
+
+if TYPE_CHECKING:
+    from partc.early_sums import Early
 
 Kind = Literal["param", "buffer", "input", "received", "op"]
 # forward, backward; of a pipeline stage also: once before and once after all microbatches, and the
@@ -78,6 +81,7 @@ class Graph:
     classes: dict[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
     kept: Kept | None = None  # the stages that stand for a pipeline's, where not all are here
+    early: Early | None = None  # of a stage's sums over ranks, which begin in its last backward
 
     def __str__(self) -> str:
         from partc.graph_text import graph_text  # it needs this module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partc.early_sums import with_early_sums
 from partc.errors import PlanError
 from partc.folds import likes_of
 from partc.graph import Graph, copied
@@ -79,6 +80,8 @@ def planned(
     graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule, mesh: Mesh
 ) -> Stages:
     """Lower and simulate a schedule of stages with these costs."""
+    tied = [one.name for one in tied_parameters(graphs)]
+    costs = with_early_sums(graphs, costs, order, mesh, tied)
     stages = _planned(graphs, costs, order, mesh)
     shared = sharing_costs(costs, stages.step, mesh.hardware.sharing)
     return stages if shared is None else _planned(graphs, shared, order, mesh)
