@@ -196,7 +196,7 @@ def _home(graph: Graph, place: Place, nodes: Collection[fx.Node], by_phase: bool
 
 def _printed(graph: Graph, unit: Unit, helpers: Helpers, scope: Scope) -> Outlined:
     """The function of a stretch; another stage's serves where it says the same."""
-    wish = wishes(graph, unit.home.path, {**given_names(unit, {}), **_passing(unit)})
+    wish = wishes(graph, unit.home.path, {**given_names(graph, unit, {}), **_passing(unit)})
     wished = [wish.get(n, "value") for n in [*unit.inputs, *unit.nodes]]
     inline = unit.place.loop is None
     written = Written.of(graph, unit, wished, helpers, sections=True, frees=inline)

@@ -51,7 +51,7 @@ def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
         del done  # which holds what was sent
         for param in list(grads):
             grad = grads.pop(param)
-            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # of pieces: all ranks' sum
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
@@ -246,9 +246,7 @@ def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
 def cross_entropy_grad(
     d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor, ignored: int
 ) -> Tensor:
-    """Gradient of a summed cross entropy by the logits, written over their probabilities; ``place``
-    is each target's column, negative where another rank has it.
-    """
+    """Gradient of a summed cross entropy, over its softmax; ``place`` < 0 is another rank's."""
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
     place = place.unsqueeze(1)
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))

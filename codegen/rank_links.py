@@ -48,7 +48,9 @@ class RankLinks:
         return TAGS * 2 * self.schedule.stages
 
     def made(self) -> Iterator[Line]:
-        """The statements of ``__init__`` that make them."""
+        """The statements of ``__init__`` that make them; one stage alone has none."""
+        if self.schedule.stages == 1:
+            return
         yield from self._groups()
         for name, table_of in self._links():
             if name in LINKS:

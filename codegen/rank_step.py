@@ -64,7 +64,7 @@ class RankStep:
         """The statements of ``__init__``: stages, and what links them to other ranks."""
         for number, stage in self.stages.items():
             layers = Layers.of(self.graphs[number])
-            yield Line(f"self.{stage.attribute} = {stage.made(layers and layers.first)}")
+            yield Line(f"self.{stage.attribute} = {stage.made(layers.first if layers else None)}")
         for one in self.shared_here():
             first, *others = (self._path(one.name, s) for s in self.mine(one))
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)

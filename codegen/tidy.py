@@ -44,13 +44,13 @@ def _as_contiguous(clone: fx.Node) -> None:
 
 
 def _as_one(graph: Graph) -> None:
-    """Views stand behind what they alone read, so that both can be one expression."""
+    """Views of a cast stand right behind it, so that both can be one expression."""
     for node in graph.calls():
-        operand = node.all_input_nodes[0] if is_free(node) else node
-        if operand is node or operand.op != "call_function" or len(operand.users) > 1:
+        cast = node.all_input_nodes[0] if is_free(node) else node
+        if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
             continue
-        if value(operand).phase == value(node).phase and block_of(operand) == block_of(node):
-            operand.append(node)
+        if value(cast).phase == value(node).phase and block_of(cast) == block_of(node):
+            cast.append(node)
 
 
 def _as_repeats(graph: Graph) -> None:

@@ -30,6 +30,7 @@ from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
 from partc.passes.count_whole import count_whole
 from partc.passes.fold_layers import Unfolded, check_plan
+from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.keep_stages import keep_stages
 from partc.passes.local_batch_norm import has_batch_norm
@@ -343,6 +344,7 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
 def staged_plan(graph: Graph, plan: Plan) -> Plan:
     """A complete plan, with the stages and the schedule of a pipeline; biases stand apart then."""
     split_bias(graph)
+    fuse_loss(graph)
     full = choose_schedule(graph, complete(plan, graph, graph.mesh))
     return choose_stages(graph, full)
 

@@ -9,7 +9,6 @@ from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
 from partc.passes.free_fills import free_fills
-from partc.passes.fuse_loss import fuse_loss
 from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_given import merge_given
@@ -28,7 +27,6 @@ PASSES = (
     fold_dropout,
     fold_masks,
     open_means,
-    fuse_loss,
     pad_slices,
     join_scatters,
     unsort_rows,

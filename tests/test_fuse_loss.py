@@ -53,7 +53,8 @@ def test_it_is_what_torch_computes(ignored: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
-    ("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=1", "ddp")]
+    ("mesh", "plan"),
+    [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=2,tp=3", "fsdp+megatron"), ("dp=1", "ddp")],
 )
 def test_programs_with_targets_that_do_not_count(mesh: str, plan: str, reduction: str) -> None:
     def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -63,6 +64,37 @@ def test_programs_with_targets_that_do_not_count(mesh: str, plan: str, reduction
     program = partc.compile(model, mesh, batch(), loss=loss, plan=plan)
     assert "cross_entropy_grad" in program.source()
     partc.verify(program, model, batch(), loss=loss).check()
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_a_rank_s_columns_of_a_cut_vocabulary_are_those_of_the_whole(ignored: int) -> None:
+    """Each rank knows its columns by itself, where it has some targets, none, or rows that do not
+    count.
+    """
+    torch.manual_seed(2)
+    logits = torch.randn(6, VOCAB, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 11, ignored, 10, ignored, 9])  # none of rank 1
+    F.cross_entropy(logits, target, reduction="sum", ignore_index=ignored).backward()
+    p, d_loss = logits.detach().softmax(1), torch.ones((), dtype=torch.float64)
+    mine = [printed.window(target, rank, VOCAB // 3, outside=-100) for rank in range(3)]
+    found = [
+        printed.cross_entropy_grad(d_loss, columns.clone(), target, place, ignored)
+        for columns, place in zip(p.chunk(3, 1), mine, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(found, 1), logits.grad, rtol=1e-14, atol=1e-15)
+
+
+def test_a_rank_whose_targets_do_not_count_at_all() -> None:
+    x, target = batch()
+    target[: SAMPLES // 2] = 3  # those of the first data rank
+    for mesh in ("dp=2,tp=2", "dp=2,tp=4"):
+        program = partc.compile(Classifier(), mesh, (x, target), loss=loss_of, plan="fsdp+megatron")
+        partc.verify(program, Classifier(), (x, target), loss=loss_of).check()
+
+
+def test_a_cut_vocabulary_needs_no_sums_of_gradients_or_counts() -> None:
+    program = partc.compile(Classifier(), "tp=2", batch(), loss=loss_of, plan="megatron")
+    assert program.source().count("dist.all_reduce") == 3  # of the maximum, the sum and the loss
 
 
 def test_the_log_probabilities_are_overwritten_where_nobody_needs_them() -> None:
@@ -83,13 +115,25 @@ def test_logits_of_another_precision() -> None:
     partc.verify(program, model, batch(torch.bfloat16), loss=loss).check()
 
 
-def test_weighted_classes_keep_the_two_calls() -> None:
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("tp=2", "megatron")])
+def test_weighted_classes_keep_the_two_calls(mesh: str, plan: str) -> None:
     weight = torch.rand(VOCAB, dtype=torch.float64)
 
     def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x), target, weight=weight)
 
     model = Classifier()
-    program = partc.compile(model, "dp=2", batch(), loss=loss, plan="ddp")
+    program = partc.compile(model, mesh, batch(), loss=loss, plan=plan)
+    assert "cross_entropy_grad" not in program.source()
+    partc.verify(program, model, batch(), loss=loss).check()
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("tp=2", "megatron")])
+def test_smoothed_labels_keep_the_two_calls(mesh: str, plan: str) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), target, label_smoothing=0.1, ignore_index=3)
+
+    model = Classifier()
+    program = partc.compile(model, mesh, batch(), loss=loss, plan=plan)
     assert "cross_entropy_grad" not in program.source()
     partc.verify(program, model, batch(), loss=loss).check()

@@ -103,6 +103,18 @@ def test_a_stage_of_one_layer_names_it_by_rank() -> None:
     verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
+def test_stages_of_a_rank_that_are_alike_are_instances_of_one_class(schedule: str) -> None:
+    """Of one layer each, so that its number stands in the names of its parameters."""
+    case = toy(8)
+    plan = Plan(preset="ddp", stages=stages_of_toy(8, 8), chunks=2)
+    made = compiled(case, "pp=4", plan, schedule, 8)
+    middle = made.source(1)
+    assert len(re.findall(r"^class Stage", middle, re.MULTILINE)) == 1
+    assert middle.count(" = Stage") == 2
+    verify(made, case.model, case.inputs, case.loss).check(TOLERANCE)
+
+
 def wider(model: Toy) -> None:
     block(model, 4).w1, block(model, 4).w2 = nn.Linear(12, 22), nn.Linear(22, 12)
 

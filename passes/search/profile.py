@@ -26,6 +26,7 @@ from partc.passes.apply_preset import complete
 from partc.passes.bytes import moved_bytes, packed_bytes, unpacked_bytes
 from partc.passes.count_whole import count_whole
 from partc.passes.flops import node_flops, op_name
+from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.memory import Buffer, MemoryCurve, memory_curve
 from partc.passes.propagate import propagate
@@ -105,6 +106,7 @@ def _representative(graph: Graph, mesh: Mesh, plan: Plan) -> tuple[Graph, Plan]:
     copy = copied(graph)
     copy.mesh = mesh
     split_bias(copy)
+    fuse_loss(copy)
     plan = complete(plan, copy, mesh)
     choices = propagate(copy, plan, warnings=[])
     return count_whole(fuse_bias(insert_collectives(copy, plan, choices))), plan

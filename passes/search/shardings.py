@@ -10,6 +10,7 @@ from partc.collective_cost import collective_seconds
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.mesh import Mesh
+from partc.passes.fuse_loss import fuse_loss
 from partc.passes.search.decided import Decided, Life
 from partc.passes.search.decode import copy_graph, plan_of
 from partc.passes.search.pins import Pins
@@ -119,6 +120,7 @@ class _Search:
         self.graph, _ = copy_graph(self.graph)
         self.graph.mesh = self.mesh.without_pipeline()
         split_bias(self.graph)
+        fuse_loss(self.graph)
         self.axes = [name for name, size in self.graph.mesh.axes if size > 1]
         lies = Transfers(self.graph.mesh, self.mesh)
         self.values = StepValues(self.graph, self.pins)

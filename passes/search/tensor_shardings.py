@@ -17,6 +17,7 @@ from torch import fx
 from partc.graph import Graph, tensor_args
 from partc.mesh import Mesh
 from partc.passes.apply_preset import complete
+from partc.passes.fuse_loss import fuse_loss
 from partc.passes.price import Choices
 from partc.passes.propagate import propagate, whole_strategy
 from partc.passes.search.decided import Decided, Life
@@ -73,6 +74,7 @@ class TensorShardings:
         self.graph, _ = copy_graph(graph)
         self.graph.mesh = ranks.layout
         split_bias(self.graph)
+        fuse_loss(self.graph)
         self.ranks, self.pins = ranks, _on_tensor_ranks(pins)
         lies = Transfers(ranks.layout, ranks.mesh, counted=(TP,))
         device = ranks.mesh.hardware.device

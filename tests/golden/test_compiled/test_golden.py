@@ -52,11 +52,14 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
 
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for grads, done in reduced:
+    while reduced:
+        grads, done = reduced.pop(0)
         done.wait()
-        for param, grad in grads.items():
+        del done  # which holds what was sent
+        for param in list(grads):
+            grad = grads.pop(param)
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-    reduced.clear()
 
 
 def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
@@ -87,43 +90,18 @@ def gather_weights(shards: list[Tensor], num: int,
 def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
                   group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
-    shapes = {p: torch.Size((x.shape[0] // num, *x.shape[1:])) for p, x in grads.items()}
-    flat = side_by_side([x.reshape(num, -1) for x in grads.values()], 1).flatten()
+    shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
+    sizes = [x.numel() // num for x in grads.values()]
+    sent = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
     grads.clear()
     if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        arrived = torch.empty_like(flat)
-        done = dist.all_to_all_single(arrived, flat, group=group, async_op=True)
-        exchanged = ExchangedGrads(shapes, arrived.view(num, -1), done)
-        return exchanged.sums, exchanged
-    mine = flat.new_empty(flat.numel() // num)
-    done = dist.reduce_scatter_single(mine, flat, group=group, async_op=True)
-    return cut_up(mine, shapes), done
-
-
-class ExchangedGrads(dist.Work):
-    """Gradients whose pieces go to the ranks that keep them; when waited for, `sums` has those of
-    this one, added up in the order of the ranks.
-    """
-
-    def __init__(
-        self, shapes: dict[nn.Parameter, torch.Size], arrived: Tensor, done: dist.Work
-    ) -> None:
-        super().__init__()
-        self.shapes, self.arrived, self.done = shapes, arrived, done
-        self.sums: dict[nn.Parameter, Tensor] = {}
-
-    def wait(self) -> bool:
-        self.done.wait()
-        del self.done  # which holds what was sent
-        self.sums |= cut_up(self.arrived.sum(0), self.shapes)
-        del self.arrived
-        return True
-
-
-def cut_up(flat: Tensor, shapes: dict[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Tensor]:
-    """Tensors that lie one after the other in one memory."""
-    parts = flat.split([shape.numel() for shape in shapes.values()])
-    return {p: part.view(shape) for (p, shape), part in zip(shapes.items(), parts, strict=True)}
+        mine = torch.empty_like(sent)  # pieces of all ranks
+        done = dist.all_to_all_single(mine, sent, group=group, async_op=True)
+    else:
+        mine = torch.empty_like(sent[0])
+        done = dist.reduce_scatter_single(mine, sent, group=group, async_op=True)
+    parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
+    return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
 
 
 def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
@@ -136,11 +114,12 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy by the logits, written over their probabilities."""
+def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
+                       ignored: int) -> Tensor:
+    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = torch.where(target == ignored, 0, target).unsqueeze(1)
-    return p.mul_(scale).scatter_add_(1, place, -scale)
+    place = place.unsqueeze(1)
+    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 @torch.compile
@@ -158,12 +137,10 @@ def mlp_forward(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, w1_weight: Te
 @torch.compile
 def head_forward(x: Tensor, head_weight: Tensor, reshape: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Forward of `head`."""
-    # head
     head = F.linear(x, head_weight)                           # f64[4@dp,8,14]
     log_softmax = torch.log_softmax(head.reshape(16, 14), 1)  # f64[32@dp,14]
     del head
-    nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-        log_softmax, reshape, None, 2, -100)                  # f64[]{U:dp}, f64[]{U:dp}
+    nll_loss_forward, count = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, -100)  # f64[]{U:dp}, f64[]{U:dp}
     return log_softmax, nll_loss_forward, count
 
 
@@ -171,7 +148,7 @@ def head_forward(x: Tensor, head_weight: Tensor, reshape: Tensor) -> tuple[Tenso
 def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor, reshape: Tensor) -> Tensor:
     """Backward of `step`."""
     d_div = torch.ones_like(loss) / count  # f64[]
-    d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, -100)  # f64[32@dp,14]
+    d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, -100)  # f64[32@dp,14]
     return d_reshape.reshape(2, 8, 14)     # f64[4@dp,8,14]
 
 
@@ -189,8 +166,7 @@ def mlp_backward(d_y: Tensor, w2_weight: Tensor, w1: Tensor, w1_weight: Tensor, 
         x, (6,), norm_weight, norm_bias, 1e-05)      # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
     d_w1_bias = d_w1.sum((0, 1))                     # f64[10]{U:dp}
     d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-        d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True),
-    )                                                # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
+        d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
     return (gelu, d_w2_bias, d_w1, norm, d_w1_bias, d_x, d_norm_weight, d_norm_bias)
 
 
@@ -225,9 +201,7 @@ class Block(nn.Module):
         (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
          grads[self.norm_bias]) = mlp_backward(
             d_y, w2_weight, w1, w1_weight, x, norm_weight, norm_bias)  # f64[4@dp,8,10]
-        # w2
         grads[self.w2_weight] = weight_grad(d_y, gelu)                 # f64[6,10]{U:dp}
-        # w1
         grads[self.w1_weight] = weight_grad(d_w1, norm)                # f64[10,6]{U:dp}
         reduced.append(scatter_grads(grads, 2, self.dp))
         # norm
@@ -256,7 +230,6 @@ class ToyStep(nn.Module):
         [embed_weight] = take(gathered)                             # hidden behind ids_1
         x = F.embedding(ids_1, embed_weight)                        # f64[4@dp,8,6]
         del gathered, embed_weight
-        # blocks
         blocks_saved = []
         for layer, following in with_next([*self.blocks]):
             if following is not None:
@@ -278,11 +251,10 @@ class ToyStep(nn.Module):
         loss_1_done = dist.all_reduce(loss_1, group=self.dp, async_op=True)  # f64[]
         d_head = step_backward(loss, count, log_softmax, reshape)   # f64[4@dp,8,14]
         del log_softmax, reshape
-        d_head_weight = weight_grad(d_head, x)                      # f64[14,6]{U:dp}
-        reduced.append(scatter_grads({self.head_weight: d_head_weight}, 2, self.dp))  # f64[14@dp,6]
+        grads = {self.head_weight: weight_grad(d_head, x)}          # f64[14,6]{U:dp}
+        reduced.append(scatter_grads(grads, 2, self.dp))            # f64[14@dp,6]
         d_x = d_head @ head_weight                                  # f64[4@dp,8,6]
-        del x, d_head_weight, d_head, head_weight
-        # blocks
+        del x, d_head, head_weight
         for layer, following in with_next([*reversed(self.blocks)]):
             before, reduced = reduced, []
             if following is not None and not following.whole:
@@ -290,10 +262,10 @@ class ToyStep(nn.Module):
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)  # f64[4@dp,8,6]
             finish(before)                                          # reduced behind this block's backward
         # embed
-        d_embed_weight = torch.ops.aten.embedding_dense_backward(
+        grads[self.embed_weight] = torch.ops.aten.embedding_dense_backward(
             d_x, ids_1, 14, -1, scale_grad_by_freq=False)           # f64[14,6]{U:dp}
-        reduced.append(scatter_grads({self.embed_weight: d_embed_weight}, 2, self.dp))  # f64[14@dp,6]
-        del d_x, ids_1, d_embed_weight
+        reduced.append(scatter_grads(grads, 2, self.dp))            # f64[14@dp,6]
+        del d_x, ids_1
         loss_1_done.wait()                                          # hidden behind d_head, d_head_weight, d_x ...
         finish(reduced)
         return loss_1

@@ -59,13 +59,10 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4,8,6], f64[4,8,1], f64[4,8,1]
-        # w1
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)      # f64[4,8,10]
         gelu = F.gelu(w1)                                      # f64[4,8,10]
-        # w2
         w2 = F.linear(gelu, self.w2_weight, self.w2_bias)      # f64[4,8,6]
         y = x + w2                                             # f64[4,8,6]
         return y, (gelu, w1, norm, x, mean, rstd)
@@ -83,8 +80,7 @@ class Block(nn.Module):
         add_grad(self.w1_bias, d_w1.sum((0, 1)))         # f64[10]
         # norm
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
-            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
-        )                                                # f64[4,8,6], f64[6], f64[6]
+            d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True))  # f64[4,8,6], f64[6], f64[6]
         add_grad(self.norm_weight, d_norm_weight)
         add_grad(self.norm_bias, d_norm_bias)
         d_x += d_y                                       # f64[4,8,6]
@@ -103,9 +99,7 @@ class ToyStep(nn.Module):
 
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
-        # embed
         x = F.embedding(ids, self.embed_weight)                   # f64[4,8,6]
-        # blocks
         blocks_saved = []
         for layer in self.blocks:
             x, saved = layer(x)                                   # f64[4,8,6]
@@ -130,10 +124,8 @@ class ToyStep(nn.Module):
         add_weight_grad(self.head_weight, d_head, x)              # f64[14,6]
         d_x = d_head @ self.head_weight                           # f64[4,8,6]
         del x, d_head
-        # blocks
         for layer in reversed(self.blocks):
             d_x = layer.backward(d_x, blocks_saved.pop())         # f64[4,8,6]
-        # embed
         add_grad(
             self.embed_weight,
             torch.ops.aten.embedding_dense_backward(d_x, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,6]

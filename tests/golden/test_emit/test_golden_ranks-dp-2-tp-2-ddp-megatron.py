@@ -49,11 +49,14 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
 
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
-    for grads, done in reduced:
+    while reduced:
+        grads, done = reduced.pop(0)
         done.wait()
-        for param, grad in grads.items():
+        del done  # which holds what was sent
+        for param in list(grads):
+            grad = grads.pop(param)
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-    reduced.clear()
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -64,6 +67,14 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
 def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
     """Write the gradient of the weight in `y = x @ weight.T`."""
     torch.mm(d_y.flatten(0, -2).T, x.flatten(0, -2), out=out)
+
+
+def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
+                       ignored: int) -> Tensor:
+    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
+    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
+    place = place.unsqueeze(1)
+    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
@@ -88,9 +99,7 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        # norm
         norm = F.layer_norm(x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6]
-        # w1
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
         gelu = F.gelu(w1)                                  # f64[4@dp,8,10@tp]
         # w2
@@ -102,14 +111,12 @@ class Block(nn.Module):
 
     def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
         w1, x = saved
-        # w2
         d_gelu = d_y @ self.w2_weight                          # f64[4@dp,8,10@tp]
         gelu = F.gelu(w1)                                      # f64[4@dp,8,10@tp]
         d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)        # f64[4@dp,8,10@tp]
         # w1
         d_norm = d_w1 @ self.w1_weight                         # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
-        # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
         # w2
@@ -152,7 +159,6 @@ class ToyStep(nn.Module):
         x = masked_embedding(self.embed_weight, window_1)                # f64[4@dp,8,6]{U:tp}
         dist.all_reduce(x, group=self.tp)                                # f64[4@dp,8,6]; exposed
         del ids_1
-        # blocks
         blocks_saved = []
         for layer in self.blocks:
             x, saved = layer(x)                                          # f64[4@dp,8,6]
@@ -170,23 +176,16 @@ class ToyStep(nn.Module):
         dist.all_reduce(total, group=self.tp)                            # f64[32@dp,1]; exposed
         reshape -= torch.log(total)                                      # f64[32@dp,14@tp]
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)      # i64[32@dp]
-        nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
-            reshape, window_2, None, 2, -100)                            # f64[]{U:dp}{U:tp}, f64[]{U:dp}{U:tp}
-        dist.all_reduce(count, group=self.dp)                            # f64[]{U:tp}; exposed
-        dist.all_reduce(count, group=self.tp)                            # f64[]; exposed
-        loss = nll_loss_forward / count                                  # f64[]{U:dp}{U:tp}
+        nll_loss_forward = torch.ops.aten.nll_loss_forward(reshape, window_2, None, 2, -100)[0]  # f64[]{U:dp}{U:tp}
+        total_1 = (reshape_1 != -100).to(torch.float64).sum(0)           # f64[]{U:dp}
+        dist.all_reduce(total_1, group=self.dp)                          # f64[]; exposed
+        loss = nll_loss_forward / total_1                                # f64[]{U:dp}{U:tp}
         loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]{U:tp}
-        d_div = torch.ones_like(loss) / count                            # f64[]
-        d_sub = torch.ops.aten.nll_loss_backward(d_div, reshape, window_2, None, 2, -100, count)  # f64[32@dp,14@tp]
-        d_total = d_sub.sum(1, keepdim=True)                             # f64[32@dp,1]{U:tp}
-        d_total_done = dist.all_reduce(d_total, group=self.tp, async_op=True)  # f64[32@dp,1]
-        d_exp = torch.exp(reshape)                                       # f64[32@dp,14@tp]
-        del amax, total, reshape_1, window_2, reshape
-        d_total_done.wait()                                              # exposed: its result is needed next
-        d_sub -= d_exp * d_total                                         # f64[32@dp,14@tp]
-        del d_exp, d_total, d_total_done
-        d_head = d_sub.reshape(2, 8, 7)                                  # f64[4@dp,8,14@tp]
-        del d_sub
+        d_div = torch.ones_like(loss) / total_1                          # f64[]
+        d_logits = cross_entropy_grad(d_div, reshape.exp_(), reshape_1, window_2, -100)  # f64[32@dp,14@tp]
+        del amax, total, reshape, reshape_1, window_2
+        d_head = d_logits.reshape(2, 8, 7)                               # f64[4@dp,8,14@tp]
+        del d_logits
         d_x = d_head @ self.head_weight                                  # f64[4@dp,8,6]{U:tp}
         d_x_done = dist.all_reduce(d_x, group=self.tp, async_op=True)    # f64[4@dp,8,6]
         d_head_weight = weight_grad(d_head, x)                           # f64[14@tp,6]{U:dp}
@@ -196,7 +195,6 @@ class ToyStep(nn.Module):
              dist.all_reduce(d_head_weight, group=self.dp, async_op=True)))  # f64[14@tp,6]
         d_x_done.wait()                                                  # hidden behind d_head_weight
         del d_head_weight
-        # blocks
         for layer in reversed(self.blocks):
             before, reduced = reduced, []
             d_x = layer.backward(d_x, blocks_saved.pop(), reduced)       # f64[4@dp,8,6]
@@ -209,7 +207,7 @@ class ToyStep(nn.Module):
             ({self.embed_weight: d_embed_weight},
              dist.all_reduce(d_embed_weight, group=self.dp, async_op=True)))  # f64[14@tp,6]
         del d_embed_weight
-        loss_done.wait()                                                 # hidden behind d_sub, d_total, d_head ...
+        loss_done.wait()                                                 # hidden behind d_logits, d_head, d_x ...
         dist.all_reduce(loss, group=self.tp)                             # f64[]; exposed
         finish(reduced)
         return loss
