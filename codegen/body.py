@@ -50,6 +50,7 @@ class Body(Transfers):
         statement.lines += [line for n in statement.binds for line in self._stores(n)]
         statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
+        statement.inner = list(self._written_in(node))
         return [*before, statement]
 
     def parts(self, node: fx.Node) -> list[Statement]:

@@ -38,13 +38,31 @@ def _gives_view(target: Any) -> bool:
     return schema.name.split("::")[1] in VIEWS or any(r.alias_info for r in schema.returns)
 
 
+def shares(node: fx.Node) -> bool:
+    """Whether a value may lie in its first operand; each result of an op with several owns its
+    memory.
+    """
+    if node.op != "call_function" or not is_view(node):
+        return False
+    return node.target is not operator.getitem or is_view(node.all_input_nodes[0])
+
+
 def owner(node: fx.Node) -> fx.Node:
     """The node whose call allocated what this value lies in."""
-    while node.op == "call_function" and is_view(node):
-        if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
-            return node  # each result of an op with several owns its memory
+    while shares(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a view has to be a copy, as its operand does not lie so that it could be none."""
+    if node.target not in (aten.reshape.default, aten.contiguous.default):
+        return False
+    operand = held(node.all_input_nodes[0])
+    if node.target is aten.contiguous.default:
+        return not operand.is_contiguous()
+    result = operand.reshape(held(node).shape)
+    return bool(result.untyped_storage()._cdata != operand.untyped_storage()._cdata)
 
 
 SHAPED_LIKE = {"ones_like", "zeros_like", "empty_like", "full_like", "rand_like", "randn_like"}
