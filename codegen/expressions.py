@@ -19,7 +19,7 @@ from partc.codegen.random import generator
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
 from partc.codegen.text import ATOM, COMPARE, Text
-from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
+from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of, tensor_args
 from partc.passes.write_pieces import joins_pieces
 from partc.quoting import literal
 
@@ -46,6 +46,11 @@ def apart(
         else:
             found[node] = params
     return found, summed
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a call adds up gradients."""
+    return node.target is torch.ops.aten.add.Tensor and is_backward(node)
 
 
 @dataclass
@@ -82,7 +87,7 @@ class Expressions:
         self.accumulated = {
             node: into
             for node, into in sums.items()
-            if node not in in_line | self.summed and (is_backward(node) or into not in in_line)
+            if node not in in_line | self.summed and (is_sum(node) or into not in in_line)
         }
         self.becomes = {into: node for node, into in self.accumulated.items()}
         fixed |= self.becomes.keys()
@@ -107,6 +112,8 @@ class Expressions:
             return Text(f"{node.target.name}({', '.join(texts)})")
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
+        if node.target is torch.ops.aten._log_softmax.default and node in self.accumulated:
+            return Text(f"{self.helpers.use('log_softmax_over')}({self.text(tensor_args(node)[0])})")
         return spell(node, self.text, self.device)
 
     def _composite(self, node: fx.Node) -> Text:

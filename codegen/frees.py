@@ -51,10 +51,9 @@ class Ledger:
         for word, statement in tuples.items():
             for node in statement.binds:
                 self.pieces[self._memory(node)].names[word] = None
-        self.temporary = [sum(map(num_bytes, filter(self._is_made, s.inner))) for s in statements]
+        self.temporary = [sum(map(num_bytes, self._unnamed(s))) for s in statements]
         self._transfers()
-        for node in (*body.kept, *body.stored):
-            self._stay([node])
+        self._stay([*body.kept, *body.stored])
         self.outside = sum(map(num_bytes, dict.fromkeys(map(owner, given))))
         self.small = 0
         self.small = self.least() // SMALL
@@ -109,6 +108,9 @@ class Ledger:
             piece = self.pieces.setdefault(memory, Piece(num_bytes(memory), i, i))
             piece.names[name] = None
             piece.stays |= not name.isidentifier()
+        for node in self._unnamed(statement):
+            if node in self.body.stored:
+                self.pieces[node] = Piece(num_bytes(node), i, i)
         for node in (*statement.binds, *statement.reads):
             memory = self._memory(node)
             if memory in self.pieces:
@@ -125,9 +127,10 @@ class Ledger:
                 break
         return node
 
-    def _is_made(self, node: fx.Node) -> bool:
-        """Whether a value has memory of its own."""
-        return is_tensor(node) and self._memory(node) is node
+    def _unnamed(self, statement: Statement) -> list[fx.Node]:
+        """What a statement allocates and binds no name to: gradients, and what it reads itself."""
+        mine = [n for n in statement.calls if is_tensor(n) and self._memory(n) is n]
+        return [n for n in mine if n not in statement.binds]
 
     def _transfers(self) -> None:
         """A handle holds what it moves until it goes itself, and one that is given away longer."""

@@ -22,7 +22,7 @@ class Statement:
     lines: list[Line]
     reads: list[fx.Node] = field(default_factory=list)
     binds: list[fx.Node] = field(default_factory=list)
-    inner: list[fx.Node] = field(default_factory=list)  # written inside its expression
+    calls: list[fx.Node] = field(default_factory=list)  # what it does
     section: str = ""
 
 
