@@ -24,7 +24,7 @@ from partc.codegen.transfers import weights_of
 from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
 from partc.moves import gathers_param, moves
 
-SAVED = "tuple[Tensor, ...]"
+SAVED = "list[Tensor]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
 # what one phase leaves for another is called
 LEFT: dict[tuple[Phase, Phase], str] = {
@@ -202,13 +202,13 @@ class BlockClass:
             seen[node] = Text(self._attribute(node))
         arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
         seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
-        opening, tuples = [], dict[str, Statement]()
+        opening, lists = [], dict[str, Statement]()
         for word in self.taken_by(side):
             unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
             seen |= {n: Text(scope.fresh(of_turn(n, wish[n]))) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
-            line = Line(f"{names}{',' if len(unpacked) == 1 else ''} = {word}")
-            tuples[word] = Statement([line], binds=unpacked)
+            line = Line(f"{names} = {word}" if len(unpacked) > 1 else f"[{names}] = {word}")
+            lists[word] = Statement([line], binds=unpacked)
             arguments.append(word)
         starts = self.gathered(side)
         if starts:
@@ -224,13 +224,13 @@ class BlockClass:
             self.helpers.use(self.adds[2])
             arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
-        statements = [*tuples.values(), *opening, *body.statements()]
+        statements = [*lists.values(), *opening, *body.statements()]
         given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
         return _Method(
             _signature(name, ["self", *typed_arguments], self._result_type(side)),
-            Ledger(statements, body, tuples, given),
+            Ledger(statements, body, lists, given),
             [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
         )
 
@@ -299,7 +299,7 @@ class BlockClass:
         for word in self.left_by(side):
             then = next(p for (b, p), w in LEFT.items() if w == word)
             left = [str(body.text(n)) for n in side.saved.get(then, [])]
-            items.append(f"({', '.join(left)}{',' if len(left) == 1 else ''})")
+            items.append(f"[{', '.join(left)}]")
         return ", ".join(items) or "None"
 
     def _result_type(self, side: Interface) -> str:

@@ -16,13 +16,14 @@ from torch import fx
 from partc.codegen.body import Body
 from partc.codegen.statements import Statement, deleted
 from partc.codegen.storage import copies, num_bytes, owner, shares
+from partc.codegen.text import Line
 from partc.graph import is_tensor
 
 SLACK = 16  # the part of the least by which methods of a block may hold more
 SMALL = 64  # the part of a method's least that is not worth a name in a `del`
 
 
-@dataclass
+@dataclass(eq=False)
 class Piece:
     """One memory: what holds it, from which statement on and to which one it is read."""
 
@@ -30,37 +31,43 @@ class Piece:
     born: int
     last: int
     names: dict[str, None] = field(default_factory=dict)
+    unpacked: str = ""  # the list that holds it too
     stays: bool = False  # others hold it as well
+
+    def lives(self, i: int) -> bool:
+        """Whether a statement finds it, if nothing is dropped."""
+        return self.born <= i and (self.stays or bool(self.names) or i <= self.last)
 
 
 class Ledger:
     """What one method holds at each of its statements.
 
-    ``tuples`` has the statements that unpack an argument, by the argument's name; ``given`` are
+    ``lists`` has the statements that unpack an argument, by the argument's name; ``given`` are
     arguments that the caller holds.
     """
 
     def __init__(
-        self, statements: Sequence[Statement], body: Body, tuples: Mapping[str, Statement],
+        self, statements: Sequence[Statement], body: Body, lists: Mapping[str, Statement],
         given: Iterable[fx.Node],
     ) -> None:  # fmt: skip
         self.statements, self.body = statements, body
         self.pieces: dict[fx.Node, Piece] = {}
         for i, statement in enumerate(statements):
             self._enter(i, statement)
-        for word, statement in tuples.items():
-            for node in statement.binds:
-                self.pieces[self._memory(node)].names[word] = None
-        self.temporary = [sum(map(num_bytes, self._unnamed(s))) for s in statements]
+        self.lists = lists
+        for word, statement in lists.items():
+            for piece in self._pieces(statement.binds):
+                piece.unpacked = word
         self._transfers()
         self._stay([*body.kept, *body.stored])
-        self.outside = sum(map(num_bytes, dict.fromkeys(map(owner, given))))
+        outside = sum(map(num_bytes, dict.fromkeys(map(owner, given))))
+        self.held_bytes = [outside + self._held(i) for i in range(len(statements))]
         self.small = 0
         self.small = self.least() // SMALL
 
     def least(self) -> int:
         """The most bytes at a time if everything goes after its last use."""
-        return max(self._during(i, self._dead(i)) for i in range(len(self.statements)))
+        return max(held - _bytes(self._dead(i)) for i, held in enumerate(self.held_bytes))
 
     def free(self, limit: int) -> None:
         """Add the lines that keep the method under a limit, as far as it can be."""
@@ -69,17 +76,19 @@ class Ledger:
         i = self._rises(1, limit, gone)
         while i < len(self.statements):
             dead = self._worth(i, limit, gone)
-            new = dict.fromkeys(n for p in dead for n in p.names if n not in names)
+            new = dict.fromkeys(n for piece in dead for n in piece.names if n not in names)
             if new:
                 self.statements[i - 1].lines.append(deleted(new))
             names |= new
             gone += dead
             i = self._rises(i + 1, limit, gone)
+        for word in dict.fromkeys(piece.unpacked for piece in gone if piece.unpacked):
+            self.lists[word].lines.append(Line(f"{word}.clear()"))
 
     def _rises(self, start: int, limit: int, gone: Sequence[Piece]) -> int:
         """The first statement, from one on, during which more is held than the limit."""
-        end = len(self.statements)
-        return next((i for i in range(start, end) if self._during(i, gone) > limit), end)
+        end, most = len(self.statements), limit + _bytes(gone)
+        return next((i for i in range(start, end) if self.held_bytes[i] > most), end)
 
     def _worth(self, i: int, limit: int, gone: Sequence[Piece]) -> list[Piece]:
         """The fewest dead pieces that keep the method under its limit for as long as all do."""
@@ -89,15 +98,16 @@ class Ledger:
         enough = (n for n in range(len(dead)) if self._rises(i, limit, gone + dead[:n]) == latest)
         return dead[: next(enough, len(dead))]
 
-    def _during(self, i: int, gone: Sequence[Piece]) -> int:
-        """The bytes that live during a statement."""
-        alive = sum(p.num_bytes for p in self.pieces.values() if p.born <= i)
-        return self.outside + alive + self.temporary[i] - sum(p.num_bytes for p in gone)
+    def _held(self, i: int) -> int:
+        """The bytes that live during a statement if nothing is dropped."""
+        passing = [n for n in self._unnamed(self.statements[i]) if n not in self.pieces]
+        alive = [piece for piece in self.pieces.values() if piece.lives(i)]
+        return _bytes(alive) + sum(map(num_bytes, passing))
 
     def _dead(self, i: int) -> list[Piece]:
         """What nobody reads from a statement on, and is worth a name."""
         freed = (p for p in self.pieces.values() if p.last < i and p.num_bytes > self.small)
-        return [piece for piece in freed if not piece.stays]
+        return [piece for piece in freed if piece.names and not piece.stays]
 
     # what is held -----------------------------------------------------------------------------
     def _enter(self, i: int, statement: Statement) -> None:
@@ -105,6 +115,8 @@ class Ledger:
             memory, name = self._memory(node), str(self.body.text(node))
             if memory.op != "call_function":
                 continue
+            for other in self.pieces.values():
+                other.names.pop(name, None)  # a transfer's result takes over the name
             piece = self.pieces.setdefault(memory, Piece(num_bytes(memory), i, i))
             piece.names[name] = None
             piece.stays |= not name.isidentifier()
@@ -162,6 +174,10 @@ class Ledger:
     def _pieces(self, nodes: Iterable[fx.Node]) -> list[Piece]:
         memories = dict.fromkeys(map(self._memory, nodes))
         return [self.pieces[memory] for memory in memories if memory in self.pieces]
+
+
+def _bytes(pieces: Iterable[Piece]) -> int:
+    return sum(piece.num_bytes for piece in pieces)
 
 
 def free_blocks(methods: Sequence[Ledger]) -> None:

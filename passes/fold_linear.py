@@ -73,9 +73,7 @@ def _fold_weight_grad(node: fx.Node, d_y: fx.Node, x: fx.Node) -> None:
             source or call_before(node, aten.reshape.default, flat, [*lead, shape_of(flat)[-1]])
             for source, flat, lead in zip(sources, (d_y, x), [*leads] * 2, strict=True)
         )
-    new = call_before(node, ops.weight_grad, d_y, x)
-    max(d_y, x).append(new)  # what it alone reads is dropped before the next gradient is made
-    _put(node, new)
+    _put(node, call_before(node, ops.weight_grad, d_y, x))
 
 
 def _fold_bmm(node: fx.Node) -> None:
