@@ -17,9 +17,9 @@ from partc.codegen.body import Body
 from partc.codegen.statements import Statement, deleted
 from partc.codegen.storage import copies, num_bytes, owner, shares
 from partc.codegen.text import Line
-from partc.graph import is_tensor
+from partc.graph import Graph, is_backward, is_forward, is_tensor
 
-SLACK = 16  # the part of the least by which methods of a block may hold more
+SLACK = 64  # the part of what a step saves that is not worth a line
 SMALL = 64  # the part of a method's least that is not worth a name in a `del`
 
 
@@ -180,11 +180,21 @@ def _bytes(pieces: Iterable[Piece]) -> int:
     return sum(piece.num_bytes for piece in pieces)
 
 
-def free_blocks(methods: Sequence[Ledger]) -> None:
-    """Let the methods of one block hold no more than the worst of them has to.
+def free_blocks(methods: Sequence[Ledger], saved_bytes: int) -> None:
+    """Let the methods of equal blocks hold little more than the worst of them has to.
 
-    They run while the same is kept of other blocks, so that only the worst one counts.
+    They run while the same is saved of the other blocks, so that only the worst one counts.
     """
-    least = max(method.least() for method in methods)
+    limit = max(method.least() for method in methods) + saved_bytes // SLACK
     for method in methods:
-        method.free(least + least // SLACK)
+        method.free(limit)
+
+
+def saved_bytes(graph: Graph) -> int:
+    """What the forward leaves for the backward, of all blocks."""
+    saved = dict.fromkeys(owner(n) for n in graph.calls() if is_forward(n) and _is_read_later(n))
+    return sum(graph.times(node) * num_bytes(node) for node in saved)
+
+
+def _is_read_later(node: fx.Node) -> bool:
+    return any(user.op == "call_function" and is_backward(user) for user in node.users)
