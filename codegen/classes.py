@@ -13,7 +13,7 @@ from partc.codegen.blocks import Run
 from partc.codegen.body import Body
 from partc.codegen.equal import Group, ends_step, made_in_step
 from partc.codegen.expressions import ADDS
-from partc.codegen.frees import Ledger, free_blocks, saved_bytes
+from partc.codegen.frees import Ledger, free_blocks
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, of_turn, wishes
 from partc.codegen.slots import Interface, Slot
@@ -189,7 +189,7 @@ class BlockClass:
     def functions(self) -> list[dict[str, str]]:
         """Name, arguments, result and body of ``forward`` and ``backward``."""
         methods = [self._method(side) for side in self.sides]
-        free_blocks([method.ledger for method in methods], saved_bytes(self.graph))
+        free_blocks([method.ledger for method in methods])
         return [method.function() for method in methods]
 
     def _method(self, side: Interface) -> _Method:

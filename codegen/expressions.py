@@ -75,6 +75,7 @@ class Expressions:
     adds: tuple[str, str, str] = ADDS  # the functions that add to a gradient
     own: Sequence[str] = ()
     one_turn: bool = False  # whether it is the same function for all pieces of a block
+    fused: bool = False  # whether torch.compile decides what is written where
 
     def __post_init__(self) -> None:
         wished = {n: self.wishes.get(n, "") for n in self.order}
@@ -83,7 +84,7 @@ class Expressions:
         self.stored, self.summed = apart(self.stored, self.order)
         fixed = self.kept | self.stored.keys() | self.joint.place.keys()
         in_line = inlined(self.order, fixed, self.named)
-        sums = accumulations(self.order, self.kept | self.stored.keys())
+        sums = accumulations(self.order, self.kept | self.stored.keys(), sums_only=self.fused)
         self.accumulated = {
             node: into
             for node, into in sums.items()
@@ -113,7 +114,8 @@ class Expressions:
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
         if node.target is torch.ops.aten._log_softmax.default and node in self.accumulated:
-            return Text(f"{self.helpers.use('log_softmax_over')}({self.text(tensor_args(node)[0])})")
+            logits = self.text(tensor_args(node)[0])
+            return Text(f"{self.helpers.use('log_softmax_over')}({logits})")
         return spell(node, self.text, self.device)
 
     def _composite(self, node: fx.Node) -> Text:

@@ -17,9 +17,9 @@ from partc.codegen.body import Body
 from partc.codegen.statements import Statement, deleted
 from partc.codegen.storage import copies, num_bytes, owner, shares
 from partc.codegen.text import Line
-from partc.graph import Graph, is_backward, is_forward, is_tensor
+from partc.graph import is_tensor
 
-SLACK = 64  # the part of what a step saves that is not worth a line
+SLACK = 12  # the part of the least by which blocks may hold more: it is not worth a line
 SMALL = 64  # the part of a method's least that is not worth a name in a `del`
 
 
@@ -90,7 +90,7 @@ class Ledger:
         end, most = len(self.statements), limit + _bytes(gone)
         return next((i for i in range(start, end) if self.held_bytes[i] > most), end)
 
-    def _worth(self, i: int, limit: int, gone: Sequence[Piece]) -> list[Piece]:
+    def _worth(self, i: int, limit: int, gone: list[Piece]) -> list[Piece]:
         """The fewest dead pieces that keep the method under its limit for as long as all do."""
         dead = [piece for piece in self._dead(i) if piece not in gone]
         dead.sort(key=lambda piece: -piece.num_bytes)
@@ -180,21 +180,11 @@ def _bytes(pieces: Iterable[Piece]) -> int:
     return sum(piece.num_bytes for piece in pieces)
 
 
-def free_blocks(methods: Sequence[Ledger], saved_bytes: int) -> None:
+def free_blocks(methods: Sequence[Ledger]) -> None:
     """Let the methods of equal blocks hold little more than the worst of them has to.
 
-    They run while the same is saved of the other blocks, so that only the worst one counts.
+    They run while the same is kept of the other blocks, so that only the worst one counts.
     """
-    limit = max(method.least() for method in methods) + saved_bytes // SLACK
+    least = max(method.least() for method in methods)
     for method in methods:
-        method.free(limit)
-
-
-def saved_bytes(graph: Graph) -> int:
-    """What the forward leaves for the backward, of all blocks."""
-    saved = dict.fromkeys(owner(n) for n in graph.calls() if is_forward(n) and _is_read_later(n))
-    return sum(graph.times(node) * num_bytes(node) for node in saved)
-
-
-def _is_read_later(node: fx.Node) -> bool:
-    return any(user.op == "call_function" and is_backward(user) for user in node.users)
+        method.free(least + least // SLACK)

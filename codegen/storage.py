@@ -28,6 +28,7 @@ GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be th
     aten.tanh_backward.default,
     aten.threshold_backward.default,
 )
+SUMS = (aten.add.Tensor, aten.sub.Tensor, ops.cross_entropy_grad)
 BIG = 2  # log-probabilities are big if they take more than one part of the biggest value
 
 
@@ -106,14 +107,19 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b``,
-    products of a gradient, gradients of activations and of a cross entropy, log-probabilities.
+def accumulations(
+    order: Sequence[fx.Node], kept: set[fx.Node], *, sums_only: bool = False
+) -> dict[fx.Node, fx.Node]:
+    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b`` and
+    gradients of a cross entropy; if not ``sums_only`` also products of a gradient, gradients of
+    activations, and log-probabilities.
     """
     memory = _Memory(order, kept)
     biggest = max(map(num_bytes, order), default=0)
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
+        if sums_only and node.target not in SUMS:
+            continue
         if node.target is aten._log_softmax.default and num_bytes(node) <= biggest // BIG:
             continue
         for into in _overwritten_by(node):
