@@ -50,11 +50,12 @@ class Ledger:
         self, statements: Sequence[Statement], body: Body, lists: Mapping[str, Statement],
         given: Iterable[fx.Node],
     ) -> None:  # fmt: skip
-        self.statements, self.body = statements, body
+        self.statements, self.body, self.lists = statements, body, lists
+        unpacked = [node for statement in lists.values() for node in statement.binds]
+        self.own = {*body.order, *map(self._memory, unpacked)}
         self.pieces: dict[fx.Node, Piece] = {}
         for i, statement in enumerate(statements):
             self._enter(i, statement)
-        self.lists = lists
         for word, statement in lists.items():
             for piece in self._pieces(statement.binds):
                 piece.unpacked = word
@@ -113,7 +114,7 @@ class Ledger:
     def _enter(self, i: int, statement: Statement) -> None:
         for node in filter(is_tensor, statement.binds):
             memory, name = self._memory(node), str(self.body.text(node))
-            if memory.op != "call_function":
+            if memory.op != "call_function" or memory not in self.own:
                 continue
             for other in self.pieces.values():
                 other.names.pop(name, None)  # a transfer's result takes over the name
