@@ -14,16 +14,17 @@ from partc import ops
 from partc.codegen.helpers import Outlined
 from partc.codegen.inline import is_free, is_pointwise
 from partc.codegen.names import inside
-from partc.codegen.spell import first_result
+from partc.codegen.spell import first_result, written_over
 from partc.codegen.statements import Statement
-from partc.codegen.storage import owner
+from partc.codegen.storage import GRADS_OF_ACTIVATIONS, owner
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.codegen.transfers import Transfers
 from partc.graph import held, is_tensor, results_of, typed, value
 from partc.quoting import comment
 
 INDENT = 2  # levels, of the body of a method
-SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
+SIGNS = {torch.ops.aten.add.Tensor: "+", torch.ops.aten.sub.Tensor: "-",
+         torch.ops.aten.mul.Tensor: "*"}  # fmt: skip
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Body(Transfers):
         statement.lines += [line for n in statement.binds for line in self._stores(n)]
         statement.section = self.section(node)
         statement.reads = statement.reads or self.read_by(node)
+        statement.calls = [node, *self._written_in(node)]
         return [*before, statement]
 
     def parts(self, node: fx.Node) -> list[Statement]:
@@ -94,12 +96,15 @@ class Body(Transfers):
         if node in self.stored and not node.users.keys() - ends:
             return self._last_store(node)
         into = self.accumulated.get(node)
-        if into is not None and into in self.seen and node.target in SUMS:
+        if into is not None and into in self.seen and node.target in SIGNS:
             rest = next(n for n in node.all_input_nodes if n is not into)
             self.seen[node] = self.seen[into]
-            sign = "-" if node.target is torch.ops.aten.sub.Tensor else "+"
-            line = Line(f"{self.seen[node]} {sign}= {self.text(rest)}", comment(typed(node)))
-            return Statement([line], binds=[node])
+            code = f"{self.seen[node]} {SIGNS[node.target]}= {self.text(rest)}"
+            return Statement([Line(code, comment(typed(node)))], binds=[node])
+        if into is not None and into in self.seen and node.target in GRADS_OF_ACTIVATIONS:
+            code = written_over(self.expression(node), self.seen[into])
+            self.seen[node] = self.seen[into]
+            return Statement([Line(code, comment(typed(node)))], binds=[node])
         code = self.expression(node).at(NONE)
         line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
         return Statement([line], binds=[node])

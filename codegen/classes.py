@@ -13,18 +13,18 @@ from partc.codegen.blocks import Run
 from partc.codegen.body import Body
 from partc.codegen.equal import Group, ends_step, made_in_step
 from partc.codegen.expressions import ADDS
+from partc.codegen.frees import Ledger, free_blocks
 from partc.codegen.helpers import Helpers
 from partc.codegen.names import Scope, of_turn, wishes
 from partc.codegen.slots import Interface, Slot
-from partc.codegen.statements import free_early, with_sections
+from partc.codegen.statements import Statement, with_sections
 from partc.codegen.tables import TABLES, declarations
 from partc.codegen.text import Line, Text, block, wrap
 from partc.codegen.transfers import weights_of
 from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
 from partc.moves import gathers_param, moves
-from partc.passes.flops import node_flops
 
-SAVED = "tuple[Tensor, ...]"
+SAVED = "list[Tensor]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
 # what one phase leaves for another is called
 LEFT: dict[tuple[Phase, Phase], str] = {
@@ -32,6 +32,19 @@ LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "W"): "kept",
     ("B", "W"): "left",
 }
+
+
+@dataclass
+class _Method:
+    """One function of a class before it is printed."""
+
+    signature: str
+    ledger: Ledger
+    closing: list[Line]
+
+    def function(self) -> dict[str, str]:
+        lines = [*with_sections(self.ledger.statements), *self.closing]
+        return {"signature": self.signature, "body": block(lines, 2)}
 
 
 @dataclass(eq=False)
@@ -175,9 +188,11 @@ class BlockClass:
 
     def functions(self) -> list[dict[str, str]]:
         """Name, arguments, result and body of ``forward`` and ``backward``."""
-        return [self._function(side) for side in self.sides]
+        methods = [self._method(side) for side in self.sides]
+        free_blocks([method.ledger for method in methods])
+        return [method.function() for method in methods]
 
-    def _function(self, side: Interface) -> dict[str, str]:
+    def _method(self, side: Interface) -> _Method:
         layer = self.run.layers[0]
         wish = wishes(self.graph, layer, self._given())
         scope = Scope([*LEFT.values(), *self.helpers.names])
@@ -187,12 +202,13 @@ class BlockClass:
             seen[node] = Text(self._attribute(node))
         arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
         seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
-        lines = []
+        opening, lists = [], dict[str, Statement]()
         for word in self.taken_by(side):
             unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
             seen |= {n: Text(scope.fresh(of_turn(n, wish[n]))) for n in unpacked}
             names = ", ".join(str(seen[n]) for n in unpacked)
-            lines.append(Line(f"{names}{',' if len(unpacked) == 1 else ''} = {word}"))
+            line = Line(f"{names} = {word}" if len(unpacked) > 1 else f"[{names}] = {word}")
+            lists[word] = Statement([line], binds=unpacked)
             arguments.append(word)
         starts = self.gathered(side)
         if starts:
@@ -203,31 +219,19 @@ class BlockClass:
             names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
             names = f"[{names}]" if len(whole) == 1 else names
             taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
-            lines.append(Line(f"{names} = {taken}"))
+            opening.append(Statement([Line(f"{names} = {taken}")]))
         if self.reduces(side):
             self.helpers.use(self.adds[2])
             arguments.append("reduced")
         body = self._body(side, wish, scope, seen, arguments)
-        statements = body.statements()
-        if self._repeats_forward(side):
-            statements = free_early(statements, body.text, body.kept)
-        lines += with_sections(statements)
-        lines += self._updates(side, body)
-        lines.append(Line(f"return {self._returned(side, body)}"))
+        statements = [*lists.values(), *opening, *body.statements()]
+        given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
         name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
         typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
-        return {
-            "signature": _signature(name, ["self", *typed_arguments], self._result_type(side)),
-            "body": block(lines, 2),
-        }
-
-    def _repeats_forward(self, side: Interface) -> bool:
-        """Whether a backward computes products of the forward again: it holds more than the
-        forward left it, so that its values are worth a ``del``.
-        """
-        known = {value(n).name for n in self.forward.group.nodes if node_flops(n)} - {""}
-        return side is not self.forward and any(
-            node_flops(n) and value(n).name in known for n in side.group.nodes
+        return _Method(
+            _signature(name, ["self", *typed_arguments], self._result_type(side)),
+            Ledger(statements, body, lists, given),
+            [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
         )
 
     def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
@@ -295,7 +299,7 @@ class BlockClass:
         for word in self.left_by(side):
             then = next(p for (b, p), w in LEFT.items() if w == word)
             left = [str(body.text(n)) for n in side.saved.get(then, [])]
-            items.append(f"({', '.join(left)}{',' if len(left) == 1 else ''})")
+            items.append(f"[{', '.join(left)}]")
         return ", ".join(items) or "None"
 
     def _result_type(self, side: Interface) -> str:

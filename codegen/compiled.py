@@ -199,7 +199,7 @@ def _printed(graph: Graph, unit: Unit, helpers: Helpers, scope: Scope) -> Outlin
     wish = wishes(graph, unit.home.path, {**given_names(graph, unit, {}), **_passing(unit)})
     wished = [wish.get(n, "value") for n in [*unit.inputs, *unit.nodes]]
     inline = unit.place.loop is None
-    written = Written.of(graph, unit, wished, helpers, sections=True, frees=inline)
+    written = Written.of(graph, unit, wished, helpers, fused=True, frees=inline)
     ways = [w for w, found in (("forward", is_forward), ("backward", is_backward))
             if any(map(found, unit.nodes))]  # fmt: skip
     says = f"{' and '.join(ways).capitalize()} of `{docstring(unit.home.name)}`."

@@ -20,7 +20,7 @@ from partc.codegen.retarget import for_any_device
 from partc.codegen.spell import spell
 from partc.codegen.storage import accumulations
 from partc.codegen.text import ATOM, COMPARE, Text
-from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of
+from partc.graph import Graph, is_backward, is_forward, is_tensor, results_of, tensor_args
 from partc.passes.write_pieces import joins_pieces
 from partc.quoting import literal
 
@@ -49,6 +49,11 @@ def apart(
     return found, summed
 
 
+def is_sum(node: fx.Node) -> bool:
+    """Whether a call adds up gradients."""
+    return node.target is torch.ops.aten.add.Tensor and is_backward(node)
+
+
 @dataclass
 class Expressions:
     """What one function knows of its values: names, and texts of the calls that make them.
@@ -71,6 +76,7 @@ class Expressions:
     adds: tuple[str, str, str] = ADDS  # the functions that add to a gradient
     own: Sequence[str] = ()
     one_turn: bool = False  # whether it is the same function for all pieces of a block
+    fused: bool = False  # whether torch.compile decides what is written where
 
     def __post_init__(self) -> None:
         wished = {n: self.wishes.get(n, "") for n in self.order}
@@ -79,11 +85,11 @@ class Expressions:
         self.stored, self.summed = apart(self.stored, self.order)
         fixed = self.kept | self.stored.keys() | self.joint.place.keys()
         in_line = inlined(self.order, fixed, self.named)
-        sums = accumulations(self.order, self.kept | self.stored.keys())
+        sums = accumulations(self.order, self.kept | self.stored.keys(), sums_only=self.fused)
         self.accumulated = {
             node: into
             for node, into in sums.items()
-            if node not in in_line | self.summed and (is_backward(node) or into not in in_line)
+            if node not in in_line | self.summed and (is_sum(node) or into not in in_line)
         }
         self.becomes = {into: node for node, into in self.accumulated.items()}
         fixed |= self.becomes.keys()
@@ -108,6 +114,9 @@ class Expressions:
             return Text(f"{node.target.name}({', '.join(texts)})")
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
+        if node.target is torch.ops.aten._log_softmax.default and node in self.accumulated:
+            logits = self.text(tensor_args(node)[0])
+            return Text(f"{self.helpers.use('log_softmax_over')}({logits})")
         anywhere = for_any_device(node, self.text, self.device, self.helpers)
         return anywhere or spell(node, self.text, self.device)
 

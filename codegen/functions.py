@@ -75,10 +75,10 @@ class Written:
     @classmethod
     def of(
         cls, graph: Graph, unit: Unit, wished: Sequence[str], helpers: Helpers, *,
-        sections: bool = False, frees: bool = False,
+        fused: bool = False, frees: bool = False,
     ) -> Written:  # fmt: skip
-        """``sections`` has the modules' names as comments; what is read no more is deleted where it
-        ``frees``.
+        """What torch.compile has ``fused`` has the modules' names as comments; what is read no more
+        is deleted where it ``frees``.
         """
         wish = dict(zip([*unit.inputs, *unit.nodes], wished, strict=True))
         scope = Scope()
@@ -86,7 +86,7 @@ class Written:
         arguments = [str(text) for text in seen.values()]
         body = Body(
             graph, unit.nodes, wish, scope, helpers, seen, set(unit.outputs),
-            device=f"{arguments[0]}.device", one_turn=True,
+            device=f"{arguments[0]}.device", one_turn=True, fused=fused,
         )  # fmt: skip
         last = unit.nodes[-1]
         bound = last in body.accumulated or last.target is operator.getitem
@@ -105,7 +105,7 @@ class Written:
         statements.append(Statement([line], reads, section=body.section(last)))
         if frees:
             statements = free_early(statements, body.text, {*unit.inputs, *reads})
-        if sections:
+        if fused:
             lines = with_sections(statements)
         else:
             lines = [line for s in statements for line in s.lines]

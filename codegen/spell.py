@@ -63,6 +63,11 @@ def _aten(call: Call) -> Text:
     )
 
 
+def written_over(call: Text, into: Text) -> str:
+    """The gradient of an activation as a statement that writes it over a tensor."""
+    return f"{call.code.replace('(', '.grad_input(', 1)[:-1]}, grad_input={into})"
+
+
 def _is_factory(call: Call) -> bool:
     """Whether the call makes a tensor from no tensor, so that it must be told where."""
     names = [arg.name for arg in call.node.target._schema.arguments]  # type: ignore[union-attr]

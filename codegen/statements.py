@@ -23,6 +23,7 @@ class Statement:
     lines: list[Line]
     reads: list[fx.Node] = field(default_factory=list)
     binds: list[fx.Node] = field(default_factory=list)
+    calls: list[fx.Node] = field(default_factory=list)  # what it does
     section: str = ""
 
 
@@ -78,10 +79,15 @@ def free_early(
         now = any(sizes[name] >= biggest // BIG for name in dead)
         if dead and (now or following.section != statement.section):
             handles = [f"{name}_done" for name in dead if f"{name}_done" in waited]
-            names = ", ".join([*dead, *handles])  # a handle keeps what it moved
-            statement.lines.append(Line(f"del {names}" if len(names) < 80 else f"del ({names})"))
+            statement.lines.append(deleted([*dead, *handles]))  # a handle keeps what it moved
             dead = []
     return statements
+
+
+def deleted(names: Iterable[str]) -> Line:
+    """The statement that drops some names."""
+    listed = ", ".join(names)
+    return Line(f"del {listed}" if len(listed) < 80 else f"del ({listed})")
 
 
 def _last_uses(statements: list[Statement], seen: Callable[[fx.Node], Text]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from partc import collectives, ops
-from partc.graph import Graph, held, is_backward, is_tensor
+from partc.graph import Graph, held, is_backward, is_tensor, value
 
 aten = torch.ops.aten
 VIEWS = {
@@ -21,6 +21,15 @@ VIEWS = {
     "view_as_complex", "view_as_real", "contiguous", "movedim", "alias", "detach", "mT",
     "swapaxes",
 }  # fmt: skip
+GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be the first operand
+    aten.gelu_backward.default,
+    aten.sigmoid_backward.default,
+    aten.silu_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
+)
+SUMS = (aten.add.Tensor, aten.sub.Tensor, ops.cross_entropy_grad)
+BIG = 2  # log-probabilities are big if they take more than one part of the biggest value
 
 
 def is_view(node: fx.Node) -> bool:
@@ -38,13 +47,31 @@ def _gives_view(target: Any) -> bool:
     return schema.name.split("::")[1] in VIEWS or any(r.alias_info for r in schema.returns)
 
 
+def shares(node: fx.Node) -> bool:
+    """Whether a value may lie in its first operand; each result of an op with several owns its
+    memory.
+    """
+    if node.op != "call_function" or not is_view(node):
+        return False
+    return node.target is not operator.getitem or is_view(node.all_input_nodes[0])
+
+
 def owner(node: fx.Node) -> fx.Node:
     """The node whose call allocated what this value lies in."""
-    while node.op == "call_function" and is_view(node):
-        if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
-            return node  # each result of an op with several owns its memory
+    while shares(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a view has to be a copy, as its operand does not lie so that it could be none."""
+    if node.target not in (aten.reshape.default, aten.contiguous.default):
+        return False
+    operand = held(node.all_input_nodes[0])
+    if node.target is aten.contiguous.default:
+        return not operand.is_contiguous()
+    result = operand.reshape(held(node).shape)
+    return bool(result.untyped_storage()._cdata != operand.untyped_storage()._cdata)
 
 
 SHAPED_LIKE = {"ones_like", "zeros_like", "empty_like", "full_like", "rand_like", "randn_like"}
@@ -80,30 +107,49 @@ def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def accumulations(order: Sequence[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b``, and
-    gradients of a cross entropy.
-
-    In the forward that is the left one, as one would write it by hand, in the backward any.
+def accumulations(
+    order: Sequence[fx.Node], kept: set[fx.Node], *, sums_only: bool = False
+) -> dict[fx.Node, fx.Node]:
+    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b`` and
+    gradients of a cross entropy; if not ``sums_only`` also products of a gradient, gradients of
+    activations, and log-probabilities.
     """
     memory = _Memory(order, kept)
+    biggest = max(map(num_bytes, order), default=0)
     found: dict[fx.Node, fx.Node] = {}
     for node in order:
-        if node.target is ops.cross_entropy_grad:
-            log_p = node.args[1]
-            assert isinstance(log_p, fx.Node)
-            if memory.is_free(log_p, node):
-                found[node] = log_p
-        if node.target not in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+        if sums_only and node.target not in SUMS:
             continue
-        operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
-        if len({owner(n) for n in operands}) < 2:
+        if node.target is aten._log_softmax.default and num_bytes(node) <= biggest // BIG:
             continue
-        any_of_them = is_backward(node) and node.target is aten.add.Tensor
-        for into in operands if any_of_them else operands[:1]:
+        for into in _overwritten_by(node):
             if _alike(node, into) and memory.is_free(into, node):
-                found.setdefault(node, into)
+                viewed = node.target is aten._log_softmax.default
+                found.setdefault(node, owner(into) if viewed else into)
     return found
+
+
+def _overwritten_by(node: fx.Node) -> Sequence[fx.Node]:
+    """The operands that a call may write its result over, if nobody needs them.
+
+    Of a sum in the forward that is the left one, as one would write it by hand, in the backward
+    any; of a product a gradient.
+    """
+    operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
+    if node.target is ops.cross_entropy_grad:
+        return operands[1:2]
+    if node.target is aten._log_softmax.default:
+        rows = node.args[1] in (-1, held(node).dim() - 1) and held(node).dim() > 1
+        return operands if rows else []
+    if node.target in GRADS_OF_ACTIVATIONS:
+        return operands[:1]
+    if node.kwargs or len({owner(n) for n in operands}) < 2:
+        return []
+    if node.target is aten.mul.Tensor:
+        return [n for n in operands if is_backward(node) and value(n).forward]
+    if node.target is aten.add.Tensor and is_backward(node):
+        return operands
+    return operands[:1] if node.target in (aten.add.Tensor, aten.sub.Tensor) else []
 
 
 class _Memory:

@@ -16,13 +16,14 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from partc import collectives
+from partc import collectives, ops
 from partc.graph import Graph, block_of, first_operand, tensor_args, value
 from partc.passes.write_pieces import joins_pieces
 
 Seconds = Callable[[fx.Node], float]
 
 _START, _REST = range(2)
+_PRODUCTS = (torch.ops.aten.matmul.default, torch.ops.aten.mm.default)
 # what only moves or reshapes a finished gradient on its way out of the step
 _CARRY = (
     *collectives.COLLECTIVES,
@@ -46,8 +47,24 @@ def fill_waits(graph: Graph, seconds: Seconds | None = None) -> Graph:
         for node in _ordered(segment, fillers, _Clock(seconds)):
             anchor.append(node)
             anchor = node
+        if not any(_moves_activations(n) and n not in fillers for n in segment):
+            _weights_first(segment)
     graph.fx.lint()
     return graph
+
+
+def _weights_first(segment: list[fx.Node]) -> None:
+    """Move gradients of inputs behind those of weights by the same layer's result: what the latter
+    alone read is dropped before the former are made. Nodes compare by their place.
+    """
+    inside = set(segment)
+    for grad in segment:
+        if grad.target is ops.weight_grad:
+            d_y = first_operand(grad)
+            products = [n for n in d_y.users if n in inside and n.target in _PRODUCTS]
+            for product in products:
+                if first_operand(product) is d_y and product < grad < min(product.users):
+                    grad.append(product)
 
 
 def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
@@ -137,6 +154,10 @@ def _waits(node: fx.Node) -> bool:
     """Whether a call waits for what it may have to wait for: weights were gathered a block
     ahead.
     """
-    if node.target is not collectives.wait:
-        return False
-    return value(tensor_args(first_operand(node))[0]).kind != "param"
+    return node.target is collectives.wait and _moves_activations(first_operand(node))
+
+
+def _moves_activations(node: fx.Node) -> bool:
+    """Whether a call starts a transfer of anything but weights."""
+    operands = tensor_args(node) if node.target in collectives.COLLECTIVES else []
+    return bool(operands) and value(operands[0]).kind != "param"

@@ -90,6 +90,16 @@ def test_reductions_start_with_their_gradient_and_end_with_the_step() -> None:
     assert names[-len(waits) + 2 :] == waits[2:]
 
 
+def test_where_nothing_is_in_flight_weights_come_first() -> None:
+    """What is computed again for the gradient of a weight is gone before that of the input."""
+    alone = LOCAL.replace("  reduced = all_reduce(down, axis='tp', num=2) : f32[8@dp,16]\n", "")
+    alone = alone.replace("  d_x_r = all_reduce(d_x, axis='tp', num=2)    : f32[8@dp,16]\n", "")
+    alone = alone.replace("reduced", "down").replace("d_x_r", "d_x")
+    alone = alone.replace("tp=2", "").replace("@tp", "").replace("{U:tp}", "")
+    names = order(fill_waits(place_waits(recompute(parse_graph(alone), Plan()))))
+    assert names.index("act_1") < names.index("d_down") < names.index("d_act")
+
+
 def test_cheap_values_are_computed_again() -> None:
     """The activation follows from ``up``, which is kept anyway: the backward makes its own."""
     graph = recompute(parse_graph(LOCAL), Plan())

@@ -200,19 +200,18 @@ class Stage2(nn.Module):
         """The gradients of microbatch `i`."""
         x, w1_1 = self.saved.pop(i)
         # blocks.1
-        d_gelu = d_y @ self.blocks_1_w2_weight                      # f64[24@mb,10,20]
         gelu_1 = F.gelu(w1_1)                                       # f64[24@mb,10,20]
         add_weight_grad(self.blocks_1_w2_weight, d_y, gelu_1)       # f64[12,20]{U:mb}
         del gelu_1
+        d_w1_1 = d_y @ self.blocks_1_w2_weight                      # f64[24@mb,10,20]
         add_grad(self.blocks_1_w2_bias, d_y.sum((0, 1)))            # f64[12]{U:mb}
-        d_w1_1 = torch.ops.aten.gelu_backward(d_gelu, w1_1)         # f64[24@mb,10,20]
-        del d_gelu
-        d_norm_1 = d_w1_1 @ self.blocks_1_w1_weight                 # f64[24@mb,10,12]
+        torch.ops.aten.gelu_backward.grad_input(d_w1_1, w1_1, grad_input=d_w1_1)  # f64[24@mb,10,20]
         norm_1_1, mean, rstd = torch.native_layer_norm(
             x, (12,), self.blocks_1_norm_weight, self.blocks_1_norm_bias, 1e-05,
         )                                                           # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
         add_weight_grad(self.blocks_1_w1_weight, d_w1_1, norm_1_1)  # f64[20,12]{U:mb}
         del norm_1_1
+        d_norm_1 = d_w1_1 @ self.blocks_1_w1_weight                 # f64[24@mb,10,12]
         add_grad(self.blocks_1_w1_bias, d_w1_1.sum((0, 1)))         # f64[20]{U:mb}
         del d_w1_1
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(

@@ -173,20 +173,19 @@ class Stage0(nn.Module):
         """The gradients of microbatch `i`."""
         embed, w1_0 = self.saved.pop(i)
         # blocks.0
-        d_gelu = d_y @ self.blocks_0_w2_weight               # f64[24@mb,10,20]
-        d_w1_0 = torch.ops.aten.gelu_backward(d_gelu, w1_0)  # f64[24@mb,10,20]
-        del d_gelu
-        d_norm_0 = d_w1_0 @ self.blocks_0_w1_weight          # f64[24@mb,10,12]
+        d_w1_0 = d_y @ self.blocks_0_w2_weight       # f64[24@mb,10,20]
+        torch.ops.aten.gelu_backward.grad_input(d_w1_0, w1_0, grad_input=d_w1_0)  # f64[24@mb,10,20]
+        d_norm_0 = d_w1_0 @ self.blocks_0_w1_weight  # f64[24@mb,10,12]
         norm_0_1, mean, rstd = torch.native_layer_norm(
             embed, (12,), self.blocks_0_norm_weight, self.blocks_0_norm_bias, 1e-05,
-        )                                                    # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
+        )                                            # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
         d_embed, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm_0, embed, (12,), mean, rstd, self.blocks_0_norm_weight, self.blocks_0_norm_bias,
-            (True, True, True))                              # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
+            (True, True, True))                      # f64[24@mb,10,12], f64[12]{U:mb}, f64[12]{U:mb}
         add_grad(self.blocks_0_norm_weight, d_norm_weight)
         add_grad(self.blocks_0_norm_bias, d_norm_bias)
         del d_norm_0, d_norm_bias, d_norm_weight, mean, rstd
-        d_embed += d_y                                       # f64[24@mb,10,12]
+        d_embed += d_y                               # f64[24@mb,10,12]
         self.left[i] = (d_y, d_w1_0, norm_0_1, d_embed)
         return ()
 
