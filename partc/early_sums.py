@@ -182,7 +182,7 @@ def _share(graph: Graph, phase: Phase) -> float:
     """The part of a phase's arithmetic that its blocks do."""
     flops = {n: graph.times(n) * node_flops(n) for n in graph.calls() if value(n).phase == phase}
     inside = sum(f for n, f in flops.items() if list_member(value(n).module)[0])
-    return inside / max(sum(flops.values()), 1)
+    return float(inside / max(sum(flops.values()), 1))
 
 
 def _less(spent: Spent, early: Early, saved_s: float) -> Spent:
