@@ -153,17 +153,17 @@ def step_backward(loss: Tensor, count: Tensor, log_softmax: Tensor, reshape: Ten
 
 
 @torch.compile
-def mlp_backward(d_y: Tensor, w2_weight: Tensor, w1: Tensor, w1_weight: Tensor, x: Tensor,
-                 norm_weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, ...]:
+def mlp_backward(w1: Tensor, d_y: Tensor, w2_weight: Tensor, x: Tensor, norm_weight: Tensor,
+                 norm_bias: Tensor, w1_weight: Tensor) -> tuple[Tensor, ...]:
     """Backward of `Mlp`."""
     # blocks.0
-    d_gelu = d_y @ w2_weight                         # f64[4@dp,8,10]
     gelu = F.gelu(w1)                                # f64[4@dp,8,10]
+    d_gelu = d_y @ w2_weight                         # f64[4@dp,8,10]
     d_w2_bias = d_y.sum((0, 1))                      # f64[6]{U:dp}
     d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)  # f64[4@dp,8,10]
-    d_norm = d_w1 @ w1_weight                        # f64[4@dp,8,6]
     norm, mean, rstd = torch.native_layer_norm(
         x, (6,), norm_weight, norm_bias, 1e-05)      # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+    d_norm = d_w1 @ w1_weight                        # f64[4@dp,8,6]
     d_w1_bias = d_w1.sum((0, 1))                     # f64[10]{U:dp}
     d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
         d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
@@ -189,19 +189,21 @@ class Block(nn.Module):
         self.whole = gather_weights([self.norm_weight, self.norm_bias, self.w1_weight,
                                      self.w2_weight], 2, self.dp)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
         y, w1 = mlp_forward(x, norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias)  # f64[4@dp,8,6]
-        return y, (w1, x)
+        return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
+        saved.clear()
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
         grads = {}
         (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
          grads[self.norm_bias]) = mlp_backward(
-            d_y, w2_weight, w1, w1_weight, x, norm_weight, norm_bias)  # f64[4@dp,8,10]
+            w1, d_y, w2_weight, x, norm_weight, norm_bias, w1_weight)  # f64[4@dp,8,10]
         grads[self.w2_weight] = weight_grad(d_y, gelu)                 # f64[6,10]{U:dp}
+        del w1
         grads[self.w1_weight] = weight_grad(d_w1, norm)                # f64[10,6]{U:dp}
         reduced.append(scatter_grads(grads, 2, self.dp))
         # norm

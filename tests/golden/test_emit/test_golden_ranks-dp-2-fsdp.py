@@ -104,6 +104,13 @@ def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
     return d_y.flatten(0, -2).T @ x.flatten(0, -2)
 
 
+def log_softmax_over(x: Tensor) -> Tensor:
+    """Log-probabilities by the last dim, written over their logits a few rows at a time."""
+    for rows in x.chunk(16):
+        rows.copy_(rows.log_softmax(-1))
+    return x
+
+
 def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
                        ignored: int) -> Tensor:
     """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
@@ -131,30 +138,36 @@ class Block(nn.Module):
         self.whole = gather_weights([self.norm_weight, self.norm_bias, self.w1_weight,
                                      self.w2_weight], 2, self.dp)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         norm_weight, norm_bias, w1_weight, w1_bias, w2_weight, w2_bias = take(self.whole)
         norm = F.layer_norm(x, (6,), norm_weight, norm_bias, 1e-05)  # f64[4@dp,8,6]
         w1 = F.linear(norm, w1_weight, w1_bias)                      # f64[4@dp,8,10]
         gelu = F.gelu(w1)                                            # f64[4@dp,8,10]
         w2 = F.linear(gelu, w2_weight, w2_bias)                      # f64[4@dp,8,6]
+        del gelu
         y = x + w2                                                   # f64[4@dp,8,6]
-        return y, (w1, x)
+        return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
+        saved.clear()
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
-        # w2
-        d_gelu = d_y @ w2_weight                          # f64[4@dp,8,10]
         gelu = F.gelu(w1)                                 # f64[4@dp,8,10]
+        # w2
         grads = {self.w2_weight: weight_grad(d_y, gelu)}  # f64[6,10]{U:dp}
+        del gelu
+        d_w1 = d_y @ w2_weight                            # f64[4@dp,8,10]
         grads[self.w2_bias] = d_y.sum((0, 1))             # f64[6]{U:dp}
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)   # f64[4@dp,8,10]
-        d_norm = d_w1 @ w1_weight                         # f64[4@dp,8,6]
+        torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[4@dp,8,10]
+        del w1
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), norm_weight, norm_bias, 1e-05)       # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
         # w1
         grads[self.w1_weight] = weight_grad(d_w1, norm)   # f64[10,6]{U:dp}
+        del norm
+        d_norm = d_w1 @ w1_weight                         # f64[4@dp,8,6]
         grads[self.w1_bias] = d_w1.sum((0, 1))            # f64[10]{U:dp}
+        del d_w1
         # norm
         d_x, grads[self.norm_weight], grads[self.norm_bias] = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (6,), mean, rstd, norm_weight, norm_bias, (True, True, True))  # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
@@ -199,7 +212,7 @@ class ToyStep(nn.Module):
         [head_weight] = take(gathered_1)                                 # hidden behind the last block
         head = F.linear(x, head_weight)                                  # f64[4@dp,8,14]
         reshape = labels.chunk(2)[self.dp_rank].reshape(16)              # i64[32@dp]
-        log_softmax = torch.log_softmax(head.reshape(16, 14), 1)         # f64[32@dp,14]
+        log_softmax = log_softmax_over(head.reshape(16, 14))             # f64[32@dp,14]
         del head
         nll_loss_forward, count = torch.ops.aten.nll_loss_forward(
             log_softmax, reshape, None, 2, -100)                         # f64[]{U:dp}, f64[]{U:dp}

@@ -98,7 +98,7 @@ class Block(nn.Module):
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         norm = F.layer_norm(x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6]
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[4@dp,8,10@tp]
         gelu = F.gelu(w1)                                  # f64[4@dp,8,10@tp]
@@ -107,18 +107,20 @@ class Block(nn.Module):
         dist.all_reduce(linear, group=self.tp)             # f64[4@dp,8,6]; exposed
         w2 = linear + self.w2_bias                         # f64[4@dp,8,6]
         y = x + w2                                         # f64[4@dp,8,6]
-        return y, (w1, x)
+        return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...], reduced: Reduced) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
         w1, x = saved
-        d_gelu = d_y @ self.w2_weight                          # f64[4@dp,8,10@tp]
+        saved.clear()
+        d_w1 = d_y @ self.w2_weight                            # f64[4@dp,8,10@tp]
         gelu = F.gelu(w1)                                      # f64[4@dp,8,10@tp]
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)        # f64[4@dp,8,10@tp]
+        torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[4@dp,8,10@tp]
         # w1
         d_norm = d_w1 @ self.w1_weight                         # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
+        del w1
         # w2
         flat, grads = room([*self.parameters()])
         write_weight_grad(grads[self.w2_weight], d_y, gelu)    # f64[6,10@tp]{U:dp}
@@ -128,6 +130,7 @@ class Block(nn.Module):
         grads[self.w1_bias].copy_(d_w1.sum((0, 1)))            # f64[10@tp]{U:dp}
         # norm
         d_norm_done.wait()                                     # hidden behind d_w2_weight, d_w2_bias, d_w1_weight ...
+        del norm
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (6,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
         )                                                      # f64[4@dp,8,6], f64[6]{U:dp}, f64[6]{U:dp}
