@@ -153,7 +153,6 @@ class Stage0(nn.Module):
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
         ids = self.ids.chunk(8)[i]                   # i64[24@mb,10]
-        # embed
         embed = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
         # blocks.0
         norm_0 = F.layer_norm(
@@ -193,7 +192,6 @@ class Stage0(nn.Module):
         add_grad(self.blocks_0_norm_bias, d_norm_bias)
         del d_norm_0, d_norm_bias, d_norm_weight, mean, rstd
         d_embed += d_y                                                 # f64[24@mb,10,12]
-        # embed
         add_grad(self.embed_weight,
                  torch.ops.aten.embedding_dense_backward(
                      d_embed, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}

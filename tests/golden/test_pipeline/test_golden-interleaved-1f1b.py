@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 MESH = {"pp": 2}
-STAGE0_SHARDS = {  # of stage 0
-    "embed_weight": ("embed.weight", (14, 12), "float64", ()),
-}
+STAGE0_SHARDS = {"embed_weight": ("embed.weight", (14, 12), "float64", ())}  # of stage 0
 STAGE2_SHARDS = {  # of stage 2
     "blocks_1_norm_weight": ("blocks.1.norm.weight", (12,), "float64", ()),
     "blocks_1_norm_bias": ("blocks.1.norm.bias", (12,), "float64", ()),
@@ -152,7 +150,6 @@ class Stage0(nn.Module):
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
         ids = self.ids.chunk(8)[i]                       # i64[24@mb,10]
-        # embed
         embedding = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
         self.saved[i] = (ids,)
         return (embedding,)                              # f64[24@mb,10,12]
@@ -160,7 +157,6 @@ class Stage0(nn.Module):
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         ids, = self.saved.pop(i)
-        # embed
         add_grad(
             self.embed_weight,
             torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}

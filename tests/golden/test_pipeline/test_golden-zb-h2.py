@@ -154,7 +154,6 @@ class Stage0(nn.Module):
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
         ids = self.ids.chunk(8)[i]                   # i64[24@mb,10]
-        # embed
         embed = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
         # blocks.0
         norm_0 = F.layer_norm(
@@ -201,7 +200,6 @@ class Stage0(nn.Module):
         add_grad(self.blocks_0_w2_bias, d_y.sum((0, 1)))               # f64[12]{U:mb}
         add_weight_grad(self.blocks_0_w1_weight, d_w1_0, norm_0_1)     # f64[20,12]{U:mb}
         add_grad(self.blocks_0_w1_bias, d_w1_0.sum((0, 1)))            # f64[20]{U:mb}
-        # embed
         add_grad(self.embed_weight,
                  torch.ops.aten.embedding_dense_backward(
                      d_embed, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}

@@ -17,12 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 MESH = {"pp": 2}
-STAGE0_SHARDS = {  # of stage 0
-    "embed_weight": ("embed.weight", (14, 12), "float64", ()),
-}
-STAGE3_SHARDS = {  # of stage 3
-    "head_weight": ("head.weight", (14, 12), "float64", ()),
-}
+STAGE0_SHARDS = {"embed_weight": ("embed.weight", (14, 12), "float64", ())}  # of stage 0
+STAGE3_SHARDS = {"head_weight": ("head.weight", (14, 12), "float64", ())}  # of stage 3
 SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     **{f"stage0.{name}": row for name, row in STAGE0_SHARDS.items()},
     **{f"stage3.{name}": row for name, row in STAGE3_SHARDS.items()},
@@ -51,11 +47,12 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
         weight.grad.addmm_(d_y.T, x)
 
 
-def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """Gradient of a summed cross entropy by the logits, written over their probabilities."""
+def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
+                       ignored: int) -> Tensor:
+    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
     scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = torch.where(target == ignored, 0, target).unsqueeze(1)
-    return p.mul_(scale).scatter_add_(1, place, -scale)
+    place = place.unsqueeze(1)
+    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
 class Inbox:
@@ -154,7 +151,6 @@ class Stage0(nn.Module):
     def forward(self, i: int) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
         ids = self.ids.chunk(8)[i]                       # i64[24@mb,10]
-        # embed
         embedding = F.embedding(ids, self.embed_weight)  # f64[24@mb,10,12]
         self.kept[i] = (ids,)
         return (embedding,)                              # f64[24@mb,10,12]
@@ -168,7 +164,6 @@ class Stage0(nn.Module):
         """The weight gradients that `backward` left for later."""
         ids, = self.kept.pop(i)
         d_y, = self.left.pop(i)
-        # embed
         add_grad(
             self.embed_weight,
             torch.ops.aten.embedding_dense_backward(d_y, ids, 14, -1, scale_grad_by_freq=False))  # f64[14,12]{U:mb}
@@ -192,7 +187,6 @@ class Stage3(nn.Module):
 
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        # head
         head = F.linear(x, self.head_weight)                      # f64[24@mb,10,14]
         reshape = self.labels.chunk(8)[i].reshape(30)             # i64[240@mb]
         log_softmax = torch.log_softmax(head.reshape(30, 14), 1)  # f64[240@mb,14]
@@ -208,10 +202,9 @@ class Stage3(nn.Module):
         """The gradients of microbatch `i`."""
         reshape, log_softmax, loss = self.saved.pop(i)
         d_div = torch.ones_like(loss) / self.total  # f64[]
-        d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, -100)  # f64[240@mb,14]
+        d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, -100)  # f64[240@mb,14]
         d_head = d_reshape.reshape(3, 10, 14)       # f64[24@mb,10,14]
         del d_reshape
-        # head
         d_x = d_head @ self.head_weight             # f64[24@mb,10,12]
         self.left[i] = (d_head,)
         return (d_x,)                               # f64[24@mb,10,12]
@@ -220,7 +213,6 @@ class Stage3(nn.Module):
         """The weight gradients that `backward` left for later."""
         x, = self.kept.pop(i)
         d_head, = self.left.pop(i)
-        # head
         add_weight_grad(self.head_weight, d_head, x)  # f64[14,12]{U:mb}
 
     def finish(self) -> Tensor:
