@@ -20,7 +20,7 @@ from partc.passes.storage import GRADS_OF_ACTIVATIONS, Replay, Storage, replay
 STATE_COPIES = {  # tensors as large as the parameter that an optimizer keeps for it
     "none": 0, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2,
 }  # fmt: skip
-WRITTEN_OVER: dict[Any, int] = {  # calls that programs write over one of their operands, by its place
+WRITTEN_OVER: dict[Any, int] = {  # by the place of the operand that programs write it over
     collectives.all_reduce: 0, torch.ops.aten._log_softmax.default: 0, ops.cross_entropy_grad: 1,
     **dict.fromkeys(GRADS_OF_ACTIVATIONS, 0),
 }  # fmt: skip
