@@ -15,55 +15,49 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, **how: float) -> tuple[Tensor, Tensor]:
     """Attention in 16 bits, and the logarithm of each query's sum."""
-    if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, scale=scale)  # fmt: skip
-    return torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, is_causal, scale=scale)[:2]  # fmt: skip
+    if q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **how)[:2]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **how)
 
 
 def flash_attention_backward(
-    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor,
-    is_causal: bool = False, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``q``, ``k`` and ``v``."""
+    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *y: Tensor, is_causal: bool, **how: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``q``, ``k`` and ``v``; ``y`` is what the forward gave."""
+    given, aten = (d_y, q, k, v, *y), torch.ops.aten
     if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_y, q, k, v, y, logsumexp, 0.0, is_causal, scale=scale)  # fmt: skip
-    unused = q.new_empty(2, dtype=torch.uint64)  # the state of a generator
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        d_y, q, k, v, y, logsumexp, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
-        unused, unused, scale=scale)  # fmt: skip
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, 0, is_causal, **how
+        )
+    more = (None, None, q.shape[2], k.shape[2], 0, is_causal)
+    seed = q.new_empty(2, dtype=torch.uint64)  # unused, as nothing is dropped
+    return aten._scaled_dot_product_flash_attention_backward(*given, *more, seed, seed, **how)
 
 
 def efficient_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, **how: float
+) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of each query's sum."""
-    if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)  # fmt: skip
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, mask, True, 0.0, is_causal, scale=scale)[:2]  # fmt: skip
+    aten = torch.ops.aten
+    if q.is_cuda:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, **how)[:2]
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, **how)
 
 
 def efficient_attention_backward(
-    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor,
-    is_causal: bool = False, scale: float | None = None, mask: Tensor | None = None,
+    d_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *y: Tensor, is_causal: bool,
+    mask: Tensor | None = None, **how: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``q``, ``k`` and ``v``."""
+    """Gradients of ``q``, ``k`` and ``v``; ``y`` is what the forward gave."""
+    aten = torch.ops.aten
     if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_y, q, k, v, y, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale)  # fmt: skip
-    unused = q.new_empty((), dtype=torch.int64)  # the state of a generator
-    return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        d_y, q, k, v, mask, y, logsumexp, unused, unused, 0.0, [True, True, True, False],
-        is_causal, scale=scale)[:3]  # fmt: skip
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_y, q, k, v, *y, 0, is_causal, attn_mask=mask, **how)  # fmt: skip
+    seed = q.new_empty((), dtype=torch.int64)  # unused, as nothing is dropped
+    given = (d_y, q, k, v, mask, *y, seed, seed, 0, [True, True, True, False], is_causal)
+    return aten._scaled_dot_product_efficient_attention_backward(*given, **how)[:3]
 
 
 def plain_attention(

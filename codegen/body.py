@@ -16,10 +16,11 @@ from partc.codegen.inline import is_free, is_pointwise
 from partc.codegen.names import inside
 from partc.codegen.spell import first_result, written_over
 from partc.codegen.statements import Statement
-from partc.codegen.storage import GRADS_OF_ACTIVATIONS, owner
+from partc.codegen.storage import owner
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.codegen.transfers import Transfers
 from partc.graph import held, is_tensor, results_of, typed, value
+from partc.passes.storage import GRADS_OF_ACTIVATIONS
 from partc.quoting import comment
 
 INDENT = 2  # levels, of the body of a method

@@ -25,7 +25,7 @@ from partc.graph import Graph, Kind, Phase, held, is_tensor, tensor_args, value
 from partc.moves import gathers_param, moves
 
 SAVED = "list[Tensor]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "Reduced"}
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "list"}
 # what one phase leaves for another is called
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",

@@ -128,7 +128,6 @@ class RoleText:
             helpers=self.helpers.text(),
             blocks=blocks,
             seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
-            reduces=bool({"finish", "finish_partials"} & self.helpers.used),
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
             declarations=made,

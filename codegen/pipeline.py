@@ -203,7 +203,6 @@ class _File:
             stages=values,
             links="link_groups" in self.helpers.used,
             linked=schedule.stages > 1,
-            reduces=any("Reduced" in f["signature"] for b in blocks for f in b["functions"]),
             name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,
             axes=[(a, literal(a)) for a in graph.mesh.names if a != MB],

@@ -79,11 +79,6 @@ def take_cut(
     return [join(x, num, *cut) for x, num, cut in whole]
 
 
-def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
-    """Each block with the one that follows it, the last with None."""
-    return list(zip(blocks, [*blocks[1:], None], strict=True))
-
-
 def gather(x: Tensor, num: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start to gather the pieces of all ranks, one after the other on dim 0."""
     pieces = x.new_empty(num * x.shape[0], *x.shape[1:])

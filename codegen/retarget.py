@@ -28,7 +28,8 @@ def for_any_device(
     tensors = ("query", "key", "value")
     operands = ("grad_out", *tensors, "out", "logsumexp") if backward else tensors
     texts = [str(call.text(operand)) for operand in operands]
-    texts += [f"{n}={call.text(n)}" for n in ("is_causal", "scale") if call.get(n)]
+    texts += [f"is_causal={call.get('is_causal')}"] if backward or call.get("is_causal") else []
+    texts += [f"scale={call.text('scale')}"] if call.get("scale") else []
     if call.get("attn_mask") is not None:
         mask = str(call.text("attn_mask"))
         if kernel == "efficient":

@@ -228,7 +228,7 @@ class StepBody(Body):
         over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
         if self._gather(loop):
-            over = f"{self.helpers.use('with_next')}([*{over}])"
+            over = f"zip({over}, [*{over}, None][1:], strict=True)"
             layer = "(layer, following)" if items else "layer, following"
         if not items:
             return f"for {layer} in {over}:"

@@ -12,6 +12,7 @@ from torch import fx
 
 from partc import collectives, ops
 from partc.graph import Graph, held, is_backward, is_tensor, value
+from partc.passes.storage import GRADS_OF_ACTIVATIONS
 
 aten = torch.ops.aten
 VIEWS = {
@@ -21,13 +22,6 @@ VIEWS = {
     "view_as_complex", "view_as_real", "contiguous", "movedim", "alias", "detach", "mT",
     "swapaxes",
 }  # fmt: skip
-GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be the first operand
-    aten.gelu_backward.default,
-    aten.sigmoid_backward.default,
-    aten.silu_backward.default,
-    aten.tanh_backward.default,
-    aten.threshold_backward.default,
-)
 SUMS = (aten.add.Tensor, aten.sub.Tensor, ops.cross_entropy_grad)
 BIG = 2  # log-probabilities are big if they take more than one part of the biggest value
 

@@ -7,16 +7,22 @@ is freed after its last reader, an operand in flight lives until its wait, gradi
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from partc import collectives
+from partc import collectives, ops
 from partc.errors import UsageError
-from partc.graph import Graph, held, value
-from partc.passes.storage import Replay, Storage, replay
+from partc.graph import Graph, held, tensor_args, value
+from partc.passes.storage import GRADS_OF_ACTIVATIONS, Replay, Storage, replay
 
 STATE_COPIES = {  # tensors as large as the parameter that an optimizer keeps for it
     "none": 0, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2,
+}  # fmt: skip
+WRITTEN_OVER: dict[Any, int] = {  # by the place of the operand that programs write it over
+    collectives.all_reduce: 0, torch.ops.aten._log_softmax.default: 0, ops.cross_entropy_grad: 1,
+    **dict.fromkeys(GRADS_OF_ACTIVATIONS, 0),
 }  # fmt: skip
 
 
@@ -154,7 +160,9 @@ def _readers(user: fx.Node) -> list[fx.Node]:
 def _written_in_place(
     graph: Graph, ran: Replay, calls: Sequence[fx.Node]
 ) -> dict[Storage, Storage]:
-    """Memory of a reduction's result -> that of its operand, where nobody reads that later."""
+    """Memory of a result -> that of the operand that programs write it over, where nobody reads
+    that later.
+    """
     at = {node: i for i, node in enumerate([*calls, graph.fx.output_node()])}
     outside = {s for n in graph.fx.nodes if n.op == "placeholder" for s in ran.storages(n)}
     last: dict[Storage, int] = {}  # reader of each piece of memory, reductions of it apart
@@ -164,9 +172,10 @@ def _written_in_place(
             last[storage] = max([last.get(storage, -1), *readers])
     shared: dict[Storage, Storage] = {}
     for node in calls:
-        if node.target is collectives.all_reduce:
-            (operand,), (result,) = ran.storages(node.args[0]), ran.storages(node)  # type: ignore[arg-type]
-            if operand not in outside and last.get(operand, -1) < at[node]:
+        if node.target in WRITTEN_OVER:
+            into = tensor_args(node)[WRITTEN_OVER[node.target]]
+            ((operand, size),), ((result, needs),) = (ran.storages(n).items() for n in (into, node))
+            if operand not in outside and needs <= size and last.get(operand, -1) <= at[node]:
                 shared[result] = shared.get(operand, operand)
     return shared
 

@@ -19,6 +19,14 @@ from partc.fake_calls import FakeCalls, tensors_in
 from partc.graph import Graph, held
 from partc.passes.workspaces import workspace_of
 
+GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be the first operand
+    torch.ops.aten.gelu_backward.default,
+    torch.ops.aten.sigmoid_backward.default,
+    torch.ops.aten.silu_backward.default,
+    torch.ops.aten.tanh_backward.default,
+    torch.ops.aten.threshold_backward.default,
+)
+
 Storage = int  # names one piece of memory within a Replay
 
 
