@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from partc import __version__, collectives
 from partc.graph import Graph, held, tensor_args
 from partc.moves import kind_of
-from partc.plan import Plan, fold_names
+from partc.plan import Plan
 from partc.quoting import comment
 from partc.schedules import Schedule
 
@@ -27,7 +27,6 @@ def header(graph: Graph, plan: Plan) -> str:
     ]
     rows = [("mesh", str(mesh) or "one device"), ("plan", plan.preset or "by hand")]
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graph.inputs]
-    rows += [("weights", row) for row in _weights(graph, plan)]
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
     rows += [
         ("sequence", f"unfinished activations are scattered over {a} along dim {d}")
@@ -56,9 +55,6 @@ def stage_header(
     rows += [("schedule", f"{comment(schedule.name)}, {plan.microbatches} microbatches")]
     rows += [("stage", row) for row in _stages(sorted(s for s in stages if s), plan.stages)]
     rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
-    rows += dict.fromkeys(
-        ("weights", row) for stage in stages for row in _weights(graphs[stage], plan)
-    )
     rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
     rows += [("note", comment(note)) for note in plan.notes]
     return "\n".join([*lines, *_wrapped(rows)])
@@ -119,38 +115,6 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
 def _cuts(name: str, table: object, plan: Plan) -> str:
     cuts = plan.stored(name, table)  # type: ignore[arg-type]
     return ", ".join(f"dim {layout.dim} over {axis}" for axis, layout in cuts.items()) or "whole"
-
-
-def _weights(graph: Graph, plan: Plan) -> list[str]:
-    """Names folded over layers, grouped by how they are stored; the largest group by count
-    alone.
-    """
-    groups: dict[str, list[str]] = {}
-    table = fold_names({name: plan.stored(name) for name in graph.params})
-    for name, cuts in table.items():
-        text = ", ".join(_cut(axis, x.dim, x.outer) for axis, x in cuts.items()) or "whole"
-        groups.setdefault(text, []).append(name)
-    return [
-        f"{text}: {', '.join(map(comment, _in_braces(_in_braces(names, 1), 0)))}"
-        for text, names in sorted(groups.items())
-    ]
-
-
-def _in_braces(names: Sequence[str], behind: int) -> list[str]:
-    """Paths that differ only in the part with ``behind`` parts behind it, written as one.
-
-    >>> _in_braces(["h.q.weight", "h.k.weight", "scale"], 1)
-    ['h.{q,k}.weight', 'scale']
-    """
-    found: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        head, *rest = name.rsplit(".", behind + 1)
-        part = rest.pop(0) if len(rest) > behind else ""
-        found.setdefault((head, *rest), []).append(part)
-    return [
-        ".".join(filter(None, (head, f"{{{','.join(parts)}}}" if parts[1:] else parts[0], *rest)))
-        for (head, *rest), parts in found.items()
-    ]
 
 
 def _cut(axis: str, dim: int, outer: int) -> str:

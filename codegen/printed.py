@@ -46,11 +46,10 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     while reduced:
-        grads, done = reduced.pop(0)
-        done.wait()
-        del done  # which holds what was sent
-        for param in list(grads):
-            grad = grads.pop(param)
+        reduced[0][1].wait()
+        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
+        while grads:
+            param, grad = grads.popitem()
             grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
@@ -114,7 +113,7 @@ def gather_weights(
     shards: list[Tensor], num: int, group: dist.ProcessGroup
 ) -> list[tuple[list[Tensor], dist.Work]]:
     """Start one transfer of all ranks' pieces of weights."""
-    mine = side_by_side([x.flatten() for x in shards], 0)
+    mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
     parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
@@ -125,7 +124,8 @@ def sum_grads(
     grads: dict[nn.Parameter, Tensor], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
     """Start to sum gradients over the group in one transfer; ``grads`` is left empty."""
-    flat = side_by_side([x.flatten() for x in grads.values()], 0)
+    parts = [x.flatten() for x in grads.values()]
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
     done = dist.all_reduce(flat, group=group, async_op=True)
     parts = flat.split([x.numel() for x in grads.values()])
     sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
@@ -139,14 +139,14 @@ def scatter_grads(
     """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
     shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
     sizes = [x.numel() // num for x in grads.values()]
-    sent = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
+    rows = [x.reshape(num, -1) for x in grads.values()]
+    sent = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+    del rows
     grads.clear()
-    if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        mine = torch.empty_like(sent)  # pieces of all ranks
-        done = dist.all_to_all_single(mine, sent, group=group, async_op=True)
-    else:
-        mine = torch.empty_like(sent[0])
-        done = dist.reduce_scatter_single(mine, sent, group=group, async_op=True)
+    gloo = dist.get_backend(group) == "gloo"  # its reduce_scatter sends twice as much
+    mine = torch.empty_like(sent if gloo else sent[0])  # the pieces of all ranks, or their sum
+    start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
+    done = start(mine, sent, group=group, async_op=True)
     parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
     return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
 
@@ -194,11 +194,6 @@ def move_grads(
         done.wait()
         moved[param] = join(arrived, num, dim, outer)
     return moved
-
-
-def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
-    """Tensors in one memory; one alone stays where it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def exchange(
@@ -249,8 +244,7 @@ def cross_entropy_grad(
     d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor, ignored: int
 ) -> Tensor:
     """Gradient of a summed cross entropy, over its softmax; ``place`` < 0 is another rank's."""
-    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = place.unsqueeze(1)
+    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 

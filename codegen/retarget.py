@@ -29,7 +29,8 @@ def for_any_device(
     operands = ("grad_out", *tensors, "out", "logsumexp") if backward else tensors
     texts = [str(call.text(operand)) for operand in operands]
     texts += [f"is_causal={call.get('is_causal')}"] if backward or call.get("is_causal") else []
-    texts += [f"scale={call.text('scale')}"] if call.get("scale") else []
+    scale, usual = call.get("scale"), held(call.get("query")).shape[-1] ** -0.5
+    texts += [f"scale={call.text('scale')}"] if scale not in (None, usual) else []
     if call.get("attn_mask") is not None:
         mask = str(call.text("attn_mask"))
         if kernel == "efficient":
