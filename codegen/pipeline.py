@@ -11,6 +11,7 @@ from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
+from partc.codegen.alike_stages import take_in
 from partc.codegen.by_rank import RANK, merged
 from partc.codegen.classes import BlockClass
 from partc.codegen.emit import TEMPLATES, dtype_name, header_line
@@ -221,7 +222,7 @@ class _File:
         """The stages that have a class of their own; those alike are instances of one."""
         found: list[StageText] = []
         for stage in self.stages:
-            if not any(other.take_in(stage) for other in found):
+            if not any(take_in(other, stage) for other in found):
                 found.append(stage)
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from partc.codegen.alike_stages import made
 from partc.codegen.emit import read
 from partc.codegen.layers import Layers
 from partc.codegen.rank_links import RankLinks
@@ -64,7 +65,7 @@ class RankStep:
         """The statements of ``__init__``: stages, and what links them to other ranks."""
         for number, stage in self.stages.items():
             layers = Layers.of(self.graphs[number])
-            yield Line(f"self.{stage.attribute} = {stage.made(layers.first if layers else None)}")
+            yield Line(f"self.{stage.attribute} = {made(stage, layers.first if layers else None)}")
         for one in self.shared_here():
             first, *others = (self._path(one.name, s) for s in self.mine(one))
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import fx, nn
 
+from partc.codegen.alike_stages import declared, given
 from partc.codegen.blocks import Item, Loop, Run
 from partc.codegen.classes import LEFT, BlockClass, passed
 from partc.codegen.compiled import compiled
@@ -144,8 +145,8 @@ class StageText(RoleText):
             "name": self.name,
             "doc": self._doc(),
             "functions": self.functions,
-            "arguments": "".join(f", {name}: {kind}" for name, kind in self._given().items()),
-            "declarations": block(self._declared(), 2),
+            "arguments": "".join(f", {name}: {kind}" for name, kind in given(self).items()),
+            "declarations": block(declared(self), 2),
             "seeds": self.seeds,
         }
 
@@ -158,55 +159,13 @@ class StageText(RoleText):
         functions += [self._finish().reduce()] if self.ends.leaving else []
         return [*functions, *([self._finish().function()] if self.finishes else [])]
 
-    # classes of several stages ---------------------------------------------------------------
-    def take_in(self, other: StageText) -> bool:
-        """Let another stage of the rank be an instance of this one's class, if it is alike: it may
-        read buffers of this one.
-        """
-        if self.layers is None or other.layers is None or self._text() != other._text():
-            return False
-        mine, theirs = (s.stored_tables()[1]["BUFFERS"] for s in (self, other))
-        if mine != theirs and theirs:
-            return False
-        other.class_of = self
-        self.lends |= mine != theirs
-        self.title = _and(self.title, other.title)
-        return True
-
-    def _text(self) -> tuple[Any, ...]:
-        """What its class says, but for its buffers."""
-        declared = self.declarations(lambda _: FIRST, ["param"])
-        return self.functions, self.seeds, declared, self.stored_tables()[1]["SHARDS"]
-
-    def _declared(self) -> list[Line]:
-        """The statements that make its parameters, buffers and blocks."""
-        if not self.lends:
-            return self.declarations(self._read_table)
-        made = f"self.register_buffer(name, {self.helpers.use('empty')}(*known))"
-        buffers = [Line("for name, (_, *known) in buffers.items():"), Line(made, indent=1)]
-        return [*self.declarations(self._read_table, ["param"]), *buffers]
-
-    def _given(self) -> dict[str, str]:
-        """What its class takes beside the mesh, with types."""
-        reads = any(f"[{FIRST}]" in line.code for line in self._declared())
-        given = {FIRST: "int"} if reads else {}
-        return given | ({"buffers": "dict[str, tuple]"} if self.lends else {})
-
-    def made(self, first: int | None) -> str:
-        """The call that makes it, of a stage whose layers begin at ``first``."""
-        given = self.class_of._given()
-        arguments = ["mesh", *([str(first)] if FIRST in given else [])]
-        if "buffers" in given:
-            arguments.append("{}" if self is not self.class_of else self.table("BUFFERS"))
-        return f"{self.name}({', '.join(arguments)})"
-
     def varies(self, constant: str) -> bool:
         """Whether that table has other names for each stage and rank that runs the text."""
         kind = next(kind for kind, name in TABLES.items() if name == constant)
         layers = self.layers
         return layers is not None and any(map(layers.has, self.graph.placeholders(kind)))
 
-    def _read_table(self, constant: str) -> str:
+    def read_table(self, constant: str) -> str:
         """Its table of its own parameters or buffers."""
         return self.table(constant) + (f"[{FIRST}]" if self.varies(constant) else "")
 
@@ -472,14 +431,6 @@ def has_phase(graph: Graph, phase: Phase) -> bool:
     """Whether a stage does anything in a phase, were it only to take in a gradient."""
     at_work = phase in ("S", "F") or bool(received(graph, phase))
     return at_work or any(value(n).phase == phase for n in graph.calls())
-
-
-def _and(title: str, other: str) -> str:
-    """
-    >>> _and(_and("Stage 1", "Stage 3"), "Stage 5")
-    'Stages 1, 3, 5'
-    """
-    return f"Stages {title.partition(' ')[2]}, {other.partition(' ')[2]}"
 
 
 def _after(phase: Phase) -> list[Phase]:
