@@ -151,33 +151,39 @@ class Block(nn.Module):
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         # norm
         norm = F.layer_norm(x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12]
         # w1
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[24@mb,10,20]
         gelu = F.gelu(w1)                                  # f64[24@mb,10,20]
+        del norm
         # w2
         w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[24@mb,10,12]
+        del gelu
         y = x + w2                                         # f64[24@mb,10,12]
-        return y, (w1, x)
+        return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor]) -> Tensor:
         w1, x = saved
-        # w2
-        d_gelu = d_y @ self.w2_weight                           # f64[24@mb,10,20]
+        saved.clear()
         gelu = F.gelu(w1)                                       # f64[24@mb,10,20]
+        # w2
         add_weight_grad(self.w2_weight, d_y, gelu)              # f64[12,20]{U:mb}
+        del gelu
+        d_w1 = d_y @ self.w2_weight                             # f64[24@mb,10,20]
         add_grad(self.w2_bias, d_y.sum((0, 1)))                 # f64[12]{U:mb}
-        d_w1 = torch.ops.aten.gelu_backward(d_gelu, w1)         # f64[24@mb,10,20]
-        # w1
-        d_norm = d_w1 @ self.w1_weight                          # f64[24@mb,10,12]
+        torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[24@mb,10,20]
+        del w1
         # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
         # w1
         add_weight_grad(self.w1_weight, d_w1, norm)             # f64[20,12]{U:mb}
+        del norm
+        d_norm = d_w1 @ self.w1_weight                          # f64[24@mb,10,12]
         add_grad(self.w1_bias, d_w1.sum((0, 1)))                # f64[20]{U:mb}
+        del d_w1
         # norm
         d_x, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
             d_norm, x, (12,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
