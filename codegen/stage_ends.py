@@ -6,13 +6,15 @@ that its sum over microbatches still has to pass, and the function that does thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from partc import collectives
+from partc.codegen.blocks import Run
+from partc.codegen.classes import BlockClass
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line, block
 from partc.early_sums import Chain, Leaving, closing_chain, leaving
@@ -66,6 +68,44 @@ def take_ends(graph: Graph) -> Ends:
     made = {name: (grads[name], chain) for name, chain in chains.items()}
     early = leaving(graph, graph.early, made) if graph.early else None
     return Ends(chains, chain, dims, early)
+
+
+def early_sums(
+    leaving: Leaving, first: Sequence[str], classes: Sequence[BlockClass], params: Collection[str]
+) -> dict[Run, tuple[list[Line], list[Line]]]:
+    """What starts sums of gradients that leave before the end: before the loop over each class's
+    blocks, and at the end of each turn. ``first`` are the paths of parameters whose gradients are
+    there before the first loop.
+    """
+    found: dict[Run, tuple[list[Line], list[Line]]] = {}
+    for cls in classes:
+        before = [] if found else [f"self.{path}" for path in first]
+        behind = _leaving_behind(cls, {*leaving.blocks}, params)
+        found[cls.run] = (
+            _reduced_early(before, "beside the blocks", 0),
+            _reduced_early(behind, "beside the blocks that are left", 1),
+        )
+    return found
+
+
+def _leaving_behind(cls: BlockClass, early: Set[str], params: Collection[str]) -> list[str]:
+    """The parameters of one of a class's blocks that leave early, where those of all do."""
+    mine = [s for s in cls.suffixes if f"{cls.run.layers[0]}.{s}" in params]
+    here = [layer for layer in cls.run.layers if mine and f"{layer}.{mine[0]}" in params]
+    leaves = [[s for s in mine if f"{layer}.{s}" in early] for layer in here]
+    if not leaves or any(each != leaves[0] for each in leaves):
+        return []
+    if leaves[0] == mine:
+        return ["*layer.parameters()"]
+    return [f"layer.{cls.suffixes[suffix]}" for suffix in leaves[0]]
+
+
+def _reduced_early(params: Sequence[str], remark: str, indent: int) -> list[Line]:
+    """Start to sum gradients if no microbatch will add to them."""
+    if not params:
+        return []
+    start = Line(f"self.reduce([{', '.join(params)}])", remark, indent=indent + 1)
+    return [Line("if i == self.last:", indent=indent), start]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
 from partc.codegen.slots import interfaces
-from partc.codegen.stage_ends import Ends, Finish, take_ends
+from partc.codegen.stage_ends import Ends, Finish, early_sums, take_ends
 from partc.codegen.statements import free_early, with_sections
 from partc.codegen.step import StepBody
 from partc.codegen.tables import TABLES
@@ -229,37 +229,13 @@ class StageText(RoleText):
         return _Method(phase, arguments, lines)
 
     def _sums(self, phase: Phase) -> dict[Run, tuple[list[Line], list[Line]]]:
-        """What starts sums of gradients before loops over blocks, and behind each of these, in the
-        phase that makes the last of them.
-        """
-        leaving = self.ends.leaving
+        """What starts sums of gradients around the loops of the phase that makes the last ones."""
         loops = [item for item in self._items(phase) if isinstance(item, Loop)]
-        if not leaving or not loops or phase != ("W" if self.has("W") else "B"):
+        if self.ends.leaving is None or phase != ("W" if self.has("W") else "B"):
             return {}
-        first = [f"self.{self.attributes[self.graph.params[name]]}" for name in leaving.first]
-        before = self._reduce(first, "beside the blocks", 0)
-        found = {loop.run: ([*before], self._behind(self.classes[loop.run])) for loop in loops[:1]}
-        return found | {loop.run: ([], self._behind(self.classes[loop.run])) for loop in loops[1:]}
-
-    def _behind(self, cls: BlockClass) -> list[Line]:
-        """Start to sum the gradients of one of a class's blocks that leave before the end."""
-        assert self.ends.leaving is not None
-        early = {*self.ends.leaving.blocks}
-        params = [s for s in cls.suffixes if f"{cls.run.layers[0]}.{s}" in self.graph.params]
-        here = [layer for layer in cls.run.layers if f"{layer}.{params[0]}" in self.graph.params]
-        mine = [[s for s in params if f"{layer}.{s}" in early] for layer in here]
-        if any(each != mine[0] for each in mine):
-            return []
-        names = [f"layer.{cls.suffixes[suffix]}" for suffix in mine[0]]
-        names = ["*layer.parameters()"] if mine[0] == params else names
-        return self._reduce(names, "beside the blocks that are left", 1)
-
-    def _reduce(self, params: list[str], remark: str, indent: int) -> list[Line]:
-        """Start to sum gradients if no microbatch will add to them."""
-        if not params:
-            return []
-        start = Line(f"self.reduce([{', '.join(params)}])", remark, indent=indent + 1)
-        return [Line("if i == self.last:", indent=indent), start]
+        first = [self.attributes[self.graph.params[name]] for name in self.ends.leaving.first]
+        classes = [self.classes[loop.run] for loop in loops]
+        return early_sums(self.ends.leaving, first, classes, self.graph.params)
 
     def _updates(self, body: StepBody) -> list[Line]:
         """New values of buffers that this method makes."""
