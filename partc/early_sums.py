@@ -64,8 +64,7 @@ def with_early_sums(
 
 def _last(order: Schedule, stage: int) -> int:
     """The microbatch whose weight gradients a stage computes last."""
-    kind = "W" if "W" in order.kinds else "BI"
-    mine = [a for a in order.orders[order.rank_of[stage]] if a.stage == stage and a.kind in kind]
+    mine = [a for a in order.orders[order.rank_of[stage]] if a.stage == stage and a.kind in "BW"]
     return mine[-1].microbatch if mine else -1
 
 
