@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from partc import ops
-from partc.graph import Graph, drop_dead, held, set_held, set_value, value
+from partc.graph import Graph, held, set_held, set_value, value
 
 aten = torch.ops.aten
 MEAN = 1  # torch's code for a loss's reduction
@@ -27,7 +27,6 @@ def fuse_loss(graph: Graph) -> None:
     for node in list(graph.calls()):
         if node.target is aten._log_softmax_backward_data.default:
             _fuse(graph, node)
-    drop_dead(graph)  # how many targets count, where that was all it was for
 
 
 def _fuse(graph: Graph, node: fx.Node) -> None:
