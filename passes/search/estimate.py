@@ -204,10 +204,10 @@ class Estimator:
         if (one.data == "fsdp" and one.shard > 1) or (one.data == "zero1" and phase == FORWARD):
             gathers = [self._gather_s(one, mesh, unit) for unit in units]
         once = one.data == "zero1"  # all are started when the step begins
-        # gradients that are summed once per step are so behind its last microbatch
+        # gradients that are summed once per step leave in the backward of its last microbatch
         turns = one.microbatches * one.pp > 1
         once_per_step = one.data != "fsdp" and turns
-        now = shared = between = waited = 0.0
+        now = shared = between = waited = behind = last = 0.0
         moved = sum(gathers)
         arrives = accumulate(gathers) if once else iter(())
         arrived = gathers[0]
@@ -218,6 +218,10 @@ class Estimator:
             if number + 1 < len(units) and not once:
                 arrived = shared = max(shared, now) + gathers[number + 1]
             now += float(times.exposed[unit, phase])
+            if phase == BACKWARD and one.data_ranks > 1 and turns:
+                sums_s = self._reduce_s if once_per_step else self._reduce_between_s
+                last += sums_s(one, mesh, unit)
+                behind = max(behind, now) + sums_s(one, mesh, unit)
             if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
                 reduced = self._reduce_s(one, mesh, unit)
                 shared = max(shared, now) + reduced
@@ -226,10 +230,10 @@ class Estimator:
                     between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
             return _Waits(waited + self._slowed(moved - waited), 0.0)
+        late = min(last, max(0.0, behind - now))
+        late += self._slowed(last - late)
         if once_per_step:
-            closing = sum(self._reduce_s(one, mesh, unit) for unit in units)
-            return _Waits(waited + self._slowed(moved - waited), closing)
-        late = sum(self._reduce_between_s(one, mesh, unit) for unit in units) if turns else 0.0
+            return _Waits(waited + self._slowed(moved - waited), late)
         after = max(0.0, shared - now, between - now)
         return _Waits(waited + self._slowed(moved - waited - after), after + late)
 
