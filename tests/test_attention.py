@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
+from partc.api import compile
 from partc.codegen import attention
 from partc.codegen.attention import (
     efficient_attention,
@@ -98,3 +100,43 @@ def test_on_a_gpu_calls_and_shapes_are_those_of_its_kernels() -> None:
         assert (y.shape, logsumexp.shape[:2]) == (q.shape, q.shape[:2])
         grads = efficient_attention_backward(y, q, k, v, y, logsumexp, is_causal=False, mask=mask)
         assert [g.shape for g in grads] == [q.shape] * 3
+
+
+class Attends(nn.Module):
+    """Heads of one linear."""
+
+    def __init__(self, heads: int, head: int) -> None:
+        super().__init__()
+        self.heads, self.qkv = heads, nn.Linear(heads * head, 3 * heads * head)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        masked = mask if mask.dim() > 1 else None
+        return F.scaled_dot_product_attention(q, k, v, masked, is_causal=masked is None).sum()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "masked", "kernel"),
+    [
+        (torch.bfloat16, 16, False, "flash"),
+        (torch.bfloat16, 16, True, "efficient"),
+        (torch.bfloat16, 12, False, "plain"),  # 24 bytes
+        (torch.float32, 12, False, "efficient"),
+        (torch.float32, 6, False, "plain"),
+        (torch.float64, 16, False, "plain"),
+    ],
+)
+def test_which_kernel_a_program_asks_for(
+    dtype: torch.dtype, head: int, masked: bool, kernel: str
+) -> None:
+    model = Attends(2, head).to(dtype)
+    inputs = (
+        torch.randn(2, 5, 2 * head, dtype=dtype),
+        torch.zeros(5, 5, dtype=dtype) if masked else torch.zeros(1, dtype=dtype),
+    )
+    source = compile(model, {}, inputs, loss=lambda m, x, mask: m(x, mask), plan="ddp").source()
+    assert f" = {kernel}_attention(" in source
+    assert f" = {kernel}_attention_backward(" in source
+    assert ("mask=" in source.partition("class ")[2]) == masked
