@@ -1,6 +1,9 @@
 """Count a loss's targets where each rank has them all, not those of its columns of the scores.
 
-    all_reduce(nll_loss_forward(log_p, window(target))[1], axis) --> sum(target != ignored)
+    all_reduce(nll_loss_forward(log_p, window(target))[1], axis) --> sum(target >= 0)
+
+A window that is told which class is ignored says so here too; other targets that do not count are
+negative.
 
 In place of a local graph; ``partc.passes.microbatches`` does so for several microbatches.
 """
@@ -33,7 +36,7 @@ def _count(graph: Graph, node: fx.Node) -> None:
     call = picked(node)[0]
     if call.target not in NLL:
         return
-    _, targets, weight, _, ignored = call.args
+    _, targets, weight, *_ = call.args
     if weight is not None or not is_call(targets, ops.window):
         return
     assert isinstance(targets, fx.Node)
@@ -41,8 +44,10 @@ def _count(graph: Graph, node: fx.Node) -> None:
     if is_call(whole, ops.window):
         return
     axis = str(index.kwargs["axis"])
-    ignored = targets.kwargs.get("ignore", ignored)
-    valid = call_before(node, aten.ne.Scalar, whole, ignored)
+    if "ignore" in targets.kwargs:
+        valid = call_before(node, aten.ne.Scalar, whole, targets.kwargs["ignore"])
+    else:
+        valid = call_before(node, aten.ge.Scalar, whole, 0)
     each = call_before(node, aten._to_copy.default, valid, dtype=value(node).dtype)
     count = call_before(node, aten.sum.dim_IntList, each, [*range(len(shape_of(each)))])
     known = value(whole)

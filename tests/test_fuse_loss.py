@@ -84,6 +84,20 @@ def test_a_rank_s_columns_of_a_cut_vocabulary_are_those_of_the_whole(ignored: in
     torch.testing.assert_close(torch.cat(found, 1), logits.grad, rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.parametrize("ignored", [-100, -1, 3])
+@pytest.mark.parametrize(("mesh", "plan"), [("tp=2", "megatron"), ("dp=2,tp=2", "ddp+megatron")])
+def test_targets_of_a_cut_vocabulary_are_counted_whatever_is_ignored(
+    mesh: str, plan: str, ignored: int
+) -> None:
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), target, ignore_index=ignored)
+
+    x, target = batch()
+    given = (x, torch.where(target == 3, ignored, target))
+    program = partc.compile(Classifier(), mesh, given, loss=loss, plan=plan)
+    partc.verify(program, Classifier(), given, loss=loss).check()
+
+
 def test_a_rank_whose_targets_do_not_count_at_all() -> None:
     x, target = batch()
     target[: SAMPLES // 2] = 3  # those of the first data rank

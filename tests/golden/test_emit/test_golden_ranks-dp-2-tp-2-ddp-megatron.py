@@ -180,7 +180,7 @@ class ToyStep(nn.Module):
         reshape -= torch.log(total)                                      # f64[32@dp,14@tp]
         window_2 = window(reshape_1, self.tp_rank, 7, outside=-100)      # i64[32@dp]
         nll_loss_forward = torch.ops.aten.nll_loss_forward(reshape, window_2, None, 2, -100)[0]  # f64[]{U:dp}{U:tp}
-        total_1 = (reshape_1 != -100).to(torch.float64).sum(0)           # f64[]{U:dp}
+        total_1 = (reshape_1 >= 0).to(torch.float64).sum(0)              # f64[]{U:dp}
         dist.all_reduce(total_1, group=self.dp)                          # f64[]; exposed
         loss = nll_loss_forward / total_1                                # f64[]{U:dp}{U:tp}
         loss_done = dist.all_reduce(loss, group=self.dp, async_op=True)  # f64[]{U:tp}
