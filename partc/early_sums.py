@@ -2,9 +2,8 @@
 
 What microbatches add up is summed over ranks once. In the last backward of a stage a block's
 gradients are final as soon as the block is done: their sum runs beside the blocks before it.
-With ``n`` blocks, ``c`` of computing and ``t`` of transfer each, ``max(t, n t - (n - 1) c)`` is
-left when the backward ends. That is ``n`` transfers in place of a few large ones, so it is done
-where less time is left so.
+That is a transfer for each block in place of a few large ones, so it is done where less time is
+left when the backward ends (``early_cost.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from partc import collectives
-from partc.collective_cost import collective_seconds
+from partc.early_cost import EarlyBytes
 from partc.errors import CheckError
 from partc.folds import list_member
 from partc.graph import Graph, Phase, value
@@ -24,7 +23,6 @@ from partc.mesh import Mesh
 from partc.moves import kind_of
 from partc.passes.bytes import put_in_bytes
 from partc.passes.flops import node_flops
-from partc.roofline import Spent
 from partc.schedules import Schedule
 from partc.stage_cost import StageCost
 
@@ -145,36 +143,25 @@ def _early(
     groups = leaving(graph, early, chains)
     if not groups.blocks or {*groups.first, *groups.blocks} & {*tied}:
         return None, cost
-    saved_s = _saved(graph, early, groups, chains, cost, mesh)
-    if saved_s <= 0:
+    moved = _bytes(graph, early, groups, chains, cost)
+    if moved.saved_s(cost.spent, mesh) <= 0:
         return None, cost
-    return early, replace(cost, spent={**cost.spent, "E": _less(cost.spent["E"], early, saved_s)})
+    return early, replace(cost, early=moved, spent=moved.ending(cost.spent, mesh))
 
 
-def _saved(
+def _bytes(
     graph: Graph, early: Early, groups: Leaving, chains: Mapping[str, tuple[fx.Node, Chain]],
-    cost: StageCost, mesh: Mesh,
-) -> float:  # fmt: skip
-    """Seconds less at the end of the step."""
-
+    cost: StageCost,
+) -> EarlyBytes:  # fmt: skip
     def num_bytes(names: Sequence[str]) -> int:
         ends = [chains[name][1][0] for name in names]
         return sum(int(graph.times(end) * put_in_bytes(end)) for end in ends)
 
-    def seconds(num_bytes: float) -> float:
-        return collective_seconds(early.kind, num_bytes, mesh, early.axis) if num_bytes else 0.0
-
-    sizes = {"first": num_bytes(groups.first), "blocks": num_bytes(groups.blocks)}
-    rest = num_bytes(groups.rest)
     num = sum({list_member(n): graph.times(chains[n][1][0]) for n in groups.blocks}.values())
-    phase: Phase = "W" if "W" in cost.spent else "B"
-    computed_s = cost.spent[phase].seconds * _share(graph, phase)
-    each_s, first_s = seconds(sizes["blocks"] / num), seconds(sizes["first"])
-    behind_s = num * each_s - computed_s * (num - 1) / num
-    left_s = max(each_s, behind_s, first_s + num * each_s - computed_s)
-    lost_s = mesh.hardware.contention * (first_s + num * each_s - left_s)
-    whole = seconds(sum(sizes.values()) + rest)
-    return float(whole - seconds(rest) - left_s - lost_s)
+    return EarlyBytes(
+        early.kind, early.axis, num_bytes(groups.first), num_bytes(groups.blocks) / num, num,
+        num_bytes(groups.rest), _share(graph, "W" if "W" in cost.spent else "B"),
+    )  # fmt: skip
 
 
 def _share(graph: Graph, phase: Phase) -> float:
@@ -182,12 +169,3 @@ def _share(graph: Graph, phase: Phase) -> float:
     flops = {n: graph.times(n) * node_flops(n) for n in graph.calls() if value(n).phase == phase}
     inside = sum(f for n, f in flops.items() if list_member(value(n).module)[0])
     return float(inside / max(sum(flops.values()), 1))
-
-
-def _less(spent: Spent, early: Early, saved_s: float) -> Spent:
-    """What ends the step, so much of it hidden in the backward."""
-    exposed, hidden = dict(spent.exposed), dict(spent.hidden)
-    saved_s = min(saved_s, exposed.get(early.axis, 0.0))
-    exposed[early.axis] = exposed.get(early.axis, 0.0) - saved_s
-    hidden[early.axis] = hidden.get(early.axis, 0.0) + saved_s
-    return Spent(dict(spent.computing), exposed, hidden)

@@ -55,11 +55,15 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
     cost = PipelineCost.of_json(_saved(program, where))
     basis, mesh = program.basis, _mesh(program, change)
     rank_of = saved_schedule(program).rank_of
+    places = [mesh.at_place(rank) for rank in rank_of]
     computed = [
-        replace(stage, spent=walk_phases(tape, mesh.at_place(rank)))
-        for stage, tape, rank in zip(cost.stages, basis.tapes, rank_of, strict=True)
+        replace(stage, spent=walk_phases(tape, place))
+        for stage, tape, place in zip(cost.stages, basis.tapes, places, strict=True)
     ]
-    stages = with_messages(computed, mesh)
+    stages = tuple(
+        replace(stage, spent=stage.early.ending(stage.spent, place)) if stage.early else stage
+        for stage, place in zip(with_messages(computed, mesh), places, strict=True)
+    )
     link = stage_link(stages, mesh)
 
     def planned(stages: tuple[StageCost, ...]) -> tuple[Step, tuple[Closing, ...]]:

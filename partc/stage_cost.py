@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from partc.collective_cost import cheapest
+from partc.early_cost import EarlyBytes
 from partc.graph import Graph, Phase, held, value
 from partc.mesh import PP, Mesh
 from partc.passes.bytes import moved_bytes
@@ -41,6 +42,7 @@ class StageCost:
     activation_bytes: int
     waiting_bytes: int
     sent_bytes: int
+    early: EarlyBytes | None = None  # of its sums over ranks, those that begin before the end
 
     @property
     def forward_s(self) -> float:
@@ -155,7 +157,8 @@ def stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
 def stage_of_json(stage: Mapping[str, Any]) -> StageCost:
     """A stage's cost as a saved program has it."""
     spent = {phase: Spent.of_json(each) for phase, each in stage["spent"].items()}
-    return StageCost(**{**stage, "spent": spent})
+    early = EarlyBytes(**stage["early"]) if stage.get("early") else None
+    return StageCost(**{**stage, "spent": spent, "early": early})
 
 
 def _held_bytes(graph: Graph, ran: Replay) -> tuple[int, int]:
