@@ -30,8 +30,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-Reduced = list[tuple[dict[nn.Parameter, Tensor], dist.Work]]  # gradients on their way
-
 
 def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
     """Memory for this rank's piece of a parameter or buffer."""
@@ -43,11 +41,10 @@ def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], 
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     while reduced:
-        grads, done = reduced.pop(0)
-        done.wait()
-        del done  # which holds what was sent
-        for param in list(grads):
-            grad = grads.pop(param)
+        reduced[0][1].wait()
+        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
+        while grads:
+            param, grad = grads.popitem()
             grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
@@ -62,15 +59,10 @@ def take(gathered: list[tuple[list[Tensor], dist.Work]]) -> list[Tensor]:
     return whole
 
 
-def with_next(blocks: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
-    """Each block with the one that follows it, the last with None."""
-    return list(zip(blocks, [*blocks[1:], None], strict=True))
-
-
 def gather_weights(shards: list[Tensor], num: int,
                    group: dist.ProcessGroup) -> list[tuple[list[Tensor], dist.Work]]:
     """Start one transfer of all ranks' pieces of weights."""
-    mine = side_by_side([x.flatten() for x in shards], 0)
+    mine = torch.cat([x.flatten() for x in shards]) if len(shards) > 1 else shards[0].flatten()
     flat = mine.new_empty(num * mine.numel())
     done = dist.all_gather_single(flat, mine, group=group, async_op=True)
     parts = flat.view(num, -1).split([x.numel() for x in shards], 1)
@@ -82,21 +74,16 @@ def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
     """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
     shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
     sizes = [x.numel() // num for x in grads.values()]
-    sent = side_by_side([x.reshape(num, -1) for x in grads.values()], 1)
+    rows = [x.reshape(num, -1) for x in grads.values()]
+    sent = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+    del rows
     grads.clear()
-    if dist.get_backend(group) == "gloo":  # whose reduce_scatter sends twice as much
-        mine = torch.empty_like(sent)  # pieces of all ranks
-        done = dist.all_to_all_single(mine, sent, group=group, async_op=True)
-    else:
-        mine = torch.empty_like(sent[0])
-        done = dist.reduce_scatter_single(mine, sent, group=group, async_op=True)
+    gloo = dist.get_backend(group) == "gloo"  # its reduce_scatter sends twice as much
+    mine = torch.empty_like(sent if gloo else sent[0])  # the pieces of all ranks, or their sum
+    start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
+    done = start(mine, sent, group=group, async_op=True)
     parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
     return {p: part.unflatten(-1, shape) for (p, shape), part in parts}, done
-
-
-def side_by_side(parts: list[Tensor], dim: int) -> Tensor:
-    """Tensors in one memory; one alone stays where it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -114,8 +101,7 @@ def log_softmax_over(x: Tensor) -> Tensor:
 def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
                        ignored: int) -> Tensor:
     """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
-    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = place.unsqueeze(1)
+    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
@@ -148,7 +134,7 @@ class Block(nn.Module):
         y = x + w2                                                   # f64[4@dp,8,6]
         return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: list) -> Tensor:
         w1, x = saved
         saved.clear()
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
@@ -198,7 +184,7 @@ class ToyStep(nn.Module):
         x = F.embedding(ids_1, embed_weight)                             # f64[4@dp,8,6]
         del gathered, embed_weight
         blocks_saved = []
-        for layer, following in with_next([*self.blocks]):
+        for layer, following in zip(self.blocks, [*self.blocks, None][1:], strict=True):
             if following is not None:
                 following.gather()                                       # hidden behind this block's forward
             else:
@@ -228,7 +214,8 @@ class ToyStep(nn.Module):
         reduced.append(scatter_grads(grads, 2, self.dp))                 # f64[14@dp,6]
         d_x = d_head @ head_weight                                       # f64[4@dp,8,6]
         del x, d_head, head_weight
-        for layer, following in with_next([*reversed(self.blocks)]):
+        for layer, following in zip(
+            reversed(self.blocks), [*reversed(self.blocks), None][1:], strict=True):
             before, reduced = reduced, []
             if following is not None and not following.whole:
                 following.regather()                                     # hidden behind this block's backward

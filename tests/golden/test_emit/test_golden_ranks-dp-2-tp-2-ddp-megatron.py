@@ -30,8 +30,6 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((4, 8), "int64"),
 }
 
-Reduced = list[tuple[dict[nn.Parameter, Tensor], dist.Work]]  # gradients on their way
-
 
 def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
     """Memory for this rank's piece of a parameter or buffer."""
@@ -50,11 +48,10 @@ def room(params: list[nn.Parameter]) -> tuple[Tensor, dict[nn.Parameter, Tensor]
 def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
     """Wait for reduced gradients and add them to their parameters; the list is left empty."""
     while reduced:
-        grads, done = reduced.pop(0)
-        done.wait()
-        del done  # which holds what was sent
-        for param in list(grads):
-            grad = grads.pop(param)
+        reduced[0][1].wait()
+        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
+        while grads:
+            param, grad = grads.popitem()
             grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
@@ -72,8 +69,7 @@ def write_weight_grad(out: Tensor, d_y: Tensor, x: Tensor) -> None:
 def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
                        ignored: int) -> Tensor:
     """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
-    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = place.unsqueeze(1)
+    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
@@ -109,7 +105,7 @@ class Block(nn.Module):
         y = x + w2                                         # f64[4@dp,8,6]
         return y, [w1, x]
 
-    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: Reduced) -> Tensor:
+    def backward(self, d_y: Tensor, saved: list[Tensor], reduced: list) -> Tensor:
         w1, x = saved
         saved.clear()
         d_w1 = d_y @ self.w2_weight                            # f64[4@dp,8,10@tp]

@@ -6,8 +6,6 @@ schedule  looped-bfs, 8 microbatches
 stage     2 begins at blocks.1
 inputs    ids dim 0 over mb
           labels dim 0 over mb
-weights   whole: embed.weight
-          whole: blocks.*.{norm,w1,w2}.{weight,bias}
 """
 
 import torch

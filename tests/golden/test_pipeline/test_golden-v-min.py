@@ -6,8 +6,6 @@ schedule  v-min, 8 microbatches
 stage     3 begins at head
 inputs    ids dim 0 over mb
           labels dim 0 over mb
-weights   whole: embed.weight
-          whole: head.weight
 """
 
 import torch
@@ -47,11 +45,17 @@ def add_weight_grad(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
         weight.grad.addmm_(d_y.T, x)
 
 
+def log_softmax_over(x: Tensor) -> Tensor:
+    """Log-probabilities by the last dim, written over their logits a few rows at a time."""
+    for rows in x.chunk(16):
+        rows.copy_(rows.log_softmax(-1))
+    return x
+
+
 def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
                        ignored: int) -> Tensor:
     """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
-    scale = torch.where(target == ignored, 0, d_loss).unsqueeze(1)
-    place = place.unsqueeze(1)
+    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
@@ -76,7 +80,7 @@ class Inbox:
             self.posted.append([
                 (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
                 for i, x in enumerate(new)
-            ])  # fmt: skip
+            ])
 
     def take(self) -> list[Tensor]:
         """The next microbatch's tensors; those after it start to arrive."""
@@ -101,7 +105,7 @@ class Outbox:
         self.sent.append([
             (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
             for i, x in enumerate(whole)
-        ])  # fmt: skip
+        ])
         self.wait(self.bound)
 
     def wait(self, bound: int = 0) -> None:
@@ -187,12 +191,12 @@ class Stage3(nn.Module):
 
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        head = F.linear(x, self.head_weight)                      # f64[24@mb,10,14]
-        reshape = self.labels.chunk(8)[i].reshape(30)             # i64[240@mb]
-        log_softmax = torch.log_softmax(head.reshape(30, 14), 1)  # f64[240@mb,14]
+        head = F.linear(x, self.head_weight)                  # f64[24@mb,10,14]
+        reshape = self.labels.chunk(8)[i].reshape(30)         # i64[240@mb]
+        log_softmax = log_softmax_over(head.reshape(30, 14))  # f64[240@mb,14]
         del head
         nll_loss_forward = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, -100)[0]  # f64[]{U:mb}
-        loss = nll_loss_forward / self.total                      # f64[]{U:mb}
+        loss = nll_loss_forward / self.total                  # f64[]{U:mb}
         self.saved[i] = (reshape, log_softmax, loss)
         self.kept[i] = (x,)
         self.losses.append(loss)

@@ -5,7 +5,6 @@ plan      ddp
 schedule  zb-h2, 8 microbatches
 inputs    ids dim 0 over mb
           labels dim 0 over mb
-weights   whole: embed.weight, blocks.*.{norm,w1,w2}.{weight,bias}
 """
 
 import torch

@@ -7,7 +7,6 @@ stage     1 begins at blocks.2
           2 begins at blocks.4
 inputs    ids dim 0 over mb
           labels dim 0 over mb
-weights   whole: blocks.*.{norm,w1,w2}.{weight,bias}
 """
 
 import torch
@@ -19,7 +18,6 @@ from torch.nn import functional as F
 MESH = {"pp": 4}
 DTYPES = {"float64": torch.float64}
 PIPELINE_RANKS = (1, 2)  # the pipeline ranks that run this file
-STAGE_FIRST = {1: 2, 2: 4}  # by pp_rank: n, its first of blocks
 BLOCK_SHARDS = {  # of one of blocks.n .. n+1
     "norm_weight": ("norm.weight", (12,), "float64", ()),  # f64[12]
     "norm_bias": ("norm.bias", (12,), "float64", ()),  # f64[12]
@@ -28,16 +26,16 @@ BLOCK_SHARDS = {  # of one of blocks.n .. n+1
     "w2_weight": ("w2.weight", (12, 20), "float64", ()),  # f64[12,20]
     "w2_bias": ("w2.bias", (12,), "float64", ()),  # f64[12]
 }
-STAGE_SHARDS = {  # of stage pp_rank, by pp_rank
-    pp_rank: {
+STAGE_SHARDS = {  # of stage pp_rank, by n, its first of blocks
+    n: {
         **{f"blocks.{i}.{attribute}": ("blocks." + f"{i + n}.{name}", *rest)
            for i in range(2) for attribute, (name, *rest) in BLOCK_SHARDS.items()},
     }
-    for pp_rank, n in STAGE_FIRST.items()
+    for pp_rank in PIPELINE_RANKS for n in (2 * pp_rank,)
 }
 SHARDS = {  # by pipeline rank; attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
     pp_rank: {
-        **{f"stage.{name}": row for name, row in STAGE_SHARDS[pp_rank].items()},
+        **{f"stage.{name}": row for name, row in STAGE_SHARDS[2 * pp_rank].items()},
     }
     for pp_rank in PIPELINE_RANKS
 }
@@ -93,7 +91,7 @@ class Inbox:
             self.posted.append([
                 (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
                 for i, x in enumerate(new)
-            ])  # fmt: skip
+            ])
 
     def take(self) -> list[Tensor]:
         """The next microbatch's tensors; those after it start to arrive."""
@@ -118,7 +116,7 @@ class Outbox:
         self.sent.append([
             (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
             for i, x in enumerate(whole)
-        ])  # fmt: skip
+        ])
         self.wait(self.bound)
 
     def wait(self, bound: int = 0) -> None:
@@ -152,13 +150,10 @@ class Block(nn.Module):
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        # norm
         norm = F.layer_norm(x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12]
-        # w1
         w1 = F.linear(norm, self.w1_weight, self.w1_bias)  # f64[24@mb,10,20]
         gelu = F.gelu(w1)                                  # f64[24@mb,10,20]
         del norm
-        # w2
         w2 = F.linear(gelu, self.w2_weight, self.w2_bias)  # f64[24@mb,10,12]
         del gelu
         y = x + w2                                         # f64[24@mb,10,12]
@@ -175,7 +170,6 @@ class Block(nn.Module):
         add_grad(self.w2_bias, d_y.sum((0, 1)))                 # f64[12]{U:mb}
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[24@mb,10,20]
         del w1
-        # norm
         norm, mean, rstd = torch.native_layer_norm(
             x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
         # w1
@@ -207,7 +201,6 @@ class Stage(nn.Module):
 
     def forward(self, i: int, x: Tensor) -> tuple[Tensor, ...]:
         """Microbatch `i` through this stage."""
-        # blocks
         x_1 = x
         blocks_saved = []
         for layer in self.blocks:
@@ -220,7 +213,6 @@ class Stage(nn.Module):
     def backward(self, i: int, d_y: Tensor) -> tuple[Tensor, ...]:
         """The gradients of microbatch `i`."""
         blocks_saved, = self.saved.pop(i)
-        # blocks
         d_x = d_y
         for layer in reversed(self.blocks):
             d_x = layer.backward(d_x, blocks_saved.pop())  # f64[24@mb,10,12]
