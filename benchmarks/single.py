@@ -65,6 +65,7 @@ MODELS = {
     "vit": Model(AutoImageModel, 16, _VIT),
     "resnet": Model(AutoImageModel, 8, _RESNET),
     "llama-12": Model(AutoModelForCausalLM, 8, _LLAMA | {"num_hidden_layers": 12}),
+    "llama-32": Model(AutoModelForCausalLM, 8, _LLAMA | {"num_hidden_layers": 32}),
 }
 USUAL = [name for name in MODELS if "-" not in name]  # the first of each family
 

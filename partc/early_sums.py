@@ -32,13 +32,20 @@ REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
 
 @dataclass(frozen=True)
 class Early:
-    """Gradients of blocks that one collective finishes, of this kind and over this axis, leave in
-    the backward (or the weight gradients) of microbatch ``last``.
+    """Gradients of blocks that one collective finishes, of this kind, over this axis and scattered
+    along this dim, leave in the backward (or the weight gradients) of microbatch ``last``.
     """
 
     kind: str
     axis: str
+    dim: int
+    outer: int
     last: int
+
+    @classmethod
+    def of(cls, end: fx.Node, last: int) -> Early:
+        dim, outer = int(str(end.kwargs.get("dim", 0))), int(str(end.kwargs.get("outer", 1)))
+        return cls(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
 
 
 def with_early_sums(
@@ -98,8 +105,8 @@ class Leaving:
 
 
 def leaving(graph: Graph, early: Early, chains: Mapping[str, tuple[fx.Node, Chain]]) -> Leaving:
-    """When gradients leave that one collective of a kind and axis finishes; ``chains`` has what
-    each microbatch adds to every gradient's sum, and the collectives after it.
+    """When gradients leave that such a collective alone finishes; ``chains`` has what each
+    microbatch adds to every gradient's sum, and the collectives after it.
     """
     first: list[str] = []
     blocks: list[str] = []
@@ -109,7 +116,7 @@ def leaving(graph: Graph, early: Early, chains: Mapping[str, tuple[fx.Node, Chai
     final = "W" if at_work["W"] is not None else "B"
     start = at_work[final]
     for name, (made, chain) in chains.items():
-        if [(kind_of(n), str(n.kwargs["axis"])) for n in chain] != [(early.kind, early.axis)]:
+        if [Early.of(end, early.last) for end in chain] != [early]:
             continue
         block, known = list_member(name), value(made)
         if block[0] and list_member(known.module) == block:
@@ -130,16 +137,16 @@ def _first_of_blocks(graph: Graph, phase: str) -> fx.Node | None:
 def _early(
     graph: Graph, cost: StageCost, last: int, mesh: Mesh, tied: Sequence[str]
 ) -> tuple[Early | None, StageCost]:
-    """What leaves early of the kind and axis that move most, if less time is left so."""
+    """What leaves early of the collectives that move most, if less time is left so."""
     chains = {name: closing_chain(grad) for name, grad in graph.grads.items()}
     sizes: dict[Early, int] = defaultdict(int)
     for _, chain in chains.values():
         if len(chain) == 1 and chain[0].target in REDUCTIONS:
-            early = Early(kind_of(chain[0]), str(chain[0].kwargs["axis"]), last)
+            early = Early.of(chain[0], last)
             sizes[early] += graph.times(chain[0]) * put_in_bytes(chain[0])
     if not sizes or last < 0 or "E" not in cost.spent:
         return None, cost
-    early = max(sizes, key=lambda one: (sizes[one], one.kind, one.axis))
+    early = max(sizes, key=lambda one: (sizes[one], one.axis, one.dim))
     groups = leaving(graph, early, chains)
     if not groups.blocks or {*groups.first, *groups.blocks} & {*tied}:
         return None, cost

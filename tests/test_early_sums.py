@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import partc
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.program import Program
+from partc.topology import Level, Topology
 from partc.verification import verify
 from tests.pipelines import stages_of_toy, toy
 from tests.test_sum_in_levels import FAST, in_pairs
@@ -55,11 +57,17 @@ def test_stages(schedule: str, tied: bool) -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
-def test_scattered_sums() -> None:
-    """With sharded optimizers each rank keeps its pieces."""
+@pytest.mark.parametrize(("num", "leaves"), [(2, "*layer.parameters()"), (3, "layer.")])
+def test_scattered_sums(num: int, leaves: str) -> None:
+    """With sharded optimizers each rank keeps its pieces; those of three ranks are cut along
+    different dims, and the ones of most bytes leave early.
+    """
     case = toy(4)
-    program = compiled(case, on_slow_links("dp=2"), preset="zero1")
-    assert "self.reduce([*layer.parameters()])" in program.source()
+    levels = (Level("links", num, SLOW, QUICK_S),)
+    devices = ((Topology.load("cpu").device, num),)
+    mesh = replace(Mesh.of(f"dp={num}"), topology=Topology("flat", devices, levels))
+    program = compiled(case, mesh, preset="zero1")
+    assert f"self.reduce([{leaves}" in program.source()
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
