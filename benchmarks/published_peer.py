@@ -29,7 +29,7 @@ class Peer(Estimator):
     """Estimates a row as its system ran it."""
 
     def __init__(self, row: Row, topology: Topology) -> None:
-        super().__init__(laws(row, row.kernels), topology)
+        super().__init__(laws(row, row.kernels, plain=True), topology)
         self.row = row
 
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
@@ -64,10 +64,10 @@ def traced(dims: Dims, batch: int) -> Graph:
 
 
 @cache
-def laws(row: Row, kernels: str) -> Profile:
-    """The laws of a row's step with all its layers."""
+def laws(row: Row, kernels: str, *, plain: bool) -> Profile:
+    """The laws of a row's step with all its layers, as eager PyTorch's if ``plain``."""
     graph = traced(row.dims, row.batch)
-    found = profile(graph, row.word, recompute=row.recompute, touched=KERNELS[kernels])
+    found = profile(graph, row.word, recompute=row.recompute, touched=KERNELS[kernels], plain=plain)
     block = next(unit for unit in found.chain if found.is_block[unit])
     at = found.chain.index(block) + 1
     more = row.dims.layers - TRACED_LAYERS

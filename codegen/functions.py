@@ -123,7 +123,7 @@ class Written:
             for same in zip(*alike, strict=True)
         ]
         way = "Backward" if unit.is_backward else "Forward"
-        again = ", again for its backward" if unit.repeats else ""
+        again = ", anew for its backward" if unit.repeats else ""
         says = f"{way} of `{docstring(unit.home.name)}`{again}."
         return Outlined(name, self.text(name, says, lines), self.results)
 
@@ -139,7 +139,7 @@ class Written:
 
 def function_name(unit: Unit) -> str:
     """What the function of a unit would like to be called."""
-    what = "_backward" if unit.is_backward else "_again" if unit.repeats else ""
+    what = "_backward" if unit.is_backward else "_anew" if unit.repeats else ""
     return snake(unit.home.name) + what
 
 

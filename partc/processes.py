@@ -178,6 +178,7 @@ def _reply(rank: int, store: Any, job: bytes) -> bytes:
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
         try:
+            dist.barrier()  # who is done first would close what others have yet to connect to
             return pickle.dumps((True, function(*arguments)))
         finally:
             dist.destroy_process_group()

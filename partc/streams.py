@@ -49,12 +49,18 @@ class Transfer:
     sent: tuple[Span, ...]
     arriving: tuple[Span, ...]
 
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """The addresses of the memory that it uses, each once."""
+        return tuple(dict.fromkeys(span.storage for span in (*self.sent, *self.arriving)))
+
 
 class Streams:
     """The transfers of a running program that nobody has waited for yet."""
 
     def __init__(self) -> None:
         self.under_way: dict[int, Transfer] = {}
+        self.using: dict[int, list[Transfer]] = {}  # by the address of a storage
         self.started = 0
 
     def start(
@@ -63,13 +69,18 @@ class Streams:
         """Note a transfer of ``sent`` to ``arriving``; gives the number to wait for."""
         self._check(name, lambda: place, sent, arriving)
         self.started += 1
-        spans = (tuple(map(Span.of, tensors)) for tensors in (sent, arriving))
-        self.under_way[self.started] = Transfer(name, place, *spans)
+        spans = [tuple(map(Span.of, tensors)) for tensors in (sent, arriving)]
+        transfer = self.under_way[self.started] = Transfer(name, place, *spans)
+        for storage in transfer.storages:
+            self.using.setdefault(storage, []).append(transfer)
         return self.started
 
     def wait(self, number: int) -> None:
         """What is called from here on follows the transfer."""
-        self.under_way.pop(number, None)
+        transfer = self.under_way.pop(number, None)
+        if transfer is not None:
+            for storage in transfer.storages:
+                self.using[storage].remove(transfer)
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Any, place: Callable[[], str]) -> None:
         """CheckError if a call touches memory of a transfer that it is not ordered with."""
@@ -92,8 +103,9 @@ class Streams:
         self, name: str, place: Callable[[], str], read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
         for verb, tensors in (("writes", written), ("reads", read)):
-            for span in map(Span.of, tensors):
-                for transfer in self.under_way.values():
+            for tensor in tensors:
+                for transfer in self.using.get(tensor.untyped_storage()._cdata, ()):
+                    span = Span.of(tensor)
                     spans = transfer.arriving + (transfer.sent if verb == "writes" else ())
                     if any(span.meets(other) for other in spans):
                         raise CheckError(

@@ -4,7 +4,7 @@ The curve counts memory, not values: views share it, a reduction writes into its
 is freed after its last reader, an operand in flight lives until its wait, gradients to the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -117,12 +117,17 @@ def state_bytes(graph: Graph, optimizer: str = "adamw") -> StateBytes:
     )
 
 
-def memory_curve(graph: Graph, ran: Replay | None = None) -> MemoryCurve:
-    """The live memory of a graph run in node order, each value freed after its last use."""
+def memory_curve(graph: Graph, ran: Replay | None = None, *, in_place: bool = True) -> MemoryCurve:
+    """The live memory of a graph run in node order, each value freed after its last use.
+
+    With ``in_place`` results are written over operands as generated programs do it, else by
+    reductions alone.
+    """
     ran = ran or replay(graph)
     calls = list(graph.calls())
     ends = _ends(graph, calls)
-    shared = _written_in_place(graph, ran, calls)
+    over = WRITTEN_OVER if in_place else {collectives.all_reduce: 0}
+    shared = _written_in_place(graph, ran, calls, over)
     outside = {s for n in graph.fx.nodes if n.op == "placeholder" for s in ran.storages(n)}
     buffers: dict[Storage, Buffer] = {}
     for i, node in enumerate(calls):
@@ -158,10 +163,10 @@ def _readers(user: fx.Node) -> list[fx.Node]:
 
 
 def _written_in_place(
-    graph: Graph, ran: Replay, calls: Sequence[fx.Node]
+    graph: Graph, ran: Replay, calls: Sequence[fx.Node], over: Mapping[Any, int]
 ) -> dict[Storage, Storage]:
-    """Memory of a result -> that of the operand that programs write it over, where nobody reads
-    that later.
+    """Memory of a result -> that of the operand that it is written over, where nobody reads that
+    later; ``over`` has the place of the operand by what is called.
     """
     at = {node: i for i, node in enumerate([*calls, graph.fx.output_node()])}
     outside = {s for n in graph.fx.nodes if n.op == "placeholder" for s in ran.storages(n)}
@@ -172,8 +177,8 @@ def _written_in_place(
             last[storage] = max([last.get(storage, -1), *readers])
     shared: dict[Storage, Storage] = {}
     for node in calls:
-        if node.target in WRITTEN_OVER:
-            into = tensor_args(node)[WRITTEN_OVER[node.target]]
+        if node.target in over:
+            into = tensor_args(node)[over[node.target]]
             ((operand, size),), ((result, needs),) = (ran.storages(n).items() for n in (into, node))
             if operand not in outside and needs <= size and last.get(operand, -1) <= at[node]:
                 shared[result] = shared.get(operand, operand)

@@ -45,8 +45,16 @@ def test_a_stage_alone() -> None:
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [
+        ("gpipe", False),
+        ("1f1b", True),
+        ("zb-h1", False),
+        ("interleaved-1f1b", False),
+        ("zb-v", True),
+    ],
+)
 def test_stages(schedule: str, tied: bool) -> None:
     """Those in the middle have blocks alone, and nothing is left at their end."""
     num = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2

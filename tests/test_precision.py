@@ -36,8 +36,7 @@ def test_a_raised_text_has_them() -> None:
     assert text.endswith(inspect.getsource(grouped_products))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_mixtures_of_experts_are_verified(name: str) -> None:
-    case = MODELS[name]()
+def test_mixtures_of_experts_are_verified() -> None:
+    case = MODELS["mixtral"]()
     program = compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp")
     verify(program, case.model, case.inputs, loss=case.loss).check()

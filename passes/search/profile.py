@@ -61,25 +61,28 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def profile(
-    graph: Graph, word: str, *, recompute: Recompute = "cheap", touched: Touched = touched_values
-) -> Profile:
+    graph: Graph, word: str, *, recompute: Recompute = "cheap", touched: Touched = touched_values,
+    plain: bool = False,
+) -> Profile:  # fmt: skip
     """The laws of a joint graph's step; ``word`` is a tensor preset, or "" for no ``tp``.
 
     ``recompute`` is what the plan's field says; ``touched(local)`` which values each call of the
-    partitioned graph reads from memory or writes there. The graph stays as it is. Raises what
-    ``complete`` and ``propagate`` raise.
+    partitioned graph reads from memory or writes there, ``plain`` that the step is eager PyTorch's:
+    the gradient of a loss is several calls, and nothing is written over an operand. The graph stays
+    as it is. Raises what ``complete`` and ``propagate`` raise.
     """
-    (found,) = profiles(graph, word, (recompute,), touched=touched)
+    (found,) = profiles(graph, word, (recompute,), touched=touched, plain=plain)
     return found
 
 
 def profiles(
-    graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values
-) -> Iterator[Profile]:
+    graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values,
+    plain: bool = False,
+) -> Iterator[Profile]:  # fmt: skip
     """A profile for each way to recompute, of one partition: that is what takes time."""
     preset = Plan(preset="+".join(filter(None, ["ddp", word])))
     axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
-    yield from _profiles(graph, word, Mesh(axes), preset, ways, touched)
+    yield from _profiles(graph, word, Mesh(axes), preset, ways, touched, plain)
 
 
 def profiles_of_entries(
@@ -88,25 +91,27 @@ def profiles_of_entries(
     """The same of what a plan's entries say of so many tensor ranks."""
     mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
     plan = entries.changed(preset="ddp")
-    for found in _profiles(graph, word, mesh, plan, ways, touched_values):
+    for found in _profiles(graph, word, mesh, plan, ways):
         yield replace(found, tp_divides=tensor_ranks)
 
 
 def _profiles(
-    graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute], touched: Touched
-) -> Iterator[Profile]:
-    whole, plan = _representative(graph, mesh, plan)
+    graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute],
+    touched: Touched = touched_values, plain: bool = False,
+) -> Iterator[Profile]:  # fmt: skip
+    whole, plan = _representative(graph, mesh, plan, plain)
     for again in ways:
         local = recomputing.recompute(copied(whole), plan.changed(recompute=again))
-        yield _Reader(graph, local, word, touched(local)).profile()
+        yield _Reader(graph, local, word, touched(local), plain).profile()
 
 
-def _representative(graph: Graph, mesh: Mesh, plan: Plan) -> tuple[Graph, Plan]:
+def _representative(graph: Graph, mesh: Mesh, plan: Plan, plain: bool) -> tuple[Graph, Plan]:
     """The local graph for these ranks."""
     copy = copied(graph)
     copy.mesh = mesh
     split_bias(copy)
-    fuse_loss(copy)
+    if not plain:
+        fuse_loss(copy)
     plan = complete(plan, copy, mesh)
     choices = propagate(copy, plan, warnings=[])
     return count_whole(fuse_bias(insert_collectives(copy, plan, choices))), plan
@@ -120,13 +125,14 @@ class _Reader:
     local: Graph
     word: str
     touched: Mapping[fx.Node, Sequence[fx.Node]]
+    plain: bool
     units: list[str] = field(default_factory=list)
     unit_of: dict[fx.Node, int] = field(default_factory=dict)
     of_module: dict[str, int] = field(default_factory=dict)
 
     def profile(self) -> Profile:
         self._find_units()
-        curve = memory_curve(self.local, self.ran)
+        curve = memory_curve(self.local, self.ran, in_place=not self.plain)
         by_name = {node.name: node for node in self.local.fx.nodes}
         return Profile(
             word=self.word,
