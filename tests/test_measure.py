@@ -52,7 +52,7 @@ def peaks_here(folder: Path, inputs: tuple[Tensor, ...]) -> list[int]:
     return [peak_bytes(changes) for changes in seen if sum(changes) == 0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 @pytest.mark.parametrize(("mesh", "plan"), [("tp=2", "megatron"), ("dp=2", "fsdp")])
 def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_path: Path) -> None:
     from partc.api import compile as compile_program

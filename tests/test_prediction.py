@@ -81,7 +81,6 @@ CASES = [
     ("gpt2", "dp=2", "fsdp"),
     ("llama", "dp=2,tp=2", "fsdp+megatron"),
     ("llama", "dp=2", "ddp"),
-    ("t5", "dp=2", "zero1"),
 ]
 
 
