@@ -8,24 +8,10 @@ from partc.api import compile
 from partc.dry_run import dry_run
 from partc.errors import CheckError
 from partc.role import Role
+from tests.test_dry_run import SOURCE
 from tests.zoo import MODELS
 
-SOURCE = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-MESH, BUFFERS, ALIASES = {"tp": 2}, {}, {}
-SHARDS = {"w": ("w", (4, 200), "float32", (("tp", 1, 1),))}
-INPUTS = {"x": ((4, 100), "float32")}
-
-
-class Step(nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        self.tp = mesh.get_group("tp")
-        self.w = nn.Parameter(torch.empty(4, 100))
-
+STEP = """\
     @torch.no_grad()
     def step(self, x):
         y = x * self.w
@@ -37,8 +23,9 @@ class Step(nn.Module):
 
 
 def run(body: str) -> None:
-    lines = body.replace("; ", "\n        ")
-    dry_run(Role.load(SOURCE.replace("BODY", lines), "hand.py"))
+    before, _, _ = SOURCE.partition("    @torch.no_grad()")
+    step = STEP.replace("BODY", body.replace("; ", "\n        "))
+    dry_run(Role.load(before + step, "hand.py"))
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,10 @@ class Estimator:
                 arrived = shared = max(shared, now) + gathers[number + 1]
             now += float(times.exposed[unit, phase])
             if phase == BACKWARD and one.data_ranks > 1 and turns:
-                sums_s = self._reduce_s if once_per_step else self._reduce_between_s
-                last += sums_s(one, mesh, unit)
-                behind = max(behind, now) + sums_s(one, mesh, unit)
+                seconds = self._reduce_s if once_per_step else self._reduce_between_s
+                summed = seconds(one, mesh, unit)
+                last += summed
+                behind = max(behind, now) + summed
             if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
                 reduced = self._reduce_s(one, mesh, unit)
                 shared = max(shared, now) + reduced
