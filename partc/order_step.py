@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import fx
 
@@ -18,10 +19,10 @@ from partc.passes.place_waits import place_waits
 from partc.passes.share_gathers import share_gathers
 from partc.passes.storage import replay
 from partc.passes.sum_in_levels import sum_in_levels
-from partc.passes.take_turns import in_turns, take_turns, waits_in_blocks
+from partc.passes.take_turns import awaited_in_blocks, in_turns, take_turns
 from partc.plan import Plan
 from partc.record_tape import record_step
-from partc.roofline import piece_seconds
+from partc.roofline import Spent, piece_seconds
 from partc.step_walk import step_seconds, step_times
 
 PIECES = (2, 4)  # a piece more is a start more for every transfer
@@ -38,12 +39,14 @@ def order_step(local: Graph, plan: Plan, over: Mesh) -> Iterator[Way]:
     leave in parts where it is faster so.
     """
     sum_in_levels(share_gathers(local), over)
-    asked = plan.pieces if waits_in_blocks(local) else 1
+    awaited = awaited_in_blocks(local)
+    asked = plan.pieces if awaited else 1
     if asked:
         yield asked, _in_parts(local, plan, over, asked)
         return
+    more_s = _start_seconds(local, awaited, over)
     ways = {1: _in_parts(copied(local), plan, over, 1)}
-    if _exposed_share(ways[1], over) <= GAIN:
+    if _most_gained(ways[1], over, more_s) <= GAIN:
         yield 1, ways[1]
         return
 
@@ -104,8 +107,25 @@ def _step_s(graph: Graph, over: Mesh) -> float:
     return step_seconds(record_step(graph, replay(graph)), over)
 
 
-def _exposed_share(graph: Graph, over: Mesh) -> float:
-    """The most of a step that better hidden transfers could save."""
-    spent = step_times(record_step(graph, replay(graph)), over).values()
-    exposed_s = sum(sum(each.exposed.values()) for each in spent)
-    return exposed_s / sum(each.seconds for each in spent) if exposed_s else 0.0
+def _start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[str, float]:
+    """By axis, how long it takes to start each of some transfers once."""
+    seconds: dict[str, float] = defaultdict(float)
+    for node in moves:
+        axis = str(node.kwargs["axis"])
+        start_s = collective_seconds(kind_of(node), 0, over, axis)
+        seconds[axis] += graph.times(node) * start_s
+    return seconds
+
+
+def _most_gained(graph: Graph, over: Mesh, more_s: Mapping[str, float]) -> float:
+    """The most of a step that pieces could save which take the axes ``more_s`` longer: neither
+    computing nor the transfers of one axis, one after the other, take less time than they take.
+    """
+    step, least_s = Spent(), dict(more_s)
+    for spent in step_times(record_step(graph, replay(graph)), over).values():
+        step.add(spent)
+    for part in (step.exposed, step.hidden):
+        for axis, seconds in part.items():
+            least_s[axis] = least_s.get(axis, 0.0) + seconds
+    least = max(sum(step.computing.values()), *least_s.values())
+    return 1 - least / step.seconds if step.seconds else 0.0

@@ -49,9 +49,9 @@ def take_turns(graph: Graph, num: int) -> Graph:
     return graph
 
 
-def waits_in_blocks(graph: Graph) -> bool:
-    """Whether a block waits for an activation, or the gradient of one."""
-    return any(True for run in _runs(graph) for _ in _awaited(run))
+def awaited_in_blocks(graph: Graph) -> list[fx.Node]:
+    """The transfers of activations, and of their gradients, that blocks wait for."""
+    return [node for run in _runs(graph) for node in _awaited(run)]
 
 
 def in_turns(graph: Graph) -> bool:

@@ -36,11 +36,8 @@ POINTS: dict[str, tuple[str, ...]] = {  # where stages 1, 2, ... begin
     "gpt2": ("transformer.h.1",),  # tied: the first and the last stage hold the embedding
     "llama": ("model.layers.1",),
     "gemma2": ("model.layers.1", "model.norm"),
-    "opt": ("model.decoder.layers.1",),
     "bert": ("bert.encoder.layer.1",),
     "t5": ("encoder.block.1", "decoder.block.0", "decoder.block.1"),
-    "bart": ("model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"),
-    "vit": ("vit.layers.1",),
     "swin": ("swin.encoder.layers.1",),
     "convnext": ("convnext.encoder.stages.1", "convnext.encoder.stages.1.layers.1"),
 }

@@ -133,20 +133,11 @@ def test_a_saved_plan_replays() -> None:
     assert again.sources == first.sources
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "layers"),
-    [
-        ("t5", "interleaved-1f1b", {"num_layers": 4, "num_decoder_layers": 4}),
-        ("bart", "1f1b", {}),
-    ],
-)
-def test_chosen_stages_compute_what_the_model_does(
-    name: str, schedule: str, layers: dict[str, int]
-) -> None:
-    case = case_of(name, **layers)
+def test_chosen_stages_compute_what_the_model_does() -> None:
+    case = case_of("t5", num_layers=4, num_decoder_layers=4)
     program = compile(
         case.model, "pp=2", case.inputs, loss=case.loss, plan="ddp", microbatches=2,
-        schedule=schedule,
+        schedule="interleaved-1f1b",
     )  # fmt: skip
     assert verify(program, case.model, case.inputs, case.loss).ok(1e-9)
 
