@@ -35,7 +35,9 @@ def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item
     chosen: list[tuple[Outlined, list[Unit]]] = []
     for group in sorted(alike.values(), key=_gain, reverse=True):
         free = _apart(group, used)
-        function = _printed(graph, free, helpers, scope, known, others) if len(free) > 1 else None
+        if not free or not _is_worth_it(len(free), len(free[0].nodes)):
+            continue  # a call is a line at most
+        function = _printed(graph, free, helpers, scope, known, others)
         if function is not None:
             helpers.outlined += [function] if function not in others else []
             chosen.append((function, free))

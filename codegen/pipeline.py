@@ -5,6 +5,7 @@ Ranks whose programs differ in numbers alone, of layers, stages and turns, run o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -252,13 +253,19 @@ class _File:
 
     def _blocks(self) -> list[dict[str, Any]]:
         """The classes of equal blocks; stages whose blocks have one text share the class."""
-        known: dict[str, Any] = {}
+        known: dict[str, list[tuple[dict[str, Any], BlockClass]]] = defaultdict(list)
+        made: list[dict[str, Any]] = []
         for stage in self.stages:
             for cls in stage.classes.values():
-                if cls.name in known and known[cls.name][1] != _block(cls):
-                    cls.name += stage.label
-                known.setdefault(cls.name, (stage.span(cls.run), _block(cls)))
-        return [made | {"layers": layers} for layers, made in known.values()]
+                alike, text = known[cls.name], _block(cls)
+                same = next((other.name for block, other in alike if block == text), None)
+                if same is None:
+                    alike.append((text, cls))
+                    cls.name += stage.label if len(alike) > 1 else ""
+                    made.append(_block(cls) | {"layers": stage.span(cls.run)})
+                else:
+                    cls.name = same
+        return made
 
 
 def _block(cls: BlockClass) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class Turn:
     lost: int  # bytes that it left elsewhere
 
 
-KnownTurns = dict[tuple[int, str], Turn]  # by number of the stage and name of the method
+Form = tuple[Any, ...]  # what stages have in common that do the same
+KnownTurns = dict[tuple[Form, str], Turn]  # by form of the stage and name of the method
 THEN = "then"  # the place behind a turn, where its results are sent on
 EXECUTED = 3  # microbatches at least: the first makes the gradients that others add to
 
@@ -87,7 +88,7 @@ class Turns:
                 self.left_out.add((number, i))
             if (number, i) not in self.left_out:
                 return self._execute(number, name, stage, real, i, operands)
-            if (number, name) not in self.known:
+            if (_form(stage), name) not in self.known:
                 raise NotSteady(f"{name} of stage {number}")
             return self._stand_in(number, name, stage, i, operands)
 
@@ -95,29 +96,29 @@ class Turns:
 
     def _may_leave_out(self, number: int, stage: Any) -> bool:
         """Whether a microbatch need not be executed: this one's forward does what others did."""
-        all_known = all((number, name) in self.known for name in METHODS if hasattr(stage, name))
-        executed = len(self.done[number, "forward"])
-        return (number, "forward") in self.known and executed >= (1 if all_known else EXECUTED)
+        form, executed = _form(stage), len(self.done[number, "forward"])
+        all_known = all((form, name) in self.known for name in METHODS if hasattr(stage, name))
+        return (form, "forward") in self.known and executed >= (1 if all_known else EXECUTED)
 
     def _execute(
         self, number: int, name: str, stage: Any, real: Callable[..., Any], i: int,
         operands: Sequence[Tensor],
     ) -> Any:  # fmt: skip
-        key, turn = (number, name), (number, name, i)
+        turn = (number, name, i)
         before = _State.of(self.live, stage, i)
         self.live.enter(turn, None)
         result = real(i, *operands)
-        done = self.done[key]
+        done = self.done[number, name]
         done.append(_turn(before, turn, self.live, stage, i, operands, [*tensors_in(result)]))
         self.live.enter(turn, THEN)
         if done[-2:] == done[-1:] * 2 and not done[-1].lost:
-            self.known[key] = done[-1]
+            self.known[_form(stage), name] = done[-1]
         return result
 
     def _stand_in(
         self, number: int, name: str, stage: Any, i: int, operands: Sequence[Tensor]
     ) -> Any:
-        live, turn = self.live, self.known[number, name]
+        live, turn = self.live, self.known[_form(stage), name]
         live.meet((number, name, i), turn.peaks)
         live.enter((number, name, i), THEN)
         for table in _tables(stage).values():
@@ -133,6 +134,14 @@ class Turns:
         for name in turn.tables:
             tables[name][i] = held
         return results
+
+
+def _form(stage: Any) -> Form:
+    """Its class and what it computes with: instances of a class may have more blocks or fewer."""
+    return (
+        type(stage).__qualname__,
+        *((name, x.shape, x.dtype) for name, x in stage.named_parameters()),
+    )
 
 
 # what a call did ----------------------------------------------------------------------------------
