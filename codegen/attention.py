@@ -29,8 +29,7 @@ def flash_attention_backward(
     given, aten = (d_y, q, k, v, *y), torch.ops.aten
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, 0, is_causal, **how
-        )
+            *given, 0, is_causal, **how)  # fmt: skip
     more = (None, None, q.shape[2], k.shape[2], 0, is_causal)
     seed = q.new_empty(2, dtype=torch.uint64)  # unused, as nothing is dropped
     return aten._scaled_dot_product_flash_attention_backward(*given, *more, seed, seed, **how)

@@ -33,14 +33,13 @@ enum {
     FRAME = sizeof(struct virtio_net_hdr),
     IP_HEADER = 20,
     TO = FRAME + 16, /* where the receiver's address begins */
-    LARGEST = FRAME + (1 << 16),
 };
 
 typedef struct Packet {
     struct Packet *next;
     long long due_ns;
     int size;
-    unsigned char data[LARGEST];
+    unsigned char data[];
 } Packet;
 
 typedef struct Host {
@@ -51,7 +50,6 @@ typedef struct Host {
 } Host;
 
 static Host hosts[MAX_HOSTS];
-static Packet *unused; /* memory that was mapped once: a fresh page costs more than copying it */
 static int num_hosts;
 static long long lost_packets;
 static double bytes_per_ns, latency_ns;
@@ -123,33 +121,21 @@ static int receiver(const unsigned char *data, int size)
     return number >= 0 && number < num_hosts ? number : -1;
 }
 
-static Packet *take_unused(void)
+static void queue(Host *from, Host *to, const unsigned char *data, int size)
 {
-    Packet *packet = unused ? unused : malloc(sizeof *packet);
-    must(packet != NULL, "malloc");
-    unused = unused ? unused->next : NULL;
-    return packet;
-}
-
-static void give_back(Packet *packet)
-{
-    packet->next = unused;
-    unused = packet;
-}
-
-static void queue(Host *from, Host *to, Packet *packet)
-{
-    double now = now_ns(), takes = (packet->size - FRAME) / bytes_per_ns;
+    double now = now_ns(), takes = (size - FRAME) / bytes_per_ns;
     double leaves = from->out_free_ns > now ? from->out_free_ns : now;
     double arrives = leaves + latency_ns;
     if (to->in_free_ns > arrives)
         arrives = to->in_free_ns;
     from->out_free_ns = leaves + takes;
     to->in_free_ns = arrives + takes;
-    from->sent_bytes += packet->size - FRAME;
+    from->sent_bytes += size - FRAME;
 
-    packet->due_ns = (long long)(arrives + takes);
-    packet->next = NULL;
+    Packet *packet = malloc(sizeof *packet + size);
+    must(packet != NULL, "malloc");
+    *packet = (Packet){.due_ns = (long long)(arrives + takes), .size = size};
+    memcpy(packet->data, data, size);
     if (to->last)
         to->last->next = packet;
     else
@@ -159,16 +145,14 @@ static void queue(Host *from, Host *to, Packet *packet)
 
 static void take_from(int number)
 {
+    static unsigned char data[1 << 17];
     for (int i = 0; i < MAX_READS; i++) {
-        Packet *packet = take_unused();
-        int size = packet->size = read(hosts[number].tun, packet->data, LARGEST);
-        int to = receiver(packet->data, size);
-        if (to >= 0 && to != number)
-            queue(&hosts[number], &hosts[to], packet);
-        else
-            give_back(packet);
+        int size = read(hosts[number].tun, data, sizeof data);
         if (size < 0)
             return;
+        int to = receiver(data, size);
+        if (to >= 0 && to != number)
+            queue(&hosts[number], &hosts[to], data, size);
     }
 }
 
@@ -182,7 +166,7 @@ static void deliver(Host *host)
         host->first = packet->next;
         if (!host->first)
             host->last = NULL;
-        give_back(packet);
+        free(packet);
     }
 }
 
