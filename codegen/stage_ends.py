@@ -232,6 +232,8 @@ class Finish:
         k: dict[str, Any] = dict(node.kwargs)
         if node.target is collectives.all_reduce:
             return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
+        if node.target is collectives.all_gather and (k["dim"], k.get("outer", 1)) == (0, 1):
+            return f"{self.helpers.use('gather_grads')}(grads, {k['num']}, self.{k['axis']})"
         if node.target is not collectives.reduce_scatter:
             raise CheckError(
                 where=param,

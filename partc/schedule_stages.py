@@ -19,6 +19,7 @@ from partc.passes.memory import state_bytes
 from partc.passes.place_waits import place_waits
 from partc.passes.repeat_stages import repeat_stages
 from partc.passes.split_stages import split_stages
+from partc.passes.sum_in_levels import sum_in_levels
 from partc.passes.take_turns import take_turns
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
 from partc.plan import Plan
@@ -60,6 +61,7 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
     whole = take_turns(copied(local), plan.pieces) if plan.pieces > 1 else local
     stages = split_stages(whole, plan, split_backward=split_backward)
     for stage in stages:
+        sum_in_levels(stage, _mesh(plan))
         place_waits(join_collectives(stage, plan.join_mb), phased=True)
         fill_waits(stage, call_seconds(stage, _mesh(plan)))
     return repeat_stages(stages, local)

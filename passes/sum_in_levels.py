@@ -70,7 +70,7 @@ def _chains(graph: Graph) -> Iterator[Chain]:
     ways = ways_out(graph)
     for node in graph.calls():
         way = [kind for kind, _ in ways.get(node, ())]
-        if way == [KIND, KIND] and value(node).phase != "E":  # a pipeline stage joins all of them
+        if way == [KIND, KIND]:
             yield node, next(iter(node.users))
 
 

@@ -11,7 +11,7 @@ from partc.mesh import Mesh
 from partc.program import Program
 from partc.topology import Level, Topology
 from partc.verification import verify
-from tests.zoo import MODELS, Case
+from tests.zoo import FAMILIES, MODELS, Case
 
 FAST, SLOW = 1e9, 1e6  # bytes per second
 LATENCY_S = 1e-4
@@ -85,3 +85,13 @@ def test_small_sums_stay_as_they_are() -> None:
     case = MODELS["llama"]()
     program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", FAST, FAST, 1e-3))
     assert not in_levels(program)
+
+
+@pytest.mark.parametrize("axes", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
+def test_what_microbatches_add_up(axes: str) -> None:
+    """Once per step, in stages and without; the tied embedding is one of two of them."""
+    case = FAMILIES["gpt2"].case("gpt2", batch=8)
+    mesh = in_pairs(axes, FAST, SLOW)
+    program = compile(case.model, mesh, case.inputs, loss=case.loss, plan="ddp", microbatches=2)
+    assert all("gather_grads(grads, 2, self.dp_shard)" in s for s in program.sources.values())
+    verify(program, case.model, case.inputs, loss=case.loss).check()
