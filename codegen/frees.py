@@ -19,7 +19,7 @@ from partc.codegen.storage import copies, num_bytes, owner, shares
 from partc.codegen.text import Line
 from partc.graph import is_tensor
 
-SLACK = 12  # the part of the least by which blocks may hold more: it is not worth a line
+SLACK = 22  # the part of the least by which blocks may hold more: it is not worth a line
 SMALL = 64  # the part of a method's least that is not worth a name in a `del`
 
 

@@ -186,8 +186,8 @@ class Block(nn.Module):
         (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
          grads[self.norm_bias]) = mlp_backward(
             w1, d_y, w2_weight, x, norm_weight, norm_bias, w1_weight)  # f64[4@dp,8,10]
-        grads[self.w2_weight] = weight_grad(d_y, gelu)                 # f64[6,10]{U:dp}
         del w1
+        grads[self.w2_weight] = weight_grad(d_y, gelu)                 # f64[6,10]{U:dp}
         grads[self.w1_weight] = weight_grad(d_w1, norm)                # f64[10,6]{U:dp}
         reduced.append(scatter_grads(grads, 2, self.dp))
         # norm

@@ -102,6 +102,7 @@ class Block(nn.Module):
         linear = F.linear(gelu, self.w2_weight)            # f64[4@dp,8,6]{U:tp}
         dist.all_reduce(linear, group=self.tp)             # f64[4@dp,8,6]; exposed
         w2 = linear + self.w2_bias                         # f64[4@dp,8,6]
+        del norm
         y = x + w2                                         # f64[4@dp,8,6]
         return y, [w1, x]
 
@@ -114,9 +115,9 @@ class Block(nn.Module):
         # w1
         d_norm = d_w1 @ self.w1_weight                         # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
+        del w1
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
-        del w1
         # w2
         flat, grads = room([*self.parameters()])
         write_weight_grad(grads[self.w2_weight], d_y, gelu)    # f64[6,10@tp]{U:dp}
