@@ -140,10 +140,11 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
-def measure(name: str, num_rounds: int) -> Row:
+def measure(name: str, num_rounds: int, recompute: str) -> Row:
     """Compile a model for one device, and measure it beside itself."""
+    plan = partc.Plan(preset="ddp", recompute=recompute)
     with tempfile.TemporaryDirectory() as folder:
-        program = partc.compile(build_model(name), {}, build_batch(name), loss=loss_of, plan="ddp")
+        program = partc.compile(build_model(name), {}, build_batch(name), loss=loss_of, plan=plan)
         program.save(folder)
         with Processes(1, timeout=TIMEOUT_S, quiet=True) as world:
             ((seconds, error),) = world.run(_time, folder, name, num_rounds)
@@ -190,6 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=USUAL)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--recompute", choices=["cheap", "attention", "block"], default="cheap")
     parser.add_argument("--compile", choices=["inductor"], help="beside torch.compile of the model")
     parser.add_argument("--compiles", type=int, default=1, help="how often first steps are timed")
     options = parser.parse_args()
@@ -202,7 +204,7 @@ def main() -> int:
         if options.compile:
             rows.append(single_compiled.measure(name, options.rounds, options.compiles))
         else:
-            rows.append(measure(name, options.rounds))
+            rows.append(measure(name, options.rounds, options.recompute))
         print(rows[-1], file=sys.stderr, flush=True)
     worst = max(row.error for row in rows)
     shown = single_compiled.table(rows) if options.compile else table(rows)
