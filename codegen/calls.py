@@ -82,7 +82,8 @@ class Call:
                 by_name = True
                 continue
             value = self.given[arg.name]
-            if arg.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
+            is_one = isinstance(value, list | tuple) and len(value) == 1
+            if arg.name == "dim" and arg.N == 1 and is_one:  # int[1], for which a number will do
                 value = value[0]
             by_name = by_name or arg.kwarg_only or isinstance(value, bool)
             texts.append(f"{arg.name}={self.spell(value)}" if by_name else str(self.spell(value)))

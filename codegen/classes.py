@@ -67,10 +67,20 @@ class BlockClass:
     def __post_init__(self) -> None:
         scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward", "gather", "whole"])
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
+        written = self._names_written()
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
             suffix = name.removeprefix(f"{self.run.layers[0]}.")
-            if suffix != name and node in used:
+            if suffix != name and (node in used or name in written):
                 self.suffixes[suffix] = scope.fresh(suffix)
+
+    def _names_written(self) -> set[str]:
+        """The parameters whose gradients the first block makes, and the buffers that it changes: it
+        may do so without reading them, if what follows from a weight alone is computed elsewhere.
+        """
+        inside = {n for side in self.sides for n in side.group.nodes}
+        outputs = self.graph.outputs
+        grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
+        return grads | {name for name, new in outputs.buffers.items() if new in inside}
 
     @property
     def sides(self) -> list[Interface]:

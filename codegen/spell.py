@@ -132,6 +132,12 @@ def _functional(call: Call) -> Text:
     return Text(f"F.{FUNCTIONAL[call.name]}({call.arguments()})")
 
 
+@spells("elu")
+def _elu(call: Call) -> Text:
+    """``F.elu`` knows no scale, which a SELU has; its third argument is another."""
+    return (_functional if set(call.given) <= {"self", "alpha"} else _aten)(call)
+
+
 # operators ----------------------------------------------------------------------------------------
 OPERATORS = {
     "add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT),

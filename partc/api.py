@@ -334,11 +334,20 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     if full.microbatches > 1:
         count_targets(graph)
         full = with_local_statistics(full, graph)
-    warnings = list(full.notes)
+    warnings = [*full.notes, *_untrained(graph)]
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
     local = count_whole(fuse_bias(insert_collectives(graph, full, choices)))
     return full, recompute(local, full)
+
+
+def _untrained(graph: Graph) -> list[str]:
+    """A note of parameters that no step will change; of many the first, as a fold has not all."""
+    if not graph.untrained:
+        return []
+    first, *others = graph.untrained
+    names = f"{first} and others have" if others else f"{first} has"
+    return [f"{names} no gradient: the loss does not depend on it, so no optimizer changes it"]
 
 
 def staged_plan(graph: Graph, plan: Plan) -> Plan:

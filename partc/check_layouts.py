@@ -32,7 +32,7 @@ from partc.graph import (
 from partc.mesh import Mesh
 from partc.moves import Move, moves, results
 from partc.passes.local_batch_norm import NOTE, fits_locally
-from partc.rules import strategies
+from partc.rules import strategies_for
 from partc.rules.rows import SORTS, alike, has_rows, rows_known
 from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut
@@ -165,7 +165,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
         seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
         fitting = [
             s
-            for s in strategies(whole_twin(node, outs), mesh.size(axis), seen)
+            for s in strategies_for(whole_twin(node, outs), mesh.size(axis), seen)
             if _fits(s.ins, ins) and _fits(s.outs, noted)
         ]
         if value(node).note == NOTE and fits_locally(node, ins, noted):

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+from partc.fake_kernels import with_strides
+
 Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, int]]
 
 
@@ -92,7 +94,8 @@ def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _executed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-    return target(*args, **kwargs), 0
+    result = target(*args, **kwargs)
+    return with_strides(target, [*args, *kwargs.values()], result), 0
 
 
 _CALLS = FakeCalls(_executed)  # of all modes: it keeps how results look, no tensors

@@ -70,7 +70,8 @@ class Graph:
     ``aliases`` maps each second name of a tied parameter or buffer to the name that stands in the
     graph.
     ``constants`` holds the values of buffers that are known when compiling, ``classes`` the name
-    of every module's class by path.
+    of every module's class by path. ``untrained`` are trainable parameters without a gradient: the
+    loss does not depend on them.
     """
 
     fx: FxGraph
@@ -81,6 +82,7 @@ class Graph:
     classes: dict[str, str] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()
     kept: Kept | None = None  # the stages that stand for a pipeline's, where not all are here
+    untrained: tuple[str, ...] = ()
     early: Early | None = None  # of a stage's sums over ranks, which begin in its last backward
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""Run code that was written for float32 in float64: every narrower float becomes a float64.
+"""Run code that was written for float32 in float64: every narrower float becomes a float64, and
+complex numbers of narrower floats those of float64.
 
 Models cast to float32 inside norms, losses and rotary tables whatever their own dtype is, and a
 compiled program holds the dtypes that it was compiled for. Under ``Raised`` both compute in
@@ -13,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GROUPED = "torch.ops.aten._grouped_mm("
 NARROW = {torch.float32, torch.float16, torch.bfloat16}
+WIDE = dict.fromkeys(NARROW, torch.float64) | {torch.complex64: torch.complex128}
 
 
 class Raised(TorchDispatchMode):
@@ -45,9 +47,9 @@ class Raised(TorchDispatchMode):
 def _raise(value: Any) -> Any:
     """An op's argument or result, a sequence of them too."""
     if isinstance(value, Tensor):
-        return value.to(torch.float64) if value.dtype in NARROW else value
+        return value.to(WIDE[value.dtype]) if value.dtype in WIDE else value
     if isinstance(value, torch.dtype):
-        return torch.float64 if value in NARROW else value
+        return WIDE.get(value, value)
     if isinstance(value, list | tuple):
         return type(value)(map(_raise, value))
     return value
@@ -87,13 +89,29 @@ def raised_text(source: str) -> str:
     if GROUPED in source:
         own = inspect.getsource(grouped_products)
         source = f"{source.replace(GROUPED, 'grouped_products(')}\n\n{own}"
-    names = "|".join(sorted(str(dtype) for dtype in NARROW)).replace(".", r"\.")
+    names = "|".join(sorted(map(str, NARROW))).replace(".", r"\.")
     raised = re.sub(rf"\b({names})\b", "torch.float64", source)
+    raised = raised.replace("torch.complex64", "torch.complex128")
     return re.sub(
         r"\.to\(torch\.float64(?:, copy=True)?([,)])", r".to(torch.float64, copy=True\1", raised
     )
 
 
 def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A detached copy, in ``dtype`` if it is a floating-point tensor."""
-    return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+    """A detached copy, in ``dtype`` if it is a floating-point tensor, a complex one in pairs of
+    it.
+    """
+    return tensor.detach().to(_instead(tensor, dtype), copy=True)
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``module.to(dtype)``, but complex tensors stay complex: torch drops their imaginary part."""
+    module._apply(lambda tensor: tensor.to(_instead(tensor, dtype)))
+    return module
+
+
+def _instead(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What a tensor is converted to."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else tensor.dtype

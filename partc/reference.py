@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from partc.capture import named_results
 from partc.errors import UsageError
 from partc.fingerprint import named_tensors
-from partc.precision import Raised, converted
+from partc.precision import Raised, convert, converted
 
 Loss = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
@@ -69,7 +69,7 @@ def eager(
     mine.zero_grad()
     batch = tuple(inputs)
     if dtype is not None:
-        mine, batch = mine.to(dtype), tuple(converted(x, dtype) for x in inputs)
+        mine, batch = convert(mine, dtype), tuple(converted(x, dtype) for x in inputs)
     weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
     before = torch.get_rng_state()
     with Raised() if dtype == torch.float64 else nullcontext():

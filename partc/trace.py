@@ -211,23 +211,25 @@ def _set_outputs(graph: Graph, recording: Recording, model: nn.Module, train: bo
             results={} if train else dict(zip(recording.results, results, strict=True)),
         )
     )
+    graph.untrained = tuple(name for name in trainable if name not in graph.grads)
 
 
 def _all_grads(
     trainable: list[str], grads: Sequence[fx.Node | None], model: nn.Module
 ) -> dict[str, fx.Node]:
-    """Gradients by parameter name; TraceError where a trainable parameter has none."""
-    found = dict(zip(trainable, grads, strict=True))
-    missing = [name for name, grad in found.items() if grad is None]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    """Gradients by parameter name, of those that the loss depends on; TraceError if that is none of
+    the trainable ones.
+    """
+    pairs = zip(trainable, grads, strict=True)
+    found = {name: grad for name, grad in pairs if grad is not None}
+    if trainable and not found:
         raise TraceError(
-            where=f"{type(model).__name__}: {', '.join(missing[:3])}{more}",
-            what="the loss does not depend on this trainable parameter",
-            why="it would never be updated, and its gradient is None in PyTorch too",
-            do="Freeze it with requires_grad_(False), remove it, or use it in the loss.",
+            where=type(model).__name__,
+            what="the loss depends on no trainable parameter",
+            why=f"the gradient of {trainable[0]} is None, and so are all others",
+            do="Compute the loss from the model's result, without detach() or torch.no_grad().",
         )
-    return {name: grad for name, grad in found.items() if grad is not None}
+    return found
 
 
 def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partc.cpp_compiler import check_compiler
 from partc.errors import CheckError
-from partc.precision import Raised, converted, raised_text
+from partc.precision import Raised, convert, converted, raised_text
 from partc.processes import Processes
 from partc.program import Program, SavedCost
 from partc.reference import OPTIMIZERS, Loss, Reference, Tensors, eager, take_step
@@ -169,7 +169,7 @@ def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]
     """Build one rank's module, run its step and compare everything that it then holds."""
     step = role.build(mesh)
     if job.dtype is not None:
-        step.to(job.dtype)
+        convert(step, job.dtype)
     with Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext():
         return list(_Rank(job, role, step, rank).rows())
 

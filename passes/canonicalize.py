@@ -14,6 +14,7 @@ from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_given import merge_given
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
+from partc.passes.open_masks import open_masks
 from partc.passes.open_means import open_means
 from partc.passes.open_strides import open_strides
 from partc.passes.pad_slices import pad_slices
@@ -26,6 +27,7 @@ PASSES = (
     drop_noops,
     fold_dropout,
     fold_masks,
+    open_masks,
     open_means,
     pad_slices,
     join_scatters,

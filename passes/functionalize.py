@@ -128,10 +128,15 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
     target: Any = node.target
     changed = node.args[0]
     name = target._schema.name.removeprefix("aten::")
-    if written != ["self"] or not name.endswith("_") or not isinstance(changed, fx.Node):
+    if written == ["out"]:
+        changed, (given, named) = node.kwargs["out"], args
+        kwargs = {key: each for key, each in named.items() if key != "out"}
+        new, old = call_before(node, _out_of_place(node), *given, **kwargs), held(named["out"])
+    elif written == ["self"] and name.endswith("_"):
+        new, old = _functional(node, name[:-1], args), held(args[0][0])
+    else:
         raise _refusal(node, f"{target} writes to {', '.join(written)}")
-    new = _functional(node, name[:-1], args)
-    old = held(args[0][0])
+    assert isinstance(changed, fx.Node)
     if held(new).dtype != old.dtype:
         new = call_before(node, aten._to_copy.default, new, dtype=old.dtype)
     if held(new).shape != old.shape:
@@ -159,10 +164,26 @@ def _out_of_place(node: fx.Node) -> Any:
     """The op that computes what an in-place op leaves behind."""
     target: Any = node.target
     name = target._schema.name.removeprefix("aten::").removesuffix("_")
-    found = getattr(getattr(aten, name, None), target._overloadname, None)
+    packet = getattr(aten, name, None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or found is target:
+        found = _same_arguments(packet, target)
     if found is None:
         raise _refusal(node, f"{target} has no out-of-place form")
     return found
+
+
+def _same_arguments(packet: Any, target: Any) -> Any:
+    """The overload that takes what an in-place op takes: of ``transpose_``, ``transpose.int``."""
+    wanted = _arguments(target)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
+    pure = (each for each in overloads if not each._schema.is_mutable)
+    return next((each for each in pure if _arguments(each) == wanted), None)
+
+
+def _arguments(target: Any) -> list[tuple[str, str]]:
+    """Names and types of what an op reads, whether it is written or not."""
+    return [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
 
 
 def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:

@@ -19,7 +19,7 @@ from partc import ops
 from partc.graph import Graph, held, set_held, set_value, value
 
 aten = torch.ops.aten
-MEAN = 1  # torch's code for a loss's reduction
+SUM = 2  # torch's code for a loss's reduction; means are open by now
 
 
 def fuse_loss(graph: Graph) -> None:
@@ -53,4 +53,4 @@ def _is_picked(scores: fx.Node, log_p: Any) -> bool:
     if scores.target is not aten.nll_loss_backward.default:
         return False
     _, picked_from, _, weight, reduction, *_ = scores.args
-    return bool(picked_from is log_p and weight is None and reduction != MEAN)
+    return bool(picked_from is log_p and weight is None and reduction == SUM)

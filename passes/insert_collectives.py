@@ -223,7 +223,7 @@ class _Partition:
         if MB not in mesh.names:
             return self._final(node, want)
         have = value(node).sharding
-        before = have if when == "step" else _in_pieces(have, want, mesh)
+        before = (_until_last if when == "step" else _in_pieces)(have, want, mesh)
         turn = self._get(node, before.with_(MB, U, mesh), value(node))
         whole = value(turn).sharding.with_(MB, R, mesh)
         kwargs = {"axis": MB, "num": mesh.size(MB)}
@@ -244,6 +244,20 @@ class _Partition:
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))
+
+
+SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
+
+
+def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
+    """How a gradient lies until the last microbatch, after which sums are finished; what else it
+    takes to the end is done with each.
+    """
+    sums = have.with_(MB, R, mesh)
+    if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
+        return have
+    waits = [axis for axis in mesh.names if have.on(axis) == U]
+    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
 
 
 def _in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:

@@ -6,6 +6,7 @@ A sum over a dim that is cut is finished by adding what the ranks have; a mean i
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -92,7 +93,7 @@ def _open_loss(node: fx.Node) -> None:
     if _reduction(node, position) != MEAN:
         return
     source: Any = node.args[0]
-    args = (*node.args[:position], SUM, *node.args[position + 1 :])
+    args = _with_sum(node.args, position)
     summed = call_before(node, node.target, *args, **node.kwargs)
     replace_by(node, call_before(node, aten.div.Tensor, summed, prod(shape_of(source))))
 
@@ -103,7 +104,13 @@ def _open_loss_backward(node: fx.Node) -> None:
         return
     d_loss, source = node.args[0], node.args[1]
     share = call_before(node, aten.div.Tensor, d_loss, prod(shape_of(source)))  # type: ignore[arg-type]
-    node.args = (share, *node.args[1:position], SUM, *node.args[position + 1 :])
+    node.args = (share, *_with_sum(node.args, position)[1:])
+
+
+def _with_sum(args: Sequence[Any], position: int) -> tuple[Any, ...]:
+    """The arguments with the reduction set; before it a weight may have been left out."""
+    before = [*args[:position], *[None] * (position - len(args))]
+    return (*before, SUM, *args[position + 1 :])
 
 
 def _reduction(node: fx.Node, position: int) -> Any:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from partc import collectives, ops
-from partc.fake_calls import FakeCalls, Form, tensors_in
+from partc.fake_calls import FakeCalls, Form, call_on_fakes, tensors_in
+from partc.fake_kernels import OTHER_STRIDES
 
 aten = torch.ops.aten
 
@@ -132,3 +134,21 @@ def test_what_no_form_describes_is_always_executed() -> None:
     for _ in range(2):
         calls(aten.t_.default, (x(),), {})
     assert calls.times == 4
+
+
+@pytest.mark.parametrize("op", OTHER_STRIDES, ids=str)
+@pytest.mark.parametrize("turned", [0, 1])
+def test_strides_are_the_kernels(op: Any, turned: int) -> None:
+    """A collective overwrites what is dense: a fake must not say so of what is not."""
+    literals = {"softplus": (1, 20), "elu": (1, 1, 1, False), "hardtanh": (-1, 1)}
+    given = literals.get(op._schema.name.removeprefix("aten::").removesuffix("_backward"), ())
+
+    def call(run: Callable[..., Any]) -> Any:
+        sides = [torch.rand(2, 6, 4), torch.rand(2, 6, 4)]
+        sides[turned] = torch.rand(2, 4, 6).transpose(1, 2)
+        args = (sides[0], *given, sides[1]) if op is aten.elu_backward.default else (*sides, *given)
+        return run(op, args, {}).stride()
+
+    with unset_fake_temporarily():
+        kernel = call(lambda op, args, _: op(*args))
+    assert call(call_on_fakes) == kernel

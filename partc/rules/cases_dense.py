@@ -194,6 +194,16 @@ POOLING = (
         aten._upsample_bicubic2d_aa_backward.default, f(4, 12, 4, 6), [4, 6], [4, 12, 2, 3], False
     ),
     call(aten.grid_sampler_2d.default, f(4, 12, 8, 6), f(4, 3, 5, 2), 0, 0, False),
+    call(
+        aten.grid_sampler_2d_backward.default,
+        f(4, 12, 3, 5),
+        f(4, 12, 8, 6),
+        f(4, 3, 5, 2),
+        0,
+        0,
+        False,
+        [True, True],
+    ),
     call(aten.pixel_shuffle.default, f(4, 12, 6, 8), 2),
     call(aten.pixel_unshuffle.default, f(4, 12, 6, 8), 2),
     call(aten.im2col.default, f(4, 12, 8, 6), [2, 2], [1, 1], [0, 0], [2, 2]),

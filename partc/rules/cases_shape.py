@@ -135,6 +135,9 @@ SLICE = (
     call(aten.replication_pad1d.default, f(12, 24, 36), [1, 2]),
     call(aten.replication_pad2d.default, f(4, 12, 8, 6), [1, 2, 1, 2]),
     call(aten.replication_pad3d.default, f(4, 12, 8, 6, 3), [1, 2, 1, 2, 1, 1]),
+    call(aten.reflection_pad1d_backward.default, f(12, 24, 39), f(12, 24, 36), [1, 2]),
+    call(aten.reflection_pad2d_backward.default, f(4, 12, 11, 9), f(4, 12, 8, 6), [1, 2, 1, 2]),
+    call(aten.replication_pad2d_backward.default, f(4, 12, 11, 9), f(4, 12, 8, 6), [1, 2, 1, 2]),
 )
 
 INDEX = (

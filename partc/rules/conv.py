@@ -69,7 +69,15 @@ for op, space in RESAMPLED.items():
     rule(f"aten.{op}", letters, linear="0")
     rule(f"aten.{op}_backward", letters, linear="0", sizes="input_size")
 
-rule("aten.grid_sampler_2d", "bc__,b___->bc__", linear="0")
+for num_dims in (2, 3):
+    space = "_" * num_dims
+    image, grid = f"bc{space}", f"b{space}_"
+    rule(f"aten.grid_sampler_{num_dims}d", f"{image},{grid}->{image}", linear="0")
+    rule(
+        f"aten.grid_sampler_{num_dims}d_backward",
+        f"{image},{image},{grid}->{image},{grid}",
+        linear="0",
+    )
 rule("aten.pixel_shuffle aten.pixel_unshuffle", "...___->...___", linear="0", moves=True)
 rule("aten.im2col", "b___->b__", linear="0")
 rule("aten.col2im", "b__->b___", linear="0")

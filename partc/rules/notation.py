@@ -141,7 +141,7 @@ def resolve(
         for dim, size in zip(dims, shape, strict=True)
     ]
     sizes = _solve(pairs)
-    frozen = {f for f in sizes if f in notation.frozen}
+    frozen = {f for f, size in sizes.items() if f in notation.frozen or not size}
     if ELLIPSIS in notation.frozen:
         frozen |= {f for f in sizes if f[0] == "."}
     fit = [
@@ -171,11 +171,14 @@ def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tup
 
 
 def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
-    """Sizes of all factors from dims of known size, a dim of size 1 being perhaps broadcast."""
+    """Sizes of all factors from dims of known size, a dim of size 1 being perhaps broadcast, to
+    nothing too.
+    """
     sizes = {f: int(f) for dim, _ in pairs for f in dim if f.isdigit()}
     for dim, size in pairs:
         if len(dim) == 1:
-            sizes[dim[0]] = max(size, sizes.get(dim[0], 1))
+            known = sizes.get(dim[0], 1)
+            sizes[dim[0]] = max(size, known) if size and known else 0
     open_pairs = [(dim, size) for dim, size in pairs if len(dim) > 1]
     while open_pairs:
         unknown = [[f for f in dim if f not in sizes] for dim, _ in open_pairs]
@@ -184,7 +187,8 @@ def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
             raise _unsolved(open_pairs)
         dim, size = open_pairs.pop(at)
         for name in unknown[at]:
-            sizes[name] = max(1, size // prod(sizes[f] for f in dim if f != name))
+            rest = prod(sizes[f] for f in dim if f != name)
+            sizes[name] = max(min(size, 1), size // rest) if rest else 1
     for dim, size in pairs:
         if dim and size not in (1, prod(sizes[f] for f in dim)):
             raise _unsolved([(dim, size)])

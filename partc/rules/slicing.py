@@ -201,8 +201,9 @@ rule("aten.cat", cat, linear="all", moves=True)
 rule("aten.stack", stack, linear="all", moves=True)
 rule("aten.unbind", unbind, linear="0", moves=True)
 rule("aten.constant_pad_nd", pad, linear=pad_is_linear)
-rule("aten.reflection_pad1d aten.reflection_pad2d aten.reflection_pad3d", pad, linear="0")
-rule("aten.replication_pad1d aten.replication_pad2d aten.replication_pad3d", pad, linear="0")
+for num_dims in (1, 2, 3):
+    for op in (f"reflection_pad{num_dims}d", f"replication_pad{num_dims}d"):
+        rule(f"aten.{op} aten.{op}_backward", pad, linear="0")
 rule("aten.unfold aten.unfold_copy", unfold, linear="0", moves=True)
 rule("aten.unfold_backward", fold_back, linear="0", sizes="input_sizes")
 rule("aten.diagonal aten.diagonal_copy", diagonal, linear="0", moves=True)
