@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from partc.folds import Fold
+from partc.known_numbers import READS, UnknownNumberError, known_number
 from partc.source_lines import calls_here, source_here
 
 Objective = Callable[..., Any]
@@ -203,6 +204,9 @@ class _Origins(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
+        if func in READS:
+            with suppress(UnknownNumberError):
+                return known_number(func, args)
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         if torch.Tag.nondeterministic_seeded in func.tags:
             with _disable_current_modes():
