@@ -44,7 +44,9 @@ def open_op(graph: Graph, node: fx.Node) -> fx.Node:
 
 
 def _log_softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
-    """x - max - log(sum(exp(x - max)))."""
+    """x - max - log(sum(exp(x - max))), contiguous: kernels of losses in two dims ask for it."""
+    if not held(x).is_contiguous():
+        x = write(aten.clone.default, x, memory_format=torch.contiguous_format)
     if half_to_float:
         x = write(aten._to_copy.default, x, dtype=torch.float32)
     shifted = write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True))

@@ -23,6 +23,7 @@ from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_given import merge_given
 from partc.passes.merge_reshapes import merge_reshapes
 from partc.passes.narrow_expands import narrow_expands
+from partc.passes.open_masks import open_masks
 from partc.passes.open_means import open_means
 from partc.passes.open_strides import open_strides
 from partc.passes.pad_slices import pad_slices
@@ -307,6 +308,24 @@ forward (loss)
   d = c[0] : f64[2,3,4,8]
 outputs
   result b = b
+  result d = d
+""",
+    ),
+    "open_masks": (
+        open_masks,
+        """\
+graph M
+input x : f64[4,6]
+input m : bool[4,6]
+input rows : bool[4]
+input i : i64[3]
+forward (loss)
+  one = scalar_tensor(1.5, dtype=f64) : f64[]
+  a = index_put(x, [m], one) : f64[4,6]
+  b = index_put(a, [rows], one) : f64[4,6]
+  c = index_put(b, [m], one, True) : f64[4,6]
+  d = index_put(c, [i], one) : f64[4,6]
+outputs
   result d = d
 """,
     ),

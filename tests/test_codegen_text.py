@@ -78,6 +78,9 @@ CASES = [
     (aten.repeat_interleave.self_int, (X, 2, 1), {}),
     (aten.bitwise_not.default, (X > 0,), {}),
     (aten.gelu.default, (X,), {"approximate": "tanh"}),
+    (aten.elu.default, (X, 0.5), {}),
+    (aten.elu.default, (X, 1.6732632423543772, 1.0507009873554805), {}),  # a SELU
+    (aten._fft_r2c.default, (X, [1], 0, True), {}),
     (aten.split_with_sizes.default, (X, [1, 2], 1), {}),
 ]
 

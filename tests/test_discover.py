@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import partc
 from partc.errors import RuleError
 from partc.rules import Strategy, strategies
 from partc.rules.discover import discover, strategies_for
@@ -194,3 +196,16 @@ def test_strict_refuses_to_replicate() -> None:
 def test_table_comes_before_discovery() -> None:
     node = call(aten.mm.default, f(12, 24), f(24, 36)).node()
     assert strategies_for(node, 2) == strategies(node, 2)
+
+
+def test_a_program_has_what_was_found() -> None:
+    """The check of a compiled graph knows such rules too: those of ``cdist`` and its backward."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.cdist(model(x), model.code).sum()  # type: ignore[arg-type]
+
+    model, x = nn.Linear(6, 8).double(), torch.randn(4, 6, dtype=torch.float64)
+    model.register_parameter("code", nn.Parameter(torch.randn(12, 8, dtype=torch.float64)))
+    program = partc.compile(model, "dp=2", (x,), loss=loss, plan="fsdp", strict=True)
+    assert re.search(r"cdist_forward.*f64\[4@dp,12\]", program.source())
+    partc.verify(program, model, (x,), loss=loss).check()

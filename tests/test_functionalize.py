@@ -103,7 +103,21 @@ def turned_in_place(y: Tensor) -> Tensor:
     return y * z + row
 
 
+def into_another(y: Tensor) -> Tensor:
+    z = torch.zeros(6, 4, dtype=torch.float64)
+    torch.div(y.detach(), 2, out=z.transpose_(0, 1))
+    return y * z
+
+
+def some_of_many(y: Tensor) -> Tensor:
+    y[y > 0.9] = 0.25
+    y[torch.tensor([True, False, False, True])] = -1.0
+    return y
+
+
 WRITES = [
+    into_another,
+    some_of_many,
     assign_row,
     write_through_flat_view,
     read_old_and_new,
@@ -126,10 +140,10 @@ def test_writes_equal_eager(write: Callable[[Tensor], Tensor]) -> None:
     assert not any(schema.is_mutable for schema in schemas)
 
 
-def write_out(y: Tensor) -> Tensor:
-    z = torch.empty(4, 6, dtype=torch.float64)
-    torch.add(y.detach(), 1, out=z)
-    return y * z
+def write_both(y: Tensor) -> Tensor:
+    values, places = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    torch.max(y.detach(), 1, out=(values, places))
+    return y * values[:, None]
 
 
 def write_bits(y: Tensor) -> Tensor:
@@ -147,7 +161,7 @@ def resize(y: Tensor) -> Tensor:
     ("write", "what"),
     [
         (resize, "changes how memory is read"),
-        (write_out, "writes to out"),
+        (write_both, "writes to max, max_values"),
         (write_bits, "in-place op writes through"),
     ],
 )

@@ -51,6 +51,17 @@ def test_it_is_what_torch_computes(ignored: int) -> None:
         torch.testing.assert_close(found, logits.grad, rtol=1e-14, atol=1e-15)
 
 
+def test_a_loss_per_sample_is_left_alone() -> None:
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = F.cross_entropy(model(x), target, ignore_index=3, reduction="none")
+        likely = F.binary_cross_entropy(each.sigmoid(), torch.ones_like(each) / 2)
+        return (each * x[:, 0]).sum() + likely
+
+    model = Classifier()
+    program = partc.compile(model, "dp=2", batch(), loss=loss, plan="fsdp")
+    partc.verify(program, model, batch(), loss=loss).check()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
     ("mesh", "plan"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import partc
 from partc import threads
@@ -112,6 +113,39 @@ def test_a_parameter_of_two_stages_of_a_rank_is_summed_once() -> None:
 @pytest.mark.parametrize(("mesh", "preset"), [("pp=1", "ddp"), ("dp=2", "ddp"), ("dp=2", "fsdp")])
 def test_one_stage_accumulates_gradients(mesh: str, preset: str) -> None:
     right("1f1b", 3, mesh=mesh, preset=preset)
+
+
+class Gated(nn.Module):
+    """What follows from its gate alone is computed once, outside of the block."""
+
+    gate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.3))
+        self.mix = nn.Conv1d(8, 8, 3, padding=1, groups=8)
+        self.w = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        y: Tensor = x + self.w(F.softplus(mixed)) * self.gate.sigmoid()
+        return y
+
+
+@pytest.mark.parametrize(("mesh", "preset"), [("pp=2", "ddp"), ("pp=2,tp=2", "megatron")])
+def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str) -> None:
+    """And a gradient that ends whole, but is made in pieces, is gathered with each microbatch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Gated() for _ in range(4)], nn.Linear(8, 2)).double()
+    model.register_parameter("first", nn.Parameter(torch.randn(1, 1, 8, dtype=torch.float64)))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        first: Tensor = model.first.expand(len(x), -1, -1)  # type: ignore[operator]
+        return torch.as_tensor(model(torch.cat([first, x], 1))).square().mean()
+
+    batch = (torch.randn(4, 5, 8, dtype=torch.float64),)
+    program = partc.compile(model, mesh, batch, loss=loss, plan=preset, microbatches=2)
+    verify(program, model, batch, loss).check(TOLERANCE)
 
 
 def test_gradients_share_a_transfer_up_to_the_plans_limit() -> None:

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from partc.api import compile
 from partc.precision import Raised, grouped_products, raised_text
@@ -34,6 +35,27 @@ def test_a_raised_text_has_them() -> None:
     text = raised_text("y = torch.ops.aten._grouped_mm(a, b, ends)\n")
     assert text.startswith("y = grouped_products(a, b, ends)\n")
     assert text.endswith(inspect.getsource(grouped_products))
+
+
+class Turned(nn.Module):
+    """Turns pairs of features by complex numbers that it holds."""
+
+    turns: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(8, 8)
+        self.register_buffer("turns", torch.polar(torch.ones(5, 4), torch.rand(5, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.w(x).reshape(4, 5, 4, 2)) * self.turns
+        return torch.view_as_real(pairs).square()[..., 0].sum()
+
+
+def test_complex_buffers_stay_complex() -> None:
+    model, x = Turned(), torch.randn(4, 5, 8)
+    program = compile(model, "dp=2", (x,), plan="fsdp")
+    verify(program, model, (x,)).check()
 
 
 def test_mixtures_of_experts_are_verified() -> None:

@@ -46,6 +46,13 @@ def test_sizes_are_solved_through_groups() -> None:
     assert factors.before(("a", "b"), "b") == 2
 
 
+def test_a_dim_of_nothing_is_not_cut() -> None:
+    """Registers that a vision model has none of."""
+    factors = resolve(parse("a(2 d),b->(2 d)b"), [(0, 0), (1,)], [(0, 0)])
+    assert factors.sizes["b"] == 0
+    assert {"a", "b", "d"} <= factors.frozen
+
+
 def test_a_broadcast_dim_has_no_factor() -> None:
     factors = resolve(parse("...,...->..."), [(4, 6), (1,)], [(4, 6)])
     assert factors.operands == (((".1",), (".0",)), ((),))

@@ -149,8 +149,11 @@ def test_frozen_and_unused_parameters() -> None:
     graph = check(model, (x,), lambda m, x: m(x).sum())
     assert set(graph.grads) == {"1.weight", "1.bias"}
     model.register_parameter("spare", nn.Parameter(torch.zeros(2)))
-    with pytest.raises(TraceError, match=r"spare.*does not depend on.*Freeze it"):
-        trace(model, (x,), lambda m, x: m[1](m[0](x)).sum())
+    graph = trace(model, (x,), lambda m, x: m[1](m[0](x)).sum())
+    assert set(graph.grads) == {"1.weight", "1.bias"}
+    assert graph.untrained == ("spare",)
+    with pytest.raises(TraceError, match=r"no trainable parameter.*without detach"):
+        trace(model, (x,), lambda m, x: m[1](m[0](x)).detach().sum())
 
 
 class Steps(nn.Module):
@@ -314,6 +317,21 @@ def test_other_refusals() -> None:
         trace(nn.Linear(4, 4), (x,), lambda m, x: outside(m(x)).sum())
     with pytest.raises(TraceError, match="it is a int"):
         trace(nn.Linear(4, 4), (x, 3))  # type: ignore[arg-type]
+
+
+def test_what_follows_from_constants_alone_is_known() -> None:
+    """``nn.Transformer`` asks whether its mask is causal; writes through views are seen."""
+
+    def asks(y: Tensor) -> None:
+        mask = torch.full((4, 4), float("-inf")).triu(1)
+        assert bool((mask == nn.Transformer.generate_square_subsequent_mask(4)).all())
+        mask[0].fill_(3)
+        assert mask.sum(1)[0].item() == 12
+        mask[1].copy_(y.detach()[0])
+        with pytest.raises(RuntimeError):
+            mask.sum().item()
+
+    trace(nn.Sequential(Asks(asks)), (torch.randn(2, 4),))
 
 
 # custom ops ----------------------------------------------------------------------------------
