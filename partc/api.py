@@ -33,7 +33,7 @@ from partc.passes.fold_layers import Unfolded, check_plan
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.keep_stages import keep_stages
-from partc.passes.local_batch_norm import has_batch_norm
+from partc.passes.local_batch_norm import check_statistics, has_batch_norm
 from partc.passes.microbatches import count_targets, layout_mesh
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
@@ -362,6 +362,7 @@ def with_local_statistics(plan: Plan, graph: Graph) -> Plan:
     """Batch statistics cannot be those of microbatches that have not run yet; the plan says so."""
     if not has_batch_norm(graph):
         return plan
+    check_statistics(graph, plan.microbatches)
     note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
     return plan.changed(batch_norm="local", notes=(*plan.notes, note))
 

@@ -8,11 +8,13 @@ there).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import fx
 
-from partc.graph import Graph, results_of, tensor_args
+from partc.errors import PlanError
+from partc.graph import Graph, results_of, tensor_args, value
 from partc.rules import Strategy
 from partc.sharding import Layout, R, U, cut
 
@@ -42,6 +44,22 @@ def of_each_microbatch(node: fx.Node, arriving: Layout) -> Strategy | None:
     if local is None or node.target is not _FORWARD:
         return local
     return Strategy(local.ins, (cut(0), R, R, R, R)[: len(local.outs)], VARIANT)
+
+
+def check_statistics(graph: Graph, microbatches: int) -> None:
+    """PlanError where a microbatch has one value per channel, which torch refuses to train with."""
+    for node in graph.calls():
+        if node.target is not _FORWARD:
+            continue
+        known, shape = value(node), value(tensor_args(node)[0]).shape
+        if prod(shape) // shape[1] // microbatches < 2:
+            raise PlanError(
+                where=" ".join(filter(None, [known.module, f"({known.source})"])),
+                what="BatchNorm has one value per channel, and so no variance",
+                why=f"{microbatches} microbatches of {list(shape)} have "
+                f"{shape[0] // microbatches} sample each",
+                do="Take fewer microbatches, or a larger batch.",
+            )
 
 
 def has_batch_norm(graph: Graph) -> bool:

@@ -281,6 +281,15 @@ def square_loss(model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def test_statistics_of_one_value_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    with pytest.raises(PlanError, match=r"1 .*one value per channel.*4 microbatches of \[4, 6\]"):
+        partc.compile(
+            model, "pp=2", (torch.randn(4, 4),), loss=lambda m, x: m(x).sum(), plan="ddp",
+            microbatches=4,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2", "pp=2,dp_replicate=2,dp_shard=2"])
 def test_replicas_add_up_once_per_step(mesh: str) -> None:
     """Shards of gradients are scattered every microbatch, and summed over replicas at the end."""

@@ -135,9 +135,18 @@ SLICE = (
     call(aten.replication_pad1d.default, f(12, 24, 36), [1, 2]),
     call(aten.replication_pad2d.default, f(4, 12, 8, 6), [1, 2, 1, 2]),
     call(aten.replication_pad3d.default, f(4, 12, 8, 6, 3), [1, 2, 1, 2, 1, 1]),
-    call(aten.reflection_pad1d_backward.default, f(12, 24, 39), f(12, 24, 36), [1, 2]),
-    call(aten.reflection_pad2d_backward.default, f(4, 12, 11, 9), f(4, 12, 8, 6), [1, 2, 1, 2]),
-    call(aten.replication_pad2d_backward.default, f(4, 12, 11, 9), f(4, 12, 8, 6), [1, 2, 1, 2]),
+    *(
+        call(op, f(12, 24, 39), f(12, 24, 36), [1, 2])
+        for op in (aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default)
+    ),
+    *(
+        call(op, f(4, 12, 11, 9), f(4, 12, 8, 6), [1, 2, 1, 2])
+        for op in (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default)
+    ),
+    *(
+        call(op, f(4, 12, 10, 9, 6), f(4, 12, 8, 6, 3), [1, 2, 1, 2, 1, 1])
+        for op in (aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default)
+    ),
 )
 
 INDEX = (
