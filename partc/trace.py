@@ -169,6 +169,9 @@ def _explain(error: Exception, model: nn.Module) -> TraceError:
     elif kind == "DynamicOutputShapeException":
         what = "the size of a result depends on the values of a tensor"
         do = "Use a mask or a fixed capacity instead of selecting elements."
+    elif "use_reentrant" in reason:
+        what = "a reentrant checkpoint cannot be traced"
+        do = "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
     elif kind == "UnsupportedOperatorException":
         what = "an op has no shape function"
         do = "Register one with torch.library.register_fake."

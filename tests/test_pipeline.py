@@ -138,6 +138,7 @@ def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str
     torch.manual_seed(0)
     model = nn.Sequential(*[Gated() for _ in range(4)], nn.Linear(8, 2)).double()
     model.register_parameter("first", nn.Parameter(torch.randn(1, 1, 8, dtype=torch.float64)))
+    model.register_parameter("spare", nn.Parameter(torch.zeros(3)))
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         first: Tensor = model.first.expand(len(x), -1, -1)  # type: ignore[operator]
@@ -145,6 +146,7 @@ def test_weights_that_no_block_reads_have_gradients_there(mesh: str, preset: str
 
     batch = (torch.randn(4, 5, 8, dtype=torch.float64),)
     program = partc.compile(model, mesh, batch, loss=loss, plan=preset, microbatches=2)
+    assert "spare has no gradient" in program.plan
     verify(program, model, batch, loss).check(TOLERANCE)
 
 
