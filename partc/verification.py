@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from partc.cpp_compiler import check_compiler
 from partc.errors import CheckError
+from partc.passes.microbatches import MB
+from partc.plan import Plan
 from partc.precision import Raised, convert, converted, raised_text
 from partc.processes import Processes
 from partc.program import Program, SavedCost
@@ -118,11 +120,12 @@ def verify(
     """Run all ranks of a program and compare what each gets with the model on one device.
 
     In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
-    model and program in their own precision. ``reference`` replaces the eager run.
+    model and program in their own precision. ``reference`` replaces the eager run, which takes
+    the batch in turns where each microbatch has batch statistics of its own.
     """
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
-    reference = reference or eager(model, inputs, loss, dtype, train)
+    reference = reference or eager(model, inputs, loss, dtype, train, _turns(program))
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
@@ -138,6 +141,15 @@ def verify(
     title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
     rows = _merge(found)
     return Report(title, (*rows, *_held_nowhere(reference, rows)))
+
+
+def _turns(program: Program) -> int:
+    """In how many microbatches the model itself runs as the program does. Batch statistics of a
+    rank's own piece are no statistics of a single device.
+    """
+    plan = Plan.parse(program.plan)
+    axes = {axis for cuts in plan.inputs.values() for axis in cuts}
+    return plan.microbatches if plan.batch_norm == "local" and axes <= {MB} else 1
 
 
 @dataclass(frozen=True)
