@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.codegen.helpers import Helpers
-from partc.codegen.stages import received
+from partc.codegen.stage_flow import received
 from partc.codegen.text import Line
 from partc.graph import Graph, Phase, held
 from partc.mesh import PP

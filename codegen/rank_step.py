@@ -9,7 +9,8 @@ from partc.codegen.alike_stages import made
 from partc.codegen.emit import read
 from partc.codegen.layers import Layers
 from partc.codegen.rank_links import RankLinks
-from partc.codegen.stages import StageText, has_phase
+from partc.codegen.stage_flow import has_phase
+from partc.codegen.stages import StageText
 from partc.codegen.text import Line
 from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.graph import Graph, Phase, value

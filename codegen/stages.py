@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from partc.codegen.alike_stages import declared, given
-from partc.codegen.blocks import Item, Loop, Run
-from partc.codegen.classes import LEFT, BlockClass, passed
+from partc.codegen.blocks import Loop, Run
+from partc.codegen.classes import LEFT, BlockClass
 from partc.codegen.compiled import compiled
 from partc.codegen.emit import RoleText, arranged, read
 from partc.codegen.expressions import ADDS, PARTIALS
@@ -27,6 +27,7 @@ from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
 from partc.codegen.slots import interfaces
 from partc.codegen.stage_ends import Ends, Finish, early_sums, take_ends
+from partc.codegen.stage_flow import StageFlow, has_phase
 from partc.codegen.statements import free_early, with_sections
 from partc.codegen.step import StepBody
 from partc.codegen.tables import TABLES
@@ -92,11 +93,13 @@ class StageText(RoleText):
     ends: Ends = field(default_factory=lambda: Ends({}, None))
     seen: dict[fx.Node, Text] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope)
+    flow: StageFlow = field(init=False)
     class_of: StageText = field(init=False)  # the stage whose class it is an instance of
     lends: bool = False  # whether others of its class read its buffers
 
     def __post_init__(self) -> None:
         self.class_of = self
+        self.flow = StageFlow(self.graph, self.items, self.sides)
         self.adds = PARTIALS if self.ends.reduces else ADDS
         self.make_classes()
         self.name_attributes()
@@ -200,14 +203,11 @@ class StageText(RoleText):
         return f"{self.title}: {', '.join(found)}."
 
     # functions -------------------------------------------------------------------------------
-    def _items(self, phase: Phase) -> list[Item]:
-        return [item for item in self.items if _phase(item) == phase]
-
     def _method(self, phase: Phase) -> _Method:
-        items = self._items(phase)
+        items = self.flow.of(phase)
         arguments = self._arguments_of(phase)
         order = [item for item in items if isinstance(item, fx.Node)]
-        kept = self._kept(phase, items)
+        kept = self.flow.kept(phase)
         unpacked = self._unpacked(phase)
         first = next(iter(self.arguments.values())) if self.arguments else "self"
         device = f"{first}.device" if phase == "S" else f"self.{self._device()}.device"
@@ -230,7 +230,7 @@ class StageText(RoleText):
 
     def _sums(self, phase: Phase) -> dict[Run, tuple[list[Line], list[Line]]]:
         """What starts sums of gradients around the loops of the phase that makes the last ones."""
-        loops = [item for item in self._items(phase) if isinstance(item, Loop)]
+        loops = [item for item in self.flow.of(phase) if isinstance(item, Loop)]
         if self.ends.leaving is None or phase != ("W" if self.has("W") else "B"):
             return {}
         first = [self.attributes[self.graph.params[name]] for name in self.ends.leaving.first]
@@ -254,29 +254,12 @@ class StageText(RoleText):
             self.arguments = self.arguments_by_node()
             self.seen |= {node: Text(name) for node, name in self.arguments.items()}
             return [f"{name}: Tensor" for name in self.arguments.values()]
-        received = self._received(phase)
+        received = self.flow.received(phase)
         main = max(received, key=lambda n: held(n).numel(), default=None)
         for node in received:
             wish = ("x" if phase == "F" else "d_y") if node is main else self.wishes.get(node, "x")
             self.seen[node] = Text(self.scope.fresh(wish))
         return ["i: int", *(f"{self.seen[n]}: Tensor" for n in received)]
-
-    def _received(self, phase: Phase) -> list[fx.Node]:
-        return received(self.graph, phase)
-
-    def _kept(self, phase: Phase, items: list[Item]) -> set[fx.Node]:
-        """What a method makes, or is given, and something outside it reads."""
-        made = {*self._received(phase), *(n for item in items for n in self._made(item))}
-        if phase == "S":
-            made |= set(self.graph.inputs.values())
-        later = [i for p in _after(phase) for i in self._items(p)]
-        outputs = self.graph.outputs
-        read_later = {n for item in later for n in self._reads(item)}
-        read_later |= set(outputs.sent.values())
-        read_later |= {*outputs.results.values(), *outputs.buffers.values()}
-        if outputs.loss is not None:
-            read_later.add(outputs.loss)
-        return made & read_later
 
     def _opening(self) -> list[Line]:
         """Places for what the methods leave for one another, known once all are printed."""
@@ -311,10 +294,9 @@ class StageText(RoleText):
 
     def _handed(self, before: Phase, then: Phase) -> list[str]:
         """The names of what one method leaves for a later one."""
-        wanted = {n for item in self._items(then) for n in self._reads(item)}
-        made = [n for item in self._items(before) for n in self._made(item)]
+        wanted = self.flow.read(then)
         names: dict[str, None] = {}
-        for node in [*self._received(before), *made]:
+        for node in self.flow.made(before):
             if node in wanted and node in self.seen:
                 names.setdefault(_base(self.seen[node].code))
         word = LEFT[before, then]
@@ -350,7 +332,7 @@ class StageText(RoleText):
         for name, node in self.graph.outputs.results.items() if phase == "F" else ():
             lines.append(Line(f"self.results[{literal(name)}].append({body.text(node)})"))
         if phase in "FB":
-            sent = [n for n in self.graph.outputs.sent.values() if _phase(n) == phase]
+            sent = self.flow.sent(phase)
             texts = [body.text(n).code for n in sent]
             types = comment(", ".join(typed(n) for n in sent))
             lines.append(
@@ -362,20 +344,6 @@ class StageText(RoleText):
         if not any("reduced" in line.code for line in lines):
             return lines
         return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
-
-    def _made(self, item: Item) -> list[fx.Node]:
-        """What can be read after a call or a loop."""
-        if isinstance(item, fx.Node):
-            return [item]
-        side, last = self.sides[item], item.groups[-1]
-        listed = [group.nodes[p] for group in item.groups for p in side.listed]
-        return [*(last.nodes[p] for p in side.carried), *listed]
-
-    def _reads(self, item: Item) -> list[fx.Node]:
-        """What a call or a loop reads from outside, beside what its blocks have saved."""
-        if isinstance(item, fx.Node):
-            return list(item.all_input_nodes)
-        return [n for slot in passed(self.sides[item]) for n in slot.nodes]
 
 
 @dataclass
@@ -395,27 +363,6 @@ class _Method:
             "doc": DOCS[self.phase],
             "body": block(self.lines or [Line("pass")], 2),
         }
-
-
-def received(graph: Graph, phase: Phase) -> list[fx.Node]:
-    """What another stage sends this one for a forward or a backward."""
-    nodes = graph.placeholders("received").values()
-    return [n for n in nodes if value(n).phase == phase]
-
-
-def has_phase(graph: Graph, phase: Phase) -> bool:
-    """Whether a stage does anything in a phase, were it only to take in a gradient."""
-    at_work = phase in ("S", "F") or bool(received(graph, phase))
-    return at_work or any(value(n).phase == phase for n in graph.calls())
-
-
-def _after(phase: Phase) -> list[Phase]:
-    order: list[Phase] = ["S", "F", "B", "W"]
-    return order[order.index(phase) + 1 :]
-
-
-def _phase(item: Item) -> Phase:
-    return item.phase if isinstance(item, Loop) else value(item).phase
 
 
 def _base(code: str) -> str:

@@ -21,27 +21,18 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
 from partc.folds import likes_of
 from partc.graph import Graph, copied, value
-from partc.memory_limit import check_memory, fits, memory_limits
+from partc.localize import localize, staged_plan
+from partc.memory_limit import Peak, check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh
 from partc.objective import Objective, objective_of
 from partc.order_step import order_step
-from partc.passes.apply_preset import complete
-from partc.passes.assign_stages import assign_stages
-from partc.passes.choose_stages import choose_schedule, choose_stages, is_pipeline
-from partc.passes.count_whole import count_whole
+from partc.passes.choose_stages import is_pipeline
 from partc.passes.fold_layers import Unfolded, check_plan
-from partc.passes.fuse_loss import fuse_loss
-from partc.passes.insert_collectives import insert_collectives
 from partc.passes.keep_stages import keep_stages
-from partc.passes.local_batch_norm import check_statistics, has_batch_norm
-from partc.passes.microbatches import count_targets, layout_mesh
-from partc.passes.propagate import propagate
-from partc.passes.recompute import recompute
 from partc.passes.search.choose_plan import AUTO_PLAN, can_search, choose_plan
 from partc.passes.search.infeasible import too_large
 from partc.passes.search.plans_by_hand import by_hand
 from partc.passes.search.search_plans import Taken
-from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.passes.take_turns import in_turns
 from partc.pipeline_cost import pipeline_cost, trained_bytes_of
@@ -51,7 +42,7 @@ from partc.prefetch import prefetches
 from partc.program import Program
 from partc.record_tape import record_phases, record_step
 from partc.role import Role, dtype_name
-from partc.schedule_stages import schedule_stages
+from partc.schedule_stages import Stages, stage_ways
 from partc.schedules.csv_form import write_csv
 from partc.tape import Tape
 from partc.trace import trace
@@ -255,30 +246,43 @@ def compile_pipeline(
     check_plan(local, full)
     if local.kept:
         full = full.changed(params=local.kept.spread(full.params))
-    stages = schedule_stages(local, full)
-    graphs, step = stages.graphs, stages.step
-    full = _in_pieces(full, full.pieces, graphs)
-    numbers = likes_of(local.kept, len(graphs))
+    limits = memory_limits(mesh, full.memory_bytes)
+    for stages in stage_ways(local, full):
+        at = _in_pieces(full, stages.pieces, stages.graphs)
+        likes = likes_of(local.kept, len(stages.graphs))
+        program, peaks = _of_stages(graph, mesh, at, stages, likes, work)
+        if fits(peaks, limits):
+            break
+    check_memory(peaks, limits)
+    return replace(program, fingerprint=fingerprint)
+
+
+def _of_stages(
+    graph: Graph, mesh: Mesh, plan: Plan, stages: Stages, numbers: Sequence[int], work: Work
+) -> tuple[Program, list[Peak]]:
+    """The program of scheduled stages, and the peak of every pipeline rank; ``numbers`` are those
+    of the stages that each is like.
+    """
+    graphs, order = stages.graphs, stages.step.schedule
     compiled = dict(zip(numbers, graphs, strict=True))
     for stage in compiled.values():
         check(stage)
     tapes = {number: record_phases(each, replay(each)) for number, each in compiled.items()}
-    order = step.schedule
     pipeline = Pipeline(
-        graphs, stages.tied, order, mesh, step.wiring, full.join_mb, full.compile == "inductor"
-    )
+        graphs, stages.tied, order, mesh, stages.step.wiring, plan.join_mb,
+        plan.compile == "inductor",
+    )  # fmt: skip
     files = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {
-        name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, full))
+        name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, plan))
         for name, ranks in files.items()
     }
     name_of = {rank: name for name, ranks in files.items() for rank in ranks}
     roles = [Role.load(sources[name_of[rank]], name_of[rank], rank) for rank in range(order.ranks)]
-    cost = pipeline_cost(graphs, stages.costs, step, roles, mesh, work=work)
-    check_memory(cost.peaks(), memory_limits(mesh, full.memory_bytes))
+    cost = pipeline_cost(graphs, stages.costs, stages.step, roles, mesh, work=work)
     at = [name_of[coords.get(PP, 0)] for coords in mesh.all_coords()]
-    return Program(
-        plan=str(full),
+    program = Program(
+        plan=str(plan),
         mesh=mesh,
         basis=Basis(
             str(mesh.hardware),
@@ -289,11 +293,11 @@ def compile_pipeline(
         roles=tuple((len(list(run)), name) for name, run in groupby(at)),
         cost=cost,
         model=graph.model,
-        fingerprint=fingerprint,
         constants=graph.constants,
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         schedule=write_csv(order),
     )
+    return program, cost.peaks()
 
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
@@ -323,48 +327,6 @@ def _in_pieces(plan: Plan, pieces: int, graphs: Sequence[Graph]) -> Plan:
         note = f"no block waits for sums that {plan.pieces} pieces of it could hide"
         return plan.changed(notes=(*plan.notes, note))
     return plan.changed(pieces=pieces) if pieces > 1 else plan
-
-
-def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
-    """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
-    full = staged_plan(graph, plan)
-    if full.stages:
-        assign_stages(graph, graph.kept.points if graph.kept else full.stages)
-    graph.mesh = layout_mesh(graph.mesh, full.microbatches)
-    if full.microbatches > 1:
-        count_targets(graph)
-        full = with_local_statistics(full, graph)
-    warnings = [*full.notes, *_untrained(graph)]
-    choices = propagate(graph, full, strict=strict, warnings=warnings)
-    full = full.changed(notes=tuple(dict.fromkeys(warnings)))
-    local = count_whole(fuse_bias(insert_collectives(graph, full, choices)))
-    return full, recompute(local, full)
-
-
-def _untrained(graph: Graph) -> list[str]:
-    """A note of parameters that no step will change; of many the first, as a fold has not all."""
-    if not graph.untrained:
-        return []
-    first, *others = graph.untrained
-    names = f"{first} and others have" if others else f"{first} has"
-    return [f"{names} no gradient: the loss does not depend on it, so no optimizer changes it"]
-
-
-def staged_plan(graph: Graph, plan: Plan) -> Plan:
-    """A complete plan, with the stages and the schedule of a pipeline; biases stand apart then."""
-    split_bias(graph)
-    fuse_loss(graph)
-    full = choose_schedule(graph, complete(plan, graph, graph.mesh))
-    return choose_stages(graph, full)
-
-
-def with_local_statistics(plan: Plan, graph: Graph) -> Plan:
-    """Batch statistics cannot be those of microbatches that have not run yet; the plan says so."""
-    if not has_batch_norm(graph):
-        return plan
-    check_statistics(graph, plan.microbatches)
-    note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
-    return plan.changed(batch_norm="local", notes=(*plan.notes, note))
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:

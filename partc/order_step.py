@@ -44,9 +44,9 @@ def order_step(local: Graph, plan: Plan, over: Mesh) -> Iterator[Way]:
     if asked:
         yield asked, _in_parts(local, plan, over, asked)
         return
-    more_s = _start_seconds(local, awaited, over)
+    more_s = start_seconds(local, awaited, over)
     ways = {1: _in_parts(copied(local), plan, over, 1)}
-    if _most_gained(ways[1], over, more_s) <= GAIN:
+    if most_gained(_spent(ways[1], over), more_s) <= GAIN:
         yield 1, ways[1]
         return
 
@@ -61,13 +61,13 @@ def order_step(local: Graph, plan: Plan, over: Mesh) -> Iterator[Way]:
 
 
 def fastest(seconds: Callable[[int], float]) -> int:
-    """The number of pieces with which a step takes fewest seconds."""
-    best, best_s = 1, (1 - GAIN) * seconds(1)
+    """The number of pieces that makes a step fastest, each doubling worth its lines."""
+    best, enough_s = 1, (1 - GAIN) * seconds(1)
     for num in PIECES:
         num_s = seconds(num)
-        if num_s >= best_s:
+        if num_s >= enough_s:
             break
-        best, best_s = num, num_s
+        best, enough_s = num, (1 - GAIN) * num_s
     return best
 
 
@@ -107,7 +107,7 @@ def _step_s(graph: Graph, over: Mesh) -> float:
     return step_seconds(record_step(graph, replay(graph)), over)
 
 
-def _start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[str, float]:
+def start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[str, float]:
     """By axis, how long it takes to start each of some transfers once."""
     seconds: dict[str, float] = defaultdict(float)
     for node in moves:
@@ -117,15 +117,19 @@ def _start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[s
     return seconds
 
 
-def _most_gained(graph: Graph, over: Mesh, more_s: Mapping[str, float]) -> float:
-    """The most of a step that pieces could save which take the axes ``more_s`` longer: neither
-    computing nor the transfers of one axis, one after the other, take less time than they take.
+def most_gained(parts: Iterable[Spent], more_s: Mapping[str, float]) -> float:
+    """The share of what is spent that pieces could save which take the axes ``more_s`` longer:
+    neither computing nor the transfers of one axis, one after the other, take less than they take.
     """
-    step, least_s = Spent(), dict(more_s)
-    for spent in step_times(record_step(graph, replay(graph)), over).values():
-        step.add(spent)
-    for part in (step.exposed, step.hidden):
-        for axis, seconds in part.items():
+    whole, least_s = Spent(), dict(more_s)
+    for part in parts:
+        whole.add(part)
+    for by_axis in (whole.exposed, whole.hidden):
+        for axis, seconds in by_axis.items():
             least_s[axis] = least_s.get(axis, 0.0) + seconds
-    least = max(sum(step.computing.values()), *least_s.values())
-    return 1 - least / step.seconds if step.seconds else 0.0
+    least = max(sum(whole.computing.values()), *least_s.values())
+    return 1 - least / whole.seconds if whole.seconds else 0.0
+
+
+def _spent(graph: Graph, over: Mesh) -> Iterable[Spent]:
+    return step_times(record_step(graph, replay(graph)), over).values()

@@ -69,7 +69,7 @@ class Plan:
     fits into memory, else one). Pipelines gather one.
     ``pieces``: in so many are the blocks computed that wait for sums of activations, so that those
     of one piece are on their way while the next is computed (1: not in pieces; 0: in as many as
-    make a step of one stage fastest, if that is by much).
+    make the step fastest, if that is by much).
     ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
     that the plan replays without it; where it is empty, 1f1b for training and forward-only for
     inference. ``stages`` has the module path at which each pipeline stage but the first begins.

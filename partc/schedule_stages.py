@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from partc.early_sums import with_early_sums
 from partc.errors import PlanError
@@ -11,7 +11,7 @@ from partc.folds import likes_of
 from partc.graph import Graph, copied
 from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
-from partc.order_step import call_seconds
+from partc.order_step import GAIN, call_seconds, fastest, most_gained, start_seconds
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
@@ -20,7 +20,7 @@ from partc.passes.place_waits import place_waits
 from partc.passes.repeat_stages import repeat_stages
 from partc.passes.split_stages import split_stages
 from partc.passes.sum_in_levels import sum_in_levels
-from partc.passes.take_turns import take_turns
+from partc.passes.take_turns import awaited_in_blocks, take_turns
 from partc.pipeline_step import Step, closing_collectives, closing_seconds, plan_step
 from partc.plan import Plan
 from partc.schedules import Schedule
@@ -35,6 +35,8 @@ from partc.stage_cost import (
 )
 from partc.tied import Tied, tied_parameters
 
+TURNS = ("F", "B", "W")  # the phases of each microbatch
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -44,6 +46,37 @@ class Stages:
     tied: list[Tied]
     costs: tuple[StageCost, ...]
     step: Step
+    pieces: int = 1  # in how many blocks are computed that wait for activations
+
+
+def stage_ways(local: Graph, plan: Plan) -> Iterator[Stages]:
+    """The stages as the step is fastest, and where their blocks are in pieces that nobody asked
+    for, as they are without, should that need less memory.
+    """
+    whole = schedule_stages(local, plan)
+    if plan.pieces or _most_gained(whole, _mesh(plan)) <= GAIN:
+        yield replace(whole, pieces=max(plan.pieces, 1))
+        return
+    ways = {1: whole}
+
+    def seconds(num: int) -> float:
+        ways[num] = ways.get(num) or schedule_stages(local, plan.changed(pieces=num))
+        return ways[num].step.simulated.makespan
+
+    best = fastest(seconds)
+    yield replace(ways[best], pieces=best)
+    if best > 1:
+        yield whole
+
+
+def _most_gained(stages: Stages, mesh: Mesh) -> float:
+    """The most of any stage's time for a microbatch that blocks in pieces could save."""
+    gained = [0.0]
+    for graph, cost in zip(stages.graphs, stages.costs, strict=True):
+        more_s = start_seconds(graph, awaited_in_blocks(graph), mesh)
+        mine = [spent for phase, spent in cost.spent.items() if phase in TURNS]
+        gained.append(most_gained(mine, more_s) if more_s else 0.0)
+    return max(gained)
 
 
 def schedule_stages(local: Graph, plan: Plan) -> Stages:

@@ -18,7 +18,7 @@ from partc.passes.microbatches import MB
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
 from partc.rules import Strategy
-from partc.sharding import Layout, Sharding, cut
+from partc.sharding import Layout, R, Sharding, cut
 
 # how a call is cut, per axis; a missing axis is replicated
 Choices = dict[fx.Node, dict[str, Strategy]]
@@ -83,6 +83,8 @@ class Prices:
 
     def _leave(self, operand: fx.Node, have: Layout, want: Layout) -> float | None:
         ratio = transition_cost(have, want, self.num)
+        if ratio == 0.0 and want.kind == "U" and have != want:
+            return _LATENCY_BYTES  # it moves nothing, and is no way to go without need
         if ratio is None or ratio == 0.0:
             return ratio
         cost = ratio * self._bytes(operand) + _LATENCY_BYTES
@@ -101,11 +103,12 @@ class Prices:
         """The layouts at hand from which the wanted one may be made.
 
         What is whole is cut only where something that is cut already asks for it. Sums go straight
-        into a cut only where the plan scatters them, or the inputs are cut so.
+        into a cut only where the plan scatters them, or the inputs are cut so. What microbatches
+        have in common, as a penalty of weights, counts in the first where all of them add to it.
         """
         made = self.made[operand]
         if want.kind in "UM":
-            return []
+            return [R] if self.axis == MB and want.kind == "U" and R in made else []
         if want.kind != "cut":
             return made
         driven = self._driven(operand, operands, strategy)

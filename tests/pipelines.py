@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.api import localize
 from partc.check import check
 from partc.graph import Graph, value
+from partc.localize import localize
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.precision import Raised

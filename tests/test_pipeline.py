@@ -271,6 +271,19 @@ def test_running_statistics_follow_the_microbatches(schedule: str) -> None:
     report.check(TOLERANCE)
 
 
+@pytest.mark.parametrize(("mesh", "preset"), [("dp=2", "fsdp"), ("pp=2,tp=2", "megatron")])
+def test_a_penalty_of_weights_counts_once(mesh: str, preset: str) -> None:
+    """All microbatches have it in common; the first one adds it to its loss and gradients."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return square_loss(model, x) + torch.stack([p.norm() for p in model.parameters()]).sum()
+
+    case = replace(small(), loss=loss)
+    plan = Plan(preset=preset, stages=("1",) if "pp" in mesh else ())
+    program = compiled(case, mesh, plan, "1f1b", 3)
+    verify(program, case.model, case.inputs, case.loss).check(TOLERANCE)
+
+
 def small() -> Case:
     model = nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 6)).double()
     return Case(model, (torch.randn(12, 8).double(),), square_loss)

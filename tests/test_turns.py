@@ -21,6 +21,7 @@ from partc.mesh import Mesh
 from partc.passes.fill_waits import fill_waits
 from partc.passes.place_waits import place_waits
 from partc.passes.take_turns import take_turns
+from partc.pipeline_cost import PipelineCost
 from partc.plan import Plan
 from partc.program import Program
 from partc.topology import Topology
@@ -82,13 +83,15 @@ def compiled(mesh: str | Mesh, preset: str, pieces: int = 0, **fields: int) -> P
     return compile(model(), mesh, (IDS,), loss=loss, plan=plan)
 
 
-def machines(bytes_per_s: float) -> Mesh:
-    """Two devices on which this model computes for long, joined by such a link."""
+def machines(bytes_per_s: float, axes: str = "tp=2") -> Mesh:
+    """Devices on which this model computes for long, joined by such links."""
+    mesh = Mesh.parse(axes)
     cpu = Topology.load("cpu")
     (level,) = cpu.levels
     slow = replace(cpu.device, flops_per_s={"f32": 1e8}, launch_s=1e-9, efficiency={})
-    links = replace(level, bytes_per_s=bytes_per_s, latency_s=1e-9)
-    return Mesh((("tp", 2),), replace(cpu, groups=((slow, 2),), levels=(links,), start_s=0.0))
+    links = replace(level, size=mesh.num_ranks, bytes_per_s=bytes_per_s, latency_s=1e-9)
+    groups = ((slow, mesh.num_ranks),)
+    return Mesh(mesh.axes, replace(cpu, groups=groups, levels=(links,), start_s=0.0))
 
 
 SLOW = machines(2e7)
@@ -100,7 +103,7 @@ def seconds(program: Program) -> float:
 
 
 def peak_bytes(program: Program) -> int:
-    assert isinstance(program.cost, CostReport)
+    assert isinstance(program.cost, CostReport | PipelineCost)
     return max(peak.num_bytes for peak in program.cost.peaks())
 
 
@@ -196,9 +199,19 @@ def test_pieces_where_the_step_is_faster(preset: str) -> None:
     assert seconds(chosen) < 0.85 * seconds(whole)
 
 
-def test_no_pieces_where_they_do_not_fit() -> None:
-    whole, chosen = compiled(SLOW, "megatron-sp", 1), compiled(SLOW, "megatron-sp")
+def test_stages_in_pieces_where_the_step_is_faster() -> None:
+    slow = machines(2e7, "pp=2,tp=2")
+    whole, chosen = (compiled(slow, "megatron", num, microbatches=2) for num in (1, 0))
+    assert "pieces = 2" in chosen.plan
+    assert seconds(chosen) < 0.9 * seconds(whole)
+    assert verify(chosen, model(), (IDS,), loss).check().worst.error < 1e-12
+
+
+@pytest.mark.parametrize("axes", ["tp=2", "pp=2,tp=2"])
+def test_no_pieces_where_they_do_not_fit(axes: str) -> None:
+    slow = machines(2e7, axes)
+    whole, chosen = compiled(slow, "megatron-sp", 1), compiled(slow, "megatron-sp")
     assert peak_bytes(whole) < peak_bytes(chosen)
-    small = compiled(SLOW, "megatron-sp", memory_bytes=peak_bytes(whole))
+    small = compiled(slow, "megatron-sp", memory_bytes=peak_bytes(whole))
     assert small.sources == whole.sources
     assert "pieces" not in small.plan
