@@ -118,8 +118,9 @@ def start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[st
 
 
 def most_gained(parts: Iterable[Spent], more_s: Mapping[str, float]) -> float:
-    """The share of what is spent that pieces could save which take the axes ``more_s`` longer:
-    neither computing nor the transfers of one axis, one after the other, take less than they take.
+    """The share of what is spent that pieces could save which take the axes ``more_s`` longer: no
+    more than waits for these axes, and neither computing nor the transfers of one axis, one after
+    the other, take less than they take.
     """
     whole, least_s = Spent(), dict(more_s)
     for part in parts:
@@ -127,7 +128,8 @@ def most_gained(parts: Iterable[Spent], more_s: Mapping[str, float]) -> float:
     for by_axis in (whole.exposed, whole.hidden):
         for axis, seconds in by_axis.items():
             least_s[axis] = least_s.get(axis, 0.0) + seconds
-    least = max(sum(whole.computing.values()), *least_s.values())
+    waited_s = sum(whole.exposed.get(axis, 0.0) for axis in more_s)
+    least = max(sum(whole.computing.values()), whole.seconds - waited_s, *least_s.values())
     return 1 - least / whole.seconds if whole.seconds else 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,13 +71,12 @@ def stage_ways(local: Graph, plan: Plan) -> Iterator[Stages]:
 
 
 def _most_gained(stages: Stages, mesh: Mesh) -> float:
-    """The most of any stage's time for a microbatch that blocks in pieces could save."""
-    gained = [0.0]
-    for graph, cost in zip(stages.graphs, stages.costs, strict=True):
-        more_s = start_seconds(graph, awaited_in_blocks(graph), mesh)
-        mine = [spent for phase, spent in cost.spent.items() if phase in TURNS]
-        gained.append(most_gained(mine, more_s) if more_s else 0.0)
-    return max(gained)
+    """The share of what all stages spend on a microbatch that blocks in pieces could save."""
+    more_s: Counter[str] = Counter()
+    for graph in stages.graphs:
+        more_s.update(start_seconds(graph, awaited_in_blocks(graph), mesh))
+    spent = [s for cost in stages.costs for phase, s in cost.spent.items() if phase in TURNS]
+    return most_gained(spent, more_s) if more_s else 0.0
 
 
 def schedule_stages(local: Graph, plan: Plan) -> Stages:
