@@ -293,7 +293,7 @@ def test_batch_statistics_are_the_global_batchs_unless_local() -> None:
     partc.verify(local, model, (x,), as_ddp, reference=reference).check(1e-11)
 
 
-LIKE_OTHERS = {"bart", "qwen2", "roberta"}  # t5, qwen3 and bert
+LIKE_OTHERS = {"bart", "qwen2", "roberta", "distilbert", "electra"}  # t5, qwen3 and bert
 
 
 @pytest.mark.parametrize("family", sorted(MODELS.keys() - LIKE_OTHERS))
