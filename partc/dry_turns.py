@@ -69,12 +69,14 @@ class Turns:
 
     live: LiveMemory
     known: KnownTurns
+    forms: dict[int, Form] = field(default_factory=dict)  # by number of the stage
     left_out: set[tuple[int, int]] = field(default_factory=set)  # stage and microbatch
     done: dict[tuple[int, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
 
     def take_over(self, stages: Sequence[Any]) -> None:
         """Stand before the methods of a rank's stages."""
         for number, stage in enumerate(stages):
+            self.forms[number] = _form(stage)
             for name in METHODS:
                 if hasattr(stage, name):
                     setattr(stage, name, self._standing(number, name, stage, getattr(stage, name)))
@@ -88,7 +90,7 @@ class Turns:
                 self.left_out.add((number, i))
             if (number, i) not in self.left_out:
                 return self._execute(number, name, stage, real, i, operands)
-            if (_form(stage), name) not in self.known:
+            if (self.forms[number], name) not in self.known:
                 raise NotSteady(f"{name} of stage {number}")
             return self._stand_in(number, name, stage, i, operands)
 
@@ -96,7 +98,7 @@ class Turns:
 
     def _may_leave_out(self, number: int, stage: Any) -> bool:
         """Whether a microbatch need not be executed: this one's forward does what others did."""
-        form, executed = _form(stage), len(self.done[number, "forward"])
+        form, executed = self.forms[number], len(self.done[number, "forward"])
         all_known = all((form, name) in self.known for name in METHODS if hasattr(stage, name))
         return (form, "forward") in self.known and executed >= (1 if all_known else EXECUTED)
 
@@ -112,13 +114,13 @@ class Turns:
         done.append(_turn(before, turn, self.live, stage, i, operands, [*tensors_in(result)]))
         self.live.enter(turn, THEN)
         if done[-2:] == done[-1:] * 2 and not done[-1].lost:
-            self.known[_form(stage), name] = done[-1]
+            self.known[self.forms[number], name] = done[-1]
         return result
 
     def _stand_in(
         self, number: int, name: str, stage: Any, i: int, operands: Sequence[Tensor]
     ) -> Any:
-        live, turn = self.live, self.known[_form(stage), name]
+        live, turn = self.live, self.known[self.forms[number], name]
         live.meet((number, name, i), turn.peaks)
         live.enter((number, name, i), THEN)
         for table in _tables(stage).values():

@@ -4,13 +4,15 @@ the inputs have a say in them: whether a mask that the model makes is causal, sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
+
+from partc.fake_calls import tensors_in
 
 aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
@@ -54,7 +56,7 @@ def _constants(graph: fx.Graph) -> dict[fx.Node, Any]:
 
 def _is_constant(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    small = all(fake.numel() <= LARGEST for fake in _tensors(node.meta.get("val")))
+    small = all(fake.numel() <= LARGEST for fake in tensors_in(node.meta.get("val")))
     return small and not random and all(read in known for read in node.all_input_nodes)
 
 
@@ -65,15 +67,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 def _forget(written: Sequence[Any], known: dict[fx.Node, Any]) -> None:
     """Drop what looks at memory that a call with unknown operands may write to."""
-    memories = {x.untyped_storage().data_ptr() for each in written for x in _tensors(each)}
+    memories = {x.untyped_storage().data_ptr() for each in written for x in tensors_in(each)}
     for node, value in list(known.items()):
-        if any(x.untyped_storage().data_ptr() in memories for x in _tensors(value)):
+        if any(x.untyped_storage().data_ptr() in memories for x in tensors_in(value)):
             del known[node]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
