@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from partc.dry_layers import deep_stacks, most_of_all, shorten
+from partc.dry_lines import SourceLines
 from partc.dry_turns import KnownTurns, NotSteady, Turns
 from partc.live_memory import Lines, LiveMemory
 from partc.mesh import Mesh
@@ -54,13 +55,13 @@ def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str 
 
     Microbatches that do what others did are not executed (``dry_turns``), and of deep stacks of
     layers as few as say what all need (``dry_layers``); ``known`` keeps what turns do for further
-    ranks that run the same file. ``library`` is what moves data (``topology.LIBRARIES``).
+    ranks of the pipeline. ``library`` is what moves data (``topology.LIBRARIES``).
     """
     turns: Known = {} if known is None else known
 
     def shortened(left_out: int) -> LiveMemory:
         try:
-            return execute(role, rank, turns.setdefault(left_out, {}), left_out, library)
+            return execute(role, rank, turns.setdefault(left_out, KnownTurns()), left_out, library)
         except NotSteady:
             return execute(role, rank, None, left_out, library)
 
@@ -90,7 +91,7 @@ def execute(
             shorten(step, left_out, live)
         live.leave_out([*step.parameters(), *step.buffers(), *inputs])
         if known is not None and hasattr(step, "stages") and not role.is_inference:
-            Turns(live, known).take_over([*step.stages.values()])
+            Turns(live, known, SourceLines.of(_file(role))).take_over([*step.stages.values()])
         with live:
             kept = step(*inputs) if role.is_inference else step.step(*inputs)
     del kept

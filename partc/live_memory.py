@@ -37,7 +37,7 @@ class Peak:
 
 
 @dataclass
-class _Piece:
+class Piece:
     """One storage: its bytes, the line that made it, and between which calls it was alive."""
 
     num_bytes: int
@@ -49,7 +49,7 @@ class _Piece:
 class Held:
     """Pieces of memory without tensors: they go when it goes."""
 
-    def __init__(self, live: LiveMemory, pieces: list[_Piece]) -> None:
+    def __init__(self, live: LiveMemory, pieces: list[Piece]) -> None:
         self.live, self.pieces = live, pieces
         live.pieces += pieces
         for piece in pieces:
@@ -71,8 +71,8 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.file = file
         self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
-        self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Piece]] = {}
-        self.pieces: list[_Piece] = []
+        self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Piece]] = {}
+        self.pieces: list[Piece] = []
         self.lines: Lines = Counter()
         self.calls = self.total = self.made_line = 0
         self.peaks: dict[tuple[Turn, Place], Peak] = {}
@@ -109,7 +109,7 @@ class LiveMemory(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, *, counts: bool = True) -> None:
         key = storage._cdata
         if key not in self.alive:
-            piece = _Piece(storage.nbytes() if counts else 0, self._line(), self.calls)
+            piece = Piece(storage.nbytes() if counts else 0, self._line(), self.calls)
             self.alive[key] = weakref.ref(storage, lambda _: self._died(key)), piece
             self.total += piece.num_bytes
             self.lines[piece.line] += piece.num_bytes
@@ -119,7 +119,7 @@ class LiveMemory(TorchDispatchMode):
         _, piece = self.alive.pop(key)
         self.drop(piece)
 
-    def drop(self, piece: _Piece) -> None:
+    def drop(self, piece: Piece) -> None:
         """Note that a piece of memory has gone."""
         piece.died = self.calls
         self.total -= piece.num_bytes
@@ -155,7 +155,7 @@ class LiveMemory(TorchDispatchMode):
                 found[piece.line] += piece.num_bytes
         return Counter({line: size for line, size in sorted(found.items()) if size})
 
-    def _alive_at(self, call: int) -> list[_Piece]:
+    def _alive_at(self, call: int) -> list[Piece]:
         return [
             piece
             for piece in self.pieces
@@ -165,11 +165,11 @@ class LiveMemory(TorchDispatchMode):
     # for what is not executed ---------------------------------------------------------------
     def hold(self, lines: Sequence[tuple[int, int]]) -> Held:
         """Memory made at some lines, for as long as what is given back is kept."""
-        return Held(self, [_Piece(size, line, self.calls) for line, size in lines])
+        return Held(self, [Piece(size, line, self.calls) for line, size in lines])
 
-    def alive_lines(self) -> dict[int, tuple[int, int]]:
-        """Line and bytes of every storage that is alive, by its address."""
-        return {key: (piece.line, piece.num_bytes) for key, (_, piece) in self.alive.items()}
+    def alive_pieces(self) -> dict[int, Piece]:
+        """Every storage that is alive, by its address, which a later one may have again."""
+        return {key: piece for key, (_, piece) in self.alive.items()}
 
     def made_at(self, line: int, make: Callable[[], Tensor]) -> Tensor:
         """A tensor that counts as made at a line."""

@@ -197,11 +197,8 @@ class Mesh:
 
         Where groups differ, because axes and levels do not nest, it is the one that crosses most.
         """
-        size, stride = self.size(axis), self._stride(axis)
-        units = [
-            _most_units(stride, size, unit, self.num_ranks) for unit in self.hardware.unit_sizes
-        ]
-        return tuple(-(-below // units) for below, units in pairwise([size, *units]))
+        units = self.hardware.unit_sizes
+        return _crosses(self._stride(axis), self.size(axis), units, self.num_ranks)
 
     def _stride(self, axis: str) -> int:
         """How far apart neighbours along an axis are in rank order."""
@@ -223,6 +220,12 @@ def _at_place(axes: tuple[tuple[str, int], ...], topology: Topology, place: int)
     mesh = Mesh(axes, topology)
     ranks = (r for r in range(mesh.num_ranks) if mesh.coords(r).get(PP, 0) == place)
     return Mesh(axes, topology.at(ranks))
+
+
+@cache
+def _crosses(stride: int, size: int, units: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    most = [_most_units(stride, size, unit, num_ranks) for unit in units]
+    return tuple(-(-below // units) for below, units in pairwise([size, *most]))
 
 
 def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:

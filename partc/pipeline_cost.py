@@ -208,13 +208,12 @@ def pipeline_cost(
 def _rank_costs(
     graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str, library: str
 ) -> tuple[RankCost, ...]:
-    """The costs of every rank; those that run one file know each other's turns."""
-    known: dict[str, Known] = {}
+    """The costs of every rank; they know each other's turns."""
+    known: Known = {}
     found = []
     for rank, role in enumerate(roles):
-        turns = known.setdefault(role.module.__name__, {})
         long = len(step.schedule.orders[rank]) > DRY_RUN_ACTIONS
-        ran = None if long else dry_run(role, role.mesh.first_rank(rank), turns, library)
+        ran = None if long else dry_run(role, role.mesh.first_rank(rank), known, library)
         found.append(_rank_cost(graphs, step, rank, ran, optimizer))
     return tuple(found)
 

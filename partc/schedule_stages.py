@@ -12,7 +12,7 @@ from partc.folds import likes_of
 from partc.graph import Graph, copied
 from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
-from partc.order_step import GAIN, call_seconds, fastest, most_gained, start_seconds
+from partc.order_step import GAIN, PIECES, call_seconds, fastest, most_gained, start_seconds
 from partc.passes.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.fill_waits import fill_waits
 from partc.passes.join_collectives import join_collectives
@@ -55,7 +55,7 @@ def stage_ways(local: Graph, plan: Plan) -> Iterator[Stages]:
     for, as they are without, should that need less memory.
     """
     whole = schedule_stages(local, plan)
-    if plan.pieces or _most_gained(whole, _mesh(plan)) <= GAIN:
+    if plan.pieces or not _may_gain(local, plan, whole):
         yield replace(whole, pieces=max(plan.pieces, 1))
         return
     ways = {1: whole}
@@ -68,6 +68,28 @@ def stage_ways(local: Graph, plan: Plan) -> Iterator[Stages]:
     yield replace(ways[best], pieces=best)
     if best > 1:
         yield whole
+
+
+def _may_gain(local: Graph, plan: Plan, whole: Stages) -> bool:
+    """Whether to try blocks in pieces in all stages: not where too little time is left to save, or
+    too little is saved in the stage that most are like.
+    """
+    if _most_gained(whole, _mesh(plan)) <= GAIN:
+        return False
+    likes = likes_of(local.kept, len(whole.graphs))
+    (like, num), *_ = Counter(likes).most_common(1)
+    if num == 1:
+        return True
+    stage = split_stages(local, plan, split_backward="W" in whole.step.schedule.kinds)[like]
+    before, after = (
+        stage_cost(graph, _mesh(plan))
+        for graph in (whole.graphs[likes.index(like)], _ordered(take_turns(stage, PIECES[0]), plan))
+    )
+    return _turn_seconds(after) < (1 - GAIN) * _turn_seconds(before)
+
+
+def _turn_seconds(cost: StageCost) -> float:
+    return cost.forward_s + cost.backward_s + cost.weight_s
 
 
 def _most_gained(stages: Stages, mesh: Mesh) -> float:
@@ -93,11 +115,14 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
     """The scheduled graph of each stage."""
     whole = take_turns(copied(local), plan.pieces) if plan.pieces > 1 else local
     stages = split_stages(whole, plan, split_backward=split_backward)
-    for stage in stages:
-        sum_in_levels(stage, _mesh(plan))
-        place_waits(join_collectives(stage, plan.join_mb), phased=True)
-        fill_waits(stage, call_seconds(stage, _mesh(plan)))
-    return repeat_stages(stages, local)
+    return repeat_stages([_ordered(stage, plan) for stage in stages], local)
+
+
+def _ordered(stage: Graph, plan: Plan) -> Graph:
+    """Its transfers joined, and started and waited for."""
+    sum_in_levels(stage, _mesh(plan))
+    waiting = place_waits(join_collectives(stage, plan.join_mb), phased=True)
+    return fill_waits(waiting, call_seconds(waiting, _mesh(plan)))
 
 
 def _costs(

@@ -10,7 +10,7 @@ import pytest
 import partc
 from partc import dry_turns
 from partc.dry_run import Known, dry_run, dry_run_all
-from partc.dry_turns import Turns
+from partc.dry_turns import Key, Turns
 from partc.plan import Plan
 from tests.pipelines import toy
 
@@ -36,14 +36,30 @@ def test_the_same_peak_line_and_holders(
         schedule=schedule, microbatches=12,
     )  # fmt: skip
     executed = count_calls(monkeypatch)
-    known: dict[str, Known] = {}
+    known: Known = {}
     for number in range(program.mesh.pipeline_ranks):
         rank = program.mesh.first_rank(number)
         role = program.role(rank)
         executed.clear()
-        found = dry_run(role, rank, known.setdefault(program.role_of(rank), {}))
+        found = dry_run(role, rank, known)
         assert len(executed) < 12 * chunks  # of as many forwards, and backwards
         assert found == dry_run_all(role, rank)
+
+
+def test_ranks_know_what_the_stages_of_other_files_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = toy(8)
+    program = partc.compile(
+        case.model, "pp=4", case.inputs, loss=case.loss, plan=Plan(preset="ddp", chunks=2),
+        schedule="interleaved-1f1b", microbatches=8,
+    )  # fmt: skip
+    executed, known, counts = count_calls(monkeypatch), Known(), list[int]()
+    for number in range(4):
+        executed.clear()
+        role = program.role(program.mesh.first_rank(number))
+        assert dry_run(role, known=known, rank=number) == dry_run_all(role, number)
+        counts.append(len(executed))
+    assert program.role_of(1) != program.role_of(2)  # each with stages of its own layers
+    assert counts[1] and not counts[2]
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -51,9 +67,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     executed: list[str] = []
     real: Callable[..., Any] = Turns._execute
 
-    def counted(self: Turns, number: int, name: str, *rest: Any) -> Any:
-        executed.append(name)
-        return real(self, number, name, *rest)
+    def counted(self: Turns, key: Key, *rest: Any) -> Any:
+        executed.append(key[1])
+        return real(self, key, *rest)
 
     monkeypatch.setattr(dry_turns.Turns, "_execute", counted)
     return executed
