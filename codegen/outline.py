@@ -74,6 +74,10 @@ def _printed(
     One of ``others`` serves where it says the same.
     """
     first = units[0]
+    unnamed = ["value"] * len([*first.inputs, *first.nodes])  # names of a whole graph take time
+    codes = [Written.of(graph, unit, unnamed, helpers).code for unit in units]
+    if not _is_worth_it(codes.count(codes[0]), len(codes[0]) - len(first.inputs)):
+        return None
     wish = wishes(graph, first.home.path, given_names(graph, first, known))
     wished = [wish.get(n, "value") for n in [*first.inputs, *first.nodes]]
     written = [Written.of(graph, unit, wished, helpers) for unit in units]
