@@ -16,6 +16,7 @@ from partc.check import check
 from partc.codegen.emit import emit
 from partc.codegen.header import header, stage_header
 from partc.codegen.pipeline import Pipeline, file_name
+from partc.collecting import no_collecting
 from partc.cost import cost_report
 from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
@@ -103,11 +104,12 @@ def compile(
     if wanted.compile not in COMPILERS:
         raise _no_compiler(wanted.compile)
     aim = objective_of(objective)
-    if wanted.preset == AUTO_PLAN:
-        return job.with_search(Mesh.of(mesh), wanted, microbatches, aim)
-    if aim != "time":
-        raise _nothing_to_choose(aim, wanted)
-    return job.with_plan(Mesh.of(mesh).settled(wanted.mesh), wanted)
+    with no_collecting():
+        if wanted.preset == AUTO_PLAN:
+            return job.with_search(Mesh.of(mesh), wanted, microbatches, aim)
+        if aim != "time":
+            raise _nothing_to_choose(aim, wanted)
+        return job.with_plan(Mesh.of(mesh).settled(wanted.mesh), wanted)
 
 
 @dataclass(frozen=True)

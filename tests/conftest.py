@@ -1,6 +1,7 @@
 """The `golden` fixture: text produced by a test is compared with a file under tests/golden."""
 
 import ast
+import gc
 import re
 from collections.abc import Callable
 from difflib import unified_diff
@@ -20,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # under xdist the controller sees every report
         config.pluginmanager.register(StaleGoldens(config))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported stays; to look through it at every collection takes long
 
 
 @pytest.fixture
