@@ -46,6 +46,10 @@ class Layout:
     peers: tuple[torch_sides.Build, ...]
     cut: Pipeline | None = None
 
+    def by_peer(self) -> list[Layout]:
+        """The same with one peer each: half the sides hold half the memory at once."""
+        return [dataclasses.replace(self, peers=(peer,)) for peer in self.peers]
+
 
 _TP = torch_sides.tensor_parallel
 _SP = torch_sides.sequence_parallel
@@ -165,14 +169,19 @@ def main() -> int:
     print(machine(), end="\n\n")
     found: list[tuple[str, str, list[Measured]]] = []
     worst = 0.0
+    layouts = [
+        (name, one)
+        for name in options.layouts
+        for one in (LAYOUTS[name].by_peer() if options.pairs else [LAYOUTS[name]])
+    ]
     for size in (SIZES[name] for name in options.sizes):
         expected = _without_rest(partial(reference, size, NUM_CHECKED))
-        for name in options.layouts:
-            sides = measure(LAYOUTS[name], size, options.rounds, not options.peers_only)
+        for name, layout in layouts:
+            sides = measure(layout, size, options.rounds, not options.peers_only)
             found.append((size.name, name, sides))
             worst = max(worst, *(s.loss_error(expected) for s in sides))
             worst = max(worst, *(s.norm_error(expected) for s in sides))
-            title = f"{size.name}, {name}, {LAYOUTS[name].mesh}"
+            title = f"{size.name}, {name}, {layout.mesh}"
             print(f"### {title}\n\n{side_table(sides, expected)}\n", flush=True)
     print(f"### partc over each peer\n\n{ratio_table(found)}")
     if options.json:
@@ -196,6 +205,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["demo"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="also write every figure to this file")
+    parser.add_argument(
+        "--pairs", action="store_true", help="each peer apart from the others: less memory"
+    )
     parser.add_argument("--peers-only", action="store_true", help="leave partc out")
     return parser.parse_args()
 
