@@ -3,10 +3,12 @@
     "model.layers.*:add" = { tp = 1 }
     "model.layers.*.mlp:mul" = "whole"
     "model.norm:d_mul" = { tp = "whole, 1 -> sum" }
+    "model.embed_tokens:embedding" = { dp = "1, whole -> 2 -> 0" }
 
 A name is a module's path and the op, as in ``partc.passes.value_names``; a parameter's name says
-how it lies while it is computed with. An entry speaks of the axes that it names, and ``"whole"`` of
-all; on any other axis a value lies as follows from the rest of the plan.
+how it lies while it is computed with. Before an arrow stand the operands, behind a second one how
+those that read the result find it, for whom it is moved. An entry speaks of the axes that it names,
+and ``"whole"`` of all; on any other axis a value lies as follows from the rest of the plan.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ _CUT = re.compile(r"(\d+)(?:/(\d+))?(~?)\Z", re.ASCII)
 @dataclass(frozen=True)
 class Lies:
     """How a call's (first) result lies on one axis; ``ins`` has the operands' layouts where several
-    ways to call it lead there.
+    ways to call it lead there, ``then`` how readers may have it as if it lay so.
     """
 
     out: Layout = R
     ins: tuple[Layout, ...] | None = None
+    then: Layout | None = None
 
     def allows(self, ins: tuple[Layout, ...], outs: tuple[Layout, ...]) -> bool:
         """Whether a strategy does as it says."""
@@ -72,9 +75,13 @@ def _read(given: Any) -> Lies:
         return Lies(cut(given))
     if not isinstance(given, str):
         raise ValueError(f"{given!r} is no layout")
-    left, arrow, right = given.rpartition("->")
-    ins = [text for text in left.split(",") if text.strip()]
-    return Lies(_layout(right), tuple(map(_layout, ins)) if arrow else None)
+    if given.count("->") > 2:
+        raise ValueError(f"{given!r} is no layout: operands -> result -> as it is read")
+    parts = given.split("->")
+    if len(parts) == 1:
+        return Lies(_layout(given))
+    ins = tuple(_layout(text) for text in parts[0].split(",") if text.strip())
+    return Lies(_layout(parts[1]), ins, *map(_layout, parts[2:]))
 
 
 def _layout(text: str) -> Layout:
@@ -90,7 +97,8 @@ def _layout(text: str) -> Layout:
 def _write(lies: Lies) -> str:
     out = _text(lies.out)
     if lies.ins is not None:
-        return f'"{", ".join(map(_text, lies.ins))} -> {out}"'
+        then = "" if lies.then is None else f" -> {_text(lies.then)}"
+        return f'"{", ".join(map(_text, lies.ins))} -> {out}{then}"'
     return out if out.isdigit() else f'"{out}"'
 
 

@@ -29,7 +29,7 @@ from partc.mesh import Mesh
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
 from partc.passes.microbatches import MB, check_microbatches, given
 from partc.passes.price import Choices
-from partc.passes.propagate import placed
+from partc.passes.propagate import pinned, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
 from partc.rules import Strategy, localize
@@ -57,9 +57,12 @@ class _Partition:
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
     gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
     given: set[fx.Node] = field(default_factory=set)  # what exists for all microbatches at once
+    moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
 
     def build(self) -> Graph:
         mesh = self.graph.mesh
+        pins = pinned(self.graph, self.plan)
+        self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
         self.given = given(self.graph) if MB in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
@@ -69,9 +72,7 @@ class _Partition:
         ) in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
             batch = self.copies[node][Sharding()]
             piece = self._reshard(batch, placed(node, self.plan), value(node))
-            self.copies[node] = {value(piece).sharding: piece}
-            if node in self.given:
-                self.copies[node][Sharding()] = batch
+            self.copies[node] = {value(piece).sharding: piece, Sharding(): batch}
         for node in self.graph.calls():
             self._call(node)
         outputs = self._finish(self.graph.outputs)
@@ -142,7 +143,8 @@ class _Partition:
             return self._get_given(node, want, reader)
         if want not in copies:
             source = min(copies, key=lambda have: self._cost(have, want))
-            copies[want] = self._reshard(copies[source], want, reader)
+            at = value(node) if node in self.moved else reader
+            copies[want] = self._reshard(copies[source], want, at)
         return copies[want]
 
     def _get_given(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:

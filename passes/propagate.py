@@ -151,7 +151,12 @@ class AxisWalk:
             node = node.next
 
     def _at_hand_too(self, node: fx.Node) -> None:
-        """Layouts that cost nothing: what follows from the inputs is there for all microbatches."""
+        """Layouts that cost nothing: what follows from the inputs is there for all microbatches,
+        and what the plan says.
+        """
+        lies = self._pin(node)
+        if lies is not None and lies.then is not None:
+            self.made[node].append(lies.then)
         if node in self.given and R not in self.made[node]:
             self.made[node].append(R)
         if is_zero(node):
