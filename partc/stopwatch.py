@@ -17,7 +17,7 @@ from partc.measured import Measured
 
 LEAST_S = 2e-3  # of a sample: far above what a clock resolves
 TURNS_S = 4e-2  # of one that sees the turns which processes take on a processor
-TRIES, LONGER = 6, 4  # while measurements are noisy, and how many times as long each one is
+TRIES, LONGER = 6, 4  # of what is noisy, and how many times as long each one is
 MOST_S = 0.5  # of a sample that is made longer
 
 
@@ -27,6 +27,7 @@ class Effort:
 
     samples: int = 7
     seconds: float = 0.3  # beyond which there are fewer samples
+    tries: int = TRIES  # while measurements are noisy
 
     def num_samples(self, seconds: float) -> int:
         """How many samples of so many seconds there is time for, five at least."""
@@ -60,7 +61,7 @@ class Stopwatch:
         seconds = self.agreed([self.once(run)])[0]
         times = ceil((TURNS_S if self.is_mean else LEAST_S) / seconds)
         tries: list[Measured] = []
-        while not tries or (tries[-1].is_noisy and len(tries) < TRIES):
+        while not tries or (tries[-1].is_noisy and len(tries) < self.effort.tries):
             num = self.effort.num_samples(seconds * times)
             samples = self.agreed([self._sample(run, times) for _ in range(num)])
             tries.append(Measured(work, what, amount, tuple(samples)))

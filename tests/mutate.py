@@ -128,9 +128,10 @@ def _max(graph: Graph, node: fx.Node) -> bool:
     return node.target is collectives.all_reduce and _rename(node, node.target, op="max")
 
 
-@_in(STATIC, "gather or scatter becomes all_reduce")
+@_in(STATIC, "transfer becomes all_reduce")
 def _reduce(graph: Graph, node: fx.Node) -> bool:
-    if node.target not in (collectives.all_gather, collectives.reduce_scatter):
+    moves = (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all)
+    if node.target not in moves:
         return False
     return _rename(node, collectives.all_reduce)
 

@@ -27,7 +27,7 @@ from tests.test_auto_plan import llama, loss_of, tokens, traced
 
 FAST = Topology.load("dgx-h100", 8)
 SLOW = Topology.load("dgx-a100", 8)
-SMALL = 600_000_000  # bytes of memory
+SMALL = 440_000_000  # bytes of memory
 
 
 def fleet(*topologies: Topology, **of_the_last: Any) -> Topology:
@@ -40,13 +40,13 @@ def fleet(*topologies: Topology, **of_the_last: Any) -> Topology:
 @cache
 def compiled(*kinds: Topology, axes: str = "pp=2,dp=4", stages: tuple[str, ...] = ()) -> Program:
     return partc.compile(
-        llama(layers=12, width=1024, vocab=1000), Mesh(Mesh.parse(axes).axes, fleet(*kinds)),
+        llama(layers=8, width=1024, vocab=1000), Mesh(Mesh.parse(axes).axes, fleet(*kinds)),
         (tokens(64),), loss=loss_of, plan="ddp", microbatches=8, stages=stages or None,
     )  # fmt: skip
 
 
 def layers(program: Program) -> int:
-    """How many of the twelve layers the first stage has."""
+    """How many of the eight layers the first stage has."""
     return numbers(Plan.parse(program.plan).stages)[0]
 
 
@@ -64,7 +64,7 @@ def test_each_stage_is_as_long_as_its_devices_are_fast() -> None:
     assert layers(mixed) > layers(alike)
     stages = PipelineCost.of_json(told(mixed)).stages
     first, second = (stage.forward_s + stage.backward_s for stage in stages)
-    assert abs(first - second) < second / (12 - layers(mixed))  # one layer of the slow ones
+    assert abs(first - second) < second / (8 - layers(mixed))  # one layer of the slow ones
 
 
 def test_a_step_takes_what_its_stages_take_on_their_devices(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_ranks_that_work_with_all_are_as_fast_as_the_slowest() -> None:
 
 
 def test_memory_is_that_of_each_stages_devices() -> None:
-    graph = traced(llama(layers=12, width=1024, vocab=1000), 64)
+    graph = traced(llama(layers=8, width=1024, vocab=1000), 64)
     free = cut(graph, fleet(FAST, SLOW))
     tight = cut(graph, fleet(FAST, SLOW, memory_bytes=SMALL))
     assert len(tight) == len(free) == 1
@@ -95,7 +95,7 @@ def test_memory_is_that_of_each_stages_devices() -> None:
     assert memory_limits(mesh, 2 * SMALL) == [2 * SMALL, usable(SMALL)]
     with pytest.raises(MemoryLimitError, match="pipeline rank 1"):
         partc.compile(
-            llama(layers=12, width=1024, vocab=1000), mesh, (tokens(64),), loss=loss_of,
+            llama(layers=8, width=1024, vocab=1000), mesh, (tokens(64),), loss=loss_of,
             plan="ddp", microbatches=8, stages=free,
         )  # fmt: skip
 
@@ -111,7 +111,7 @@ def numbers(stages: tuple[str, ...]) -> list[int]:
 
 
 def test_a_search_uses_what_is_faster() -> None:
-    graph, plan = traced(llama(layers=12, width=2048), 64), Plan(preset="auto")
+    graph, plan = traced(llama(layers=8, width=2048), 64), Plan(preset="auto")
 
     def best(*kinds: Topology) -> Ranked:
         return choose_plan(graph, Mesh((), fleet(*kinds)), plan).ranked[0]

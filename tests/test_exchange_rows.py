@@ -1,0 +1,112 @@
+"""Tables of which rows travel: the model's numbers, and only where that takes less time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import PlanError
+from partc.program import Program
+from partc.verification import verify
+
+WIDTH, MANY, FEW = 8, 4096, 16
+TABLE = '"table.weight" = { %s = 1 }'
+
+
+class Model(nn.Module):
+    """A table that tokens are looked up in, blocks, and a head."""
+
+    def __init__(self, rows: int = MANY, *, padding: int | None = None, tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, WIDTH, padding_idx=padding)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, rows, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def batch(rows: int, tokens: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids, targets = torch.randint(rows, (2, 8, tokens), generator=generator)
+    return ids, targets
+
+
+def compiled(model: Model, mesh: str, tokens: int = 6, **options: Any) -> Program:
+    inputs = batch(model.table.num_embeddings, tokens)
+    return partc.compile(model, mesh, inputs, loss=loss_of, **{"plan": "fsdp", **options})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "options"),
+    [
+        ("dp=2", "dp", {}),
+        ("dp=4", "dp", {"microbatches": 2}),
+        ("dp=2,tp=2", "dp", {"plan": "fsdp+megatron"}),
+        ("tp=2,dp=2", "dp", {"plan": "fsdp+megatron-sp"}),
+        ("dp_replicate=2,dp_shard=2", "dp_shard", {"plan": "hsdp"}),
+        ("pp=2,dp=2", "dp", {"microbatches": 2, "schedule": "zb-v"}),
+    ],
+)
+def test_rows_travel_and_numbers_stay(mesh: str, axis: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Model(padding=3)
+    program = compiled(model, mesh, **options)
+    assert TABLE % axis in program.plan
+    assert "all_to_all" in program.source()
+    verify(program, model, batch(MANY), loss_of).check(1e-12)
+
+
+@pytest.mark.gloo
+def test_every_rank_looks_up_the_tokens_of_all() -> None:
+    """No token is sent: the whole batch is at hand."""
+    torch.manual_seed(0)
+    model = Model()
+    program = compiled(model, "dp=2")
+    assert "F.embedding(ids, self.table_weight)" in program.source()
+    verify(program, model, batch(MANY), loss_of, processes=True).check(1e-12)
+    again = compiled(model, "dp=2", plan=program.plan)
+    assert (again.plan, again.sources) == (program.plan, program.sources)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"), [(Model(FEW), 64), (Model(tied=True), 6), (Model(MANY), 8192)]
+)
+def test_tables_travel_where_rows_are_many_or_more_is_done_with_them(
+    model: Model, tokens: int
+) -> None:
+    assert TABLE % "dp" not in compiled(model, "dp=2", tokens).plan
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        'preset = "fsdp"\n[params]\n"table.weight" = { dp = 0 }',
+        'preset = "fsdp"\n[values]\n"table:embedding" = { dp = 0 }',
+        'preset = "fsdp"\n[gather]\ndp = "step"',
+        "zero2",
+    ],
+)
+def test_what_the_user_says_stays(plan: str) -> None:
+    assert TABLE % "dp" not in compiled(Model(), "dp=2", plan=plan).plan
+
+
+@pytest.mark.parametrize("text", ["0 -> 1 -> 2 -> 3", "whole -> 2 ->", "-> 2 -> up"])
+def test_slips_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="layout"):
+        compiled(Model(), "dp=2", plan=f'[values]\n"table:embedding" = {{ dp = "{text}" }}')
