@@ -85,10 +85,10 @@ def test_parameters_are_sharded_where_they_do_not_fit(large: Graph) -> None:
 
 def test_the_slower_the_links_between_machines_the_less_they_carry(many: Graph) -> None:
     """Replicas add up what each machine shards (HSDP), then pipelines pass on activations."""
-    found = [slower(many, times) for times in (1, 2, 4)]
-    assert [(one.replicate, one.shard, one.tp, one.pp) for one in found[:2]] == [(4, 8, 1, 1)] * 2
-    assert found[2].pp == 4  # as many as machines
-    assert found[2].shard * found[2].tp == 8
+    fast, slow = (slower(many, times) for times in (1, 4))
+    assert (fast.replicate, fast.shard, fast.tp, fast.pp) == (4, 8, 1, 1)
+    assert slow.pp == 4  # as many as machines
+    assert slow.shard * slow.tp == 8
 
 
 def slower(graph: Graph, times: int) -> Candidate:

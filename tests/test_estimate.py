@@ -72,10 +72,8 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 CASES: dict[str, tuple[Candidate, Recompute]] = {
     "fsdp": (Candidate(shard=8, data="fsdp"), "cheap"),
     "ddp": (Candidate(replicate=8), "block"),
-    "tensor": (Candidate(tp=8, word="megatron"), "none"),
     "tensor, blocks": (Candidate(tp=8, word="megatron"), "block"),
     "sequence": (Candidate(tp=8, word="megatron-sp"), "attention"),
-    "sequence, blocks": (Candidate(tp=8, word="megatron-sp"), "block"),
     "pipeline": (Candidate(pp=2, tp=4, word="megatron", microbatches=4), "cheap"),
 }
 

@@ -52,7 +52,6 @@ def of_case(case: Case, schedule: str, mesh: str = "pp=4", preset: str = "ddp") 
     ("schedule", "mesh", "preset"),
     [
         ("1f1b", "pp=4", "ddp"),
-        ("looped-bfs", "pp=4", "ddp"),
         ("gpipe", "pp=4,dp=2", "fsdp"),
         ("1f1b", "dp=2,pp=4", "zero1"),
     ],
