@@ -14,7 +14,7 @@ from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
 from partc.mesh import Mesh
 from partc.passes.cut_weights import cut_weights
-from partc.passes.exchange_rows import COLUMNS, exchange_rows
+from partc.passes.exchange_rows import with_travelling_rows
 from partc.passes.microbatches import MB, layout_mesh
 from partc.passes.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names
@@ -80,23 +80,15 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
     gather = {**dict.fromkeys(shard, life), **plan.gather}
     scatter = dict.fromkeys(tensor, 1) if "megatron-sp" in words else {}
-    values = dict(plan.values)
-    if len(shard) == 1 and gather[shard[0]] == "use":
-        free = {n: params[n] for n in params if n not in pinned}
-        for name, lies in exchange_rows(graph, free, inputs, shard[0], mesh).items():
-            if all(plan.lies(each) is None for each in lies):
-                params[name][shard[0]] = COLUMNS
-                values |= {each: {shard[0]: one} for each, one in lies.items()}
-                notes.append(f"{name}: its rows travel, which takes less time than the whole")
-    return plan.changed(
+    filled = plan.changed(
         params=params,
-        values=values,
         inputs=inputs,
         reduce="microbatch" if {"zero2", "fsdp", "hsdp"} & set(words) else plan.reduce,
         gather=gather,
         scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
     )
+    return with_travelling_rows(filled, graph, mesh, pinned, data, shard)
 
 
 def _auto(mesh: Mesh) -> str:

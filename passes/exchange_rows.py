@@ -1,15 +1,17 @@
-"""Embeddings under fsdp of which the rows travel, not the table.
+"""Embeddings of which the rows travel, not the table or its gradient.
 
-To gather a table of embeddings and to reduce-scatter its gradient sends the whole table twice, for
+Under fsdp, to gather a table and to reduce-scatter its gradient sends the whole table twice, for
 the rows of a few tokens. Stored cut along its columns it need not be gathered: each rank looks up
 its columns for the tokens of all ranks, and one all_to_all gives each its own tokens' rows, whole.
 Their gradients go back the same way, and each rank then has all that its columns' gradient is made
-of. Done where these transfers take less time.
+of. The gradient of a table that lies whole need not be summed: every rank gathers the gradients of
+all tokens' rows and makes it itself, as a sparse gradient (Horovod; Parallax, Kim et al. 2019).
+Done where these transfers take less time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -21,7 +23,7 @@ from partc.graph import Graph, tensor_args, value
 from partc.mesh import Mesh
 from partc.passes.microbatches import MB
 from partc.passes.value_names import value_names
-from partc.plan import Cuts
+from partc.plan import Cuts, Plan
 from partc.plan_values import Lies
 from partc.rules import Strategy, strategies
 from partc.sharding import Layout, R, cut
@@ -49,7 +51,32 @@ class Lookup:
             yield self.grad, Strategy((columns, R), (COLUMNS,))
 
 
-def exchange_rows(
+def with_travelling_rows(
+    plan: Plan, graph: Graph, mesh: Mesh, pinned: set[str], data: list[str], shard: list[str]
+) -> Plan:
+    """The plan with tables of which rows travel, other than those whose cuts the user ``pinned``.
+    ``data`` are the axes that cut the batch, ``shard`` those along which parameters are stored cut.
+    """
+    params, values, notes = dict(plan.params), dict(plan.values), [*plan.notes]
+    free = {name: cuts for name, cuts in params.items() if name not in pinned}
+    exchanged = {}
+    if len(shard) == 1 and plan.gather[shard[0]] == "use":
+        exchanged = _exchanged(graph, free, plan.inputs, shard[0], mesh)
+    for name, lies in exchanged.items():
+        if all(plan.lies(each) is None for each in lies):
+            params[name] = free[name] = {**free[name], shard[0]: COLUMNS}
+            values |= {each: {shard[0]: one} for each, one in lies.items()}
+            notes.append(f"{name}: its rows travel, which takes less time than the whole")
+    axes = [axis for axis in reversed(data) if axis != MB]
+    sums = mesh.size(MB) if MB in mesh.names and plan.reduce == "microbatch" else 1
+    for name, gathered in _gathered(graph, free, plan.inputs, axes, mesh, sums).items():
+        if plan.lies(name) is None:
+            values[name] = {**values.get(name, {}), **gathered}
+            notes.append(f"{name}: of gathered rows, which takes less time than to sum it")
+    return plan.changed(params=params, values=values, notes=tuple(dict.fromkeys(notes)))
+
+
+def _exchanged(
     graph: Graph, params: Mapping[str, Cuts], inputs: Mapping[str, Cuts], axis: str, mesh: Mesh
 ) -> dict[str, dict[str, Lies]]:
     """Tables, of the parameters given with their cuts on other axes, whose rows are exchanged over
@@ -63,6 +90,30 @@ def exchange_rows(
     }
     names = value_names(graph) if better else {}
     return {name: dict(_values(one, name, names)) for name, one in better.items()}
+
+
+def _gathered(
+    graph: Graph,
+    params: Mapping[str, Cuts],
+    inputs: Mapping[str, Cuts],
+    axes: Iterable[str],
+    mesh: Mesh,
+    sums: int = 1,
+) -> dict[str, dict[str, Lies]]:
+    """Tables, of the parameters given with all their cuts, of which the gradients of rows are
+    gathered over some of ``axes``: per such gradient what the plan then says of it. ``sums`` is how
+    often per step the gradient would be summed.
+    """
+    found: dict[fx.Node, dict[str, Lies]] = {}
+    for name, cuts in params.items():
+        for axis in (each for each in axes if cuts.get(each) != COLUMNS):
+            one = _lookup(graph, name, inputs, axis)
+            if one is not None and one.grad is not None:
+                over = found.get(one.grad, {})
+                if _fewer(one, cuts, over, axis, mesh, sums):
+                    found[one.grad] = {**over, axis: Lies(R, (R, R))}
+    names = value_names(graph) if found else {}
+    return {names[grad]: lies for grad, lies in found.items()}
 
 
 def _values(lookup: Lookup, name: str, names: Mapping[fx.Node, str]) -> Iterator[tuple[str, Lies]]:
@@ -123,6 +174,21 @@ def _faster(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
     reduce_s = collective_seconds("reduce_scatter", table, mesh, axis) * (ways - 1)
     rows_s = collective_seconds("all_to_all", _bytes(lookup.call) / pieces, mesh, axis) * ways
     return rows_s < gather_s + reduce_s
+
+
+def _fewer(
+    lookup: Lookup, cuts: Cuts, whole: Iterable[str], axis: str, mesh: Mesh, sums: int
+) -> bool:
+    """Whether gathering the gradients of rows takes less time than the sum of the table's, which
+    leaves with others: no start is saved. Over the axes in ``whole`` rows have been gathered.
+    """
+    turns = {MB} & {*mesh.names}
+    pieces = prod(mesh.size(a) for a in {*lookup.over, *turns} - {*whole})
+    gather_s = collective_seconds("all_gather", _bytes(lookup.call) / pieces, mesh, axis)
+    num_bytes = _bytes(lookup.table) / prod(mesh.size(a) for a in cuts if a != axis)
+    kind = "reduce_scatter" if axis in cuts else "all_reduce"
+    start_s, sum_s = (collective_seconds(kind, size, mesh, axis) for size in (0.0, num_bytes))
+    return gather_s * prod(mesh.size(a) for a in turns) < (sum_s - start_s) * sums
 
 
 def _bytes(node: fx.Node) -> float:

@@ -14,7 +14,7 @@ from partc.errors import PlanError
 from partc.program import Program
 from partc.verification import verify
 
-WIDTH, MANY, FEW = 8, 4096, 16
+WIDTH, MANY, MORE, FEW = 8, 4096, 32768, 16
 TABLE = '"table.weight" = { %s = 1 }'
 
 
@@ -110,3 +110,51 @@ def test_what_the_user_says_stays(plan: str) -> None:
 def test_slips_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="layout"):
         compiled(Model(), "dp=2", plan=f'[values]\n"table:embedding" = {{ dp = "{text}" }}')
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "options"),
+    [
+        ("dp=2", "dp", {}),
+        ("dp=4", "dp", {"microbatches": 2}),
+        ("dp=2", "dp", {"plan": "zero1"}),
+        ("dp=2", "dp", {"plan": "zero2", "microbatches": 2}),
+        ("dp=2,tp=2", "dp", {"plan": "ddp+megatron"}),
+        ("dp_replicate=2,dp_shard=2", "dp_replicate dp_shard", {}),
+        ("dp_replicate=2,dp_shard=2", "dp_replicate", {"plan": "hsdp"}),
+        ("pp=2,dp=2", "dp", {"microbatches": 2, "schedule": "zb-v"}),
+    ],
+)
+def test_gradients_of_rows_are_gathered(mesh: str, axes: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Model(MORE, padding=3)
+    program = compiled(model, mesh, **{"plan": "ddp", **options})
+    for axis in axes.split():
+        assert f'{axis} = "whole, whole -> whole"' in program.plan
+    verify(program, model, batch(MORE), loss_of).check(1e-12)
+
+
+@pytest.mark.gloo
+def test_no_table_is_summed() -> None:
+    torch.manual_seed(0)
+    model = Model(MORE)
+    program = compiled(model, "dp=2", plan="ddp")
+    assert "d_table, ids, 32768" in program.source()
+    assert "all_gather over dp x1, 768 B" in program.source()
+    verify(program, model, batch(MORE), loss_of, processes=True).check(1e-12)
+    again = compiled(model, "dp=2", plan=program.plan)
+    assert (again.plan, again.sources) == (program.plan, program.sources)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (Model(MANY), "ddp"),
+        (Model(MORE, tied=True), "ddp"),
+        (Model(MORE), 'preset = "ddp"\n[values]\n"*:d_embedding_dense_backward" = { dp = "sum" }'),
+    ],
+)
+def test_tables_are_summed_where_a_start_takes_longer_or_the_user_says_so(
+    model: Model, plan: str
+) -> None:
+    assert '"whole, whole -> whole"' not in compiled(model, "dp=2", plan=plan).plan
