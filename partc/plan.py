@@ -76,7 +76,8 @@ class Plan:
     Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as the schedule
     usually has). No rank may need more than ``memory_bytes`` (0: no limit).
     Gradients are summed over ranks once per
-    ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3).
+    ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3). ``apart`` has the values that no pattern may
+    fit when it is written, as they lie otherwise than those that it would join.
     """
 
     mesh: Mesh | None = None
@@ -100,6 +101,7 @@ class Plan:
     stages: tuple[str, ...] = ()
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
+    apart: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def parse(cls, text: str, where: str = "plan") -> Plan:
@@ -221,7 +223,7 @@ class Plan:
             lines += _section(
                 name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()}
             )
-        values = fold_names(self.values).items()
+        values = fold_names(self.values, self.apart).items()
         lines += _section("values", {_quote(k): write_value(v) for k, v in values})
         return "\n".join(lines) + "\n"
 
@@ -248,8 +250,12 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(texts))
 
 
-def fold_names(table: Mapping[str, Mapping[str, T]]) -> dict[str, Mapping[str, T]]:
-    """Join entries that differ in layer numbers only: ``layers.0.w, layers.1.w -> layers.*.w``."""
+def fold_names(
+    table: Mapping[str, Mapping[str, T]], apart: Iterable[str] = ()
+) -> dict[str, Mapping[str, T]]:
+    """Join entries that differ in layer numbers only: ``layers.0.w, layers.1.w -> layers.*.w``. No
+    pattern fits a name of those ``apart``.
+    """
     folds: dict[str, bool] = {}  # pattern -> whether all names that fit it have the same cuts
 
     def fold(name: str) -> str:
@@ -257,7 +263,7 @@ def fold_names(table: Mapping[str, Mapping[str, T]]) -> dict[str, Mapping[str, T
             if pattern not in folds:
                 folds[pattern] = all(
                     dict(table[n]) == dict(table[name]) for n in table if fits(pattern, n)
-                )
+                ) and not any(fits(pattern, n) for n in apart)
             if folds[pattern]:
                 return pattern
         return name

@@ -17,7 +17,7 @@ from partc.passes.cut_weights import cut_weights
 from partc.passes.exchange_rows import with_travelling_rows
 from partc.passes.microbatches import MB, layout_mesh
 from partc.passes.value_names import value_names
-from partc.plan import Cuts, Plan, fits, fold_names
+from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -45,7 +45,17 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     return full.changed(
         params={n: full.stored(n) for n in graph.params},
         inputs={n: full.stored(n, full.inputs) for n in graph.inputs},
+        apart=_apart(full, graph),
     )
+
+
+def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
+    """The values of which the plan says nothing though they are named like some of which it does:
+    a pattern of those names would speak of them too.
+    """
+    patterns = {widest_pattern(name) for name in plan.values if "*" not in name}
+    names = [*value_names(graph).values(), *graph.params] if patterns else []
+    return frozenset(n for n in names if widest_pattern(n) in patterns and plan.lies(n) is None)
 
 
 def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:

@@ -25,6 +25,7 @@ NLL: dict[Any, Any] = {
 ELEMENTWISE: dict[Any, int] = {  # losses whose mean is over all elements -> position of reduction
     aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2,
     aten.binary_cross_entropy.default: 3, aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy_with_logits.default: 4,
 }  # fmt: skip
 ELEMENTWISE_BACKWARD: dict[Any, int] = {
     aten.mse_loss_backward.default: 3, aten.smooth_l1_loss_backward.default: 3,

@@ -26,6 +26,7 @@ NORM = HIDDEN * F32
 PRODUCTS = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN) * F32  # of a layer
 LAYER = PRODUCTS + 2 * NORM
 EMBEDDING = HEAD = VOCAB * HIDDEN * F32
+ROWS = BATCH * SEQ * HIDDEN * F32  # of the table, that all tokens look up
 SCALAR = ("all_reduce", F32)
 LOSS = Counter({SCALAR: 2})  # over dp: the loss, and how many tokens it is the mean of
 Counts = Counter[tuple[str, int]]
@@ -69,8 +70,9 @@ def test_ddp_sums_every_gradient_once(num: int) -> None:
     assert counted(f"dp={num}", "ddp", "dp") == {
         "forward": moves(),
         "backward": moves(("all_reduce", LAYER)),
-        # that of the last norm goes with the head's
-        "between": moves(("all_reduce", EMBEDDING), ("all_reduce", HEAD + NORM)) + LOSS,
+        # the table's less than once: the gradients of the tokens' rows are gathered; that of the
+        # last norm goes with the head's
+        "between": moves(("all_gather", ROWS // num), ("all_reduce", HEAD + NORM)) + LOSS,
     }
 
 
@@ -80,7 +82,7 @@ def test_zero_gathers_and_scatters_every_parameter(preset: str, num: int) -> Non
     again = moves(("all_gather", LAYER // num)) if preset == "fsdp" else moves()
     table = moves(("all_gather", EMBEDDING // num), ("reduce_scatter", EMBEDDING))
     if preset == "fsdp":  # less than that: the tokens' rows travel, and their gradients
-        rows = ("all_to_all", BATCH * SEQ * HIDDEN * F32 // num)
+        rows = ("all_to_all", ROWS // num)
         table = moves(rows, rows)
     assert counted(f"dp={num}", preset, "dp") == {
         "forward": moves(("all_gather", LAYER // num)),

@@ -72,6 +72,13 @@ def found(signature: Signature, num: int = 2) -> set[Strategy]:
     return set(discover(signature.node(), num))
 
 
+def test_zeros_are_no_evidence() -> None:
+    """Drawn operands leave this loss without a gradient, so that its mean is nowhere to be seen."""
+    scores, targets = f(12, 24), i(12, 24)
+    backward = aten.multilabel_margin_loss_backward.default
+    assert found(call(backward, f(), scores, targets, 1, scores)) == set()
+
+
 def test_rows_of_a_fused_op_are_found() -> None:
     rows = call(ours.gated_rows.default, f(4096, 16, 512), f(512), 1e-6)
     assert found(rows) == {

@@ -18,6 +18,20 @@ WIDTH, MANY, MORE, FEW = 8, 4096, 32768, 16
 TABLE = '"table.weight" = { %s = 1 }'
 
 
+class Recommender(nn.Module):
+    """Tables of many and of few rows, for the columns of one input."""
+
+    def __init__(self, *rows: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(each, WIDTH) for each in rows)
+        self.top = nn.Linear(WIDTH * len(rows), 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        looked_up = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        likely: Tensor = self.top(torch.cat(looked_up, 1)).squeeze(1)
+        return likely
+
+
 class Model(nn.Module):
     """A table that tokens are looked up in, blocks, and a head."""
 
@@ -158,3 +172,27 @@ def test_tables_are_summed_where_a_start_takes_longer_or_the_user_says_so(
     model: Model, plan: str
 ) -> None:
     assert '"whole, whole -> whole"' not in compiled(model, "dp=2", plan=plan).plan
+
+
+@pytest.mark.parametrize("mesh", [{"mesh": "dp=2"}, {"mesh": "dp=2", "microbatches": 2}])
+def test_tables_of_few_rows_beside_them_are_summed_and_the_plan_replays(
+    mesh: dict[str, Any],
+) -> None:
+    """No pattern may speak of the small table too."""
+    torch.manual_seed(0)
+    rows = (MORE, FEW, 2 * MORE)
+    model = Recommender(*rows)
+    ids = torch.stack([torch.randint(each, (16,)) for each in rows], 1)
+    clicks = torch.rand(16)
+
+    def loss(model: nn.Module, ids: Tensor, clicks: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(ids), clicks)
+
+    def made(plan: str) -> Program:
+        return partc.compile(model, inputs=(ids, clicks), loss=loss, plan=plan, **mesh)
+
+    program = made("ddp")
+    assert ["tables.1:d" in program.plan, "tables.2:d" in program.plan] == [False, True]
+    verify(program, model, (ids, clicks), loss).check(1e-12)
+    again = made(program.plan)
+    assert (again.plan, again.sources) == (program.plan, program.sources)

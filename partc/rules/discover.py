@@ -244,12 +244,15 @@ def _holding(
 
 
 def _possible(result: Tensor | None) -> list[Layout]:
-    """The layouts a result may have; nothing but zeros is no evidence of a sum."""
+    """The layouts a result may have. Nothing but zeros is no evidence of any: a loss that the drawn
+    operands leave without a gradient has none on pieces either, whatever it divides by.
+    """
     if result is None:
         return [R]
+    if not result.any():
+        raise Refused("a result is zero everywhere")
     cuts = [cut(dim) for dim in range(result.dim())]
-    sums = [U, M] if result.dtype.is_floating_point and result.any() else []
-    return [R, *cuts, *sums]
+    return [R, *cuts, *([U, M] if result.dtype.is_floating_point else [])]
 
 
 def _read_outs(answer: str) -> tuple[Layout, ...] | None:

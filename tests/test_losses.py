@@ -1,0 +1,73 @@
+"""The losses that torch has: each is cut by sample, and the whole batch nowhere needed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import PartcError
+from partc.verification import verify
+
+CLASSES, SAMPLES, FEATURES = 6, 16, 8
+ONE_OF = (  # losses of scores against one class for each sample
+    F.cross_entropy,
+    partial(F.cross_entropy, label_smoothing=0.1),
+    lambda x, c: F.cross_entropy(x, c, weight=1 / torch.arange(1, CLASSES + 1).to(x)),
+    lambda x, c: F.nll_loss(F.log_softmax(x, -1), c),
+)
+LIKELY = (  # of scores against a number between 0 and 1 for each class
+    F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss,
+    F.binary_cross_entropy_with_logits,
+    lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
+    lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y, weight=1 + y, pos_weight=torch.arange(CLASSES).to(x)
+    ),
+    lambda x, y: F.cross_entropy(x, F.softmax(y, -1)),
+    lambda x, y: F.kl_div(F.log_softmax(x, -1), F.softmax(y, -1), reduction="batchmean"),
+    lambda x, y: F.multilabel_soft_margin_loss(x, y.round()),
+    lambda x, y: F.soft_margin_loss(x, 2 * y.round() - 1),
+    lambda x, y: F.hinge_embedding_loss(x, 2 * y.round() - 1),
+    lambda x, y: F.cosine_embedding_loss(x, y, 2 * y[:, 0].round() - 1),
+    lambda x, y: F.margin_ranking_loss(x.sum(1), y.sum(1), 2 * y[:, 0].round() - 1),
+    lambda x, y: F.triplet_margin_loss(x, y, y.flip(1)),
+)  # fmt: skip
+WHOLE = (F.multi_margin_loss, lambda x, c: F.multilabel_margin_loss(x, F.one_hot(c, CLASSES)))
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    classes = torch.randint(CLASSES, (SAMPLES,))
+    return torch.randn(SAMPLES, FEATURES), classes, torch.rand(SAMPLES, CLASSES)
+
+
+def all_of(model: nn.Module, x: Tensor, classes: Tensor, likely: Tensor) -> Tensor:
+    scores = model(x)
+    losses = [loss(scores, classes) for loss in ONE_OF]
+    return torch.stack([*losses, *(loss(scores, likely) for loss in LIKELY)]).sum()
+
+
+def test_each_microbatch_has_its_part() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    program = partc.compile(model, "dp=2", batch(), loss=all_of, plan="ddp", microbatches=2)
+    assert "all_gather" not in program.source()
+    verify(program, model, batch(), all_of).check(1e-12)
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_losses_without_a_rule_see_the_whole_batch(loss: object) -> None:
+    """One has no gradient for what experiments draw: no cut may be believed for that."""
+
+    def of_one(model: nn.Module, x: Tensor, classes: Tensor, likely: Tensor) -> Tensor:
+        found: Tensor = loss(model(x), classes)  # type: ignore[operator]
+        return found + 0 * likely.sum()
+
+    model = nn.Linear(FEATURES, CLASSES)
+    program = partc.compile(model, "dp=2", batch(), loss=of_one, plan="ddp")
+    verify(program, model, batch(), of_one).check(1e-12)
+    with pytest.raises(PartcError, match="needs the whole batch"):
+        partc.compile(model, "dp=2", batch(), loss=of_one, plan="ddp", microbatches=2)
