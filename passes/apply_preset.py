@@ -30,8 +30,12 @@ _AUTO_NOTE = (
 )
 
 
-def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
-    """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed."""
+def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan:
+    """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed.
+
+    ``rows``: whether tables may stay where they are and rows of them travel, as is faster on this
+    very mesh.
+    """
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
     plan = _by_first_name(plan, graph)
@@ -40,7 +44,9 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     axes = layout_mesh(mesh, plan.microbatches)
     for axis in sorted({*named, *plan.gather, *plan.scatter}):
         axes.size(axis)
-    full = _fill(plan.changed(mesh=mesh), graph, axes) if plan.preset else plan.changed(mesh=mesh)
+    full = plan.changed(mesh=mesh)
+    if plan.preset:
+        full = _fill(full, graph, axes, rows=rows)
     _check_cuts(full, graph, axes)
     return full.changed(
         params={n: full.stored(n) for n in graph.params},
@@ -58,7 +64,7 @@ def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
     return frozenset(n for n in names if widest_pattern(n) in patterns and plan.lies(n) is None)
 
 
-def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
+def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
     notes = list(plan.notes)
     if plan.preset == "auto":
         plan = plan.changed(preset=_auto(mesh))
@@ -98,7 +104,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
         scatter={**scatter, **plan.scatter},
         notes=tuple(dict.fromkeys(notes)),
     )
-    return with_travelling_rows(filled, graph, mesh, pinned, data, shard)
+    return with_travelling_rows(filled, graph, mesh, pinned, data, shard) if rows else filled
 
 
 def _auto(mesh: Mesh) -> str:

@@ -3,11 +3,16 @@
 import ast
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from difflib import unified_diff
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from partc.graph import Graph
+from partc.passes.search.candidate import Recompute
+from partc.passes.search.search_plans import Profiles, profiles_of
 
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -26,6 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what was imported stays; to look through it at every collection takes long
+
+
+@pytest.fixture(scope="module")
+def laws_once() -> Iterator[None]:
+    """Reads the laws of a graph once, where many tests of a module search for the same one."""
+    known: dict[object, tuple[Graph, Profiles]] = {}  # with the graph, that its id stays its own
+
+    def once(graph: Graph, words: Sequence[str], ways: Sequence[Recompute]) -> Profiles:
+        key = id(graph.fx), *words, *ways
+        if key not in known:
+            known[key] = graph, profiles_of(graph, words, ways)
+        return dict(known[key][1])
+
+    with patch("partc.passes.search.choose_plan.profiles_of", once):
+        yield
 
 
 @pytest.fixture

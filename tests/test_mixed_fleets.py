@@ -28,6 +28,7 @@ from tests.test_auto_plan import llama, loss_of, tokens, traced
 FAST = Topology.load("dgx-h100", 8)
 SLOW = Topology.load("dgx-a100", 8)
 SMALL = 440_000_000  # bytes of memory
+pytestmark = pytest.mark.usefixtures("laws_once")
 
 
 def fleet(*topologies: Topology, **of_the_last: Any) -> Topology:

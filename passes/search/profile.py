@@ -112,7 +112,7 @@ def _representative(graph: Graph, mesh: Mesh, plan: Plan, plain: bool) -> tuple[
     split_bias(copy)
     if not plain:
         fuse_loss(copy)
-    plan = complete(plan, copy, mesh)
+    plan = complete(plan, copy, mesh, rows=False)  # laws hold for other meshes too
     choices = propagate(copy, plan, warnings=[])
     return count_whole(fuse_bias(insert_collectives(copy, plan, choices))), plan
 

@@ -96,7 +96,8 @@ class TensorShardings:
         """What a tensor preset's shardings take; None where it lays out a call in a way that the
         search does not know.
         """
-        plan = complete(self.pins.changed(preset=f"ddp+{word}"), self.graph, self.ranks.layout)
+        wanted = self.pins.changed(preset=f"ddp+{word}")
+        plan = complete(wanted, self.graph, self.ranks.layout, rows=False)
         made, stated = self._propagated(plan), plan.changed(scatter={}, values={})
         filters = _Taken(stated, self.values, self.ways.lies, made=made)
         problem = self._problem(filters)
@@ -121,7 +122,7 @@ class TensorShardings:
     def _whole(self) -> Plan:
         """The plan in which only data ranks cut anything."""
         plan = self.pins.changed(preset="ddp", params={"*": {}}, values={}, gather={}, scatter={})
-        return complete(plan, self.graph, self.ranks.layout)
+        return complete(plan, self.graph, self.ranks.layout, rows=False)
 
     def _by_data_ranks(self) -> Choices:
         """How every call is cut over data ranks."""
