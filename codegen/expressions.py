@@ -169,5 +169,11 @@ class Expressions:
         """The named values that a node's statement reads, those of inlined operands among them."""
         reads: list[fx.Node] = []
         for operand in node.all_input_nodes:
-            reads += self.read_by(operand) if operand in self.inlined else [operand]
+            within = operand in self.inlined or _holds_one(operand)
+            reads += self.read_by(operand) if within else [operand]
         return reads
+
+
+def _holds_one(node: fx.Node) -> bool:
+    """Whether a call gives a tuple of one, which is written where that one is taken out."""
+    return node.op == "call_function" and not is_tensor(node) and len(results_of(node)) == 1

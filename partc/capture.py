@@ -18,6 +18,7 @@ import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.backends import mkldnn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
@@ -108,10 +109,24 @@ def record(
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
-    with untouched(model), module_scopes(model), quiet_generator(), _quiet_log(), unprinted:
+    quiet = untouched(model), quiet_generator(), quiet_log(), unprinted
+    with ExitStack() as stack:
+        for each in (*quiet, module_scopes(model), _portable_kernels()):
+            stack.enter_context(each)
         make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
         recording.module = make(params, buffers, fakes)
     return recording
+
+
+@contextmanager
+def _portable_kernels() -> Iterator[None]:
+    """An LSTM is traced as the products that it is made of, not as a kernel that only CPUs have."""
+    enabled: Any = mkldnn.enabled
+    mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        mkldnn.enabled = enabled
 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -228,7 +243,7 @@ def quiet_generator() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_log() -> Iterator[None]:
+def quiet_log() -> Iterator[None]:
     """Keep torch from logging a traceback for an error that a TraceError will explain."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True

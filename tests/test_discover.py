@@ -216,3 +216,15 @@ def test_a_program_has_what_was_found() -> None:
     program = partc.compile(model, "dp=2", (x,), loss=loss, plan="fsdp", strict=True)
     assert re.search(r"cdist_forward.*f64\[4@dp,12\]", program.source())
     partc.verify(program, model, (x,), loss=loss).check()
+
+
+def test_a_result_that_nobody_reads_is_no_other_call() -> None:
+    """The check of a compiled graph sees the call without it."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total: Tensor = model(torch.geqrf(x)[0]).square().sum()
+        return total
+
+    model, x = nn.Linear(4, 5), torch.randn(8, 4, 4)
+    program = partc.compile(model, "dp=2", (x,), loss=loss, plan="ddp")
+    assert "geqrf(x.chunk(2)[self.dp_rank])[0]" in program.source()

@@ -6,6 +6,7 @@ from partc.rules import (  # noqa: F401  (each family adds its rules to the tabl
     embedding,
     factory,
     index,
+    linalg,
     loss,
     matmul,
     norm,

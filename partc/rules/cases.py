@@ -18,9 +18,9 @@ from partc.rules.signature import Signature
 from partc.rules.table import RULES, name_of
 
 BY_HAND = (
-    *dense.MATMUL, *dense.NORM, *dense.ATTENTION, *dense.EMBEDDING, *dense.LOSS, *dense.CONV,
-    *dense.POOLING, *shape.VIEW, *shape.REDUCE, *shape.ALONG, *shape.SLICE, *shape.INDEX,
-    *shape.FACTORY,
+    *dense.MATMUL, *dense.LINALG, *dense.NORM, *dense.ATTENTION, *dense.EMBEDDING, *dense.LOSS,
+    *dense.CONV, *dense.POOLING, *shape.VIEW, *shape.REDUCE, *shape.ALONG, *shape.SLICE,
+    *shape.INDEX, *shape.FACTORY,
 )  # fmt: skip
 
 

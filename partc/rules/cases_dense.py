@@ -53,6 +53,24 @@ MATMUL = (
     call(weight_grad, f(12, 36), f(12, 24)),
 )
 
+LINALG = (
+    call(aten.linalg_cholesky_ex.default, f(12, 24, 4, 4)),
+    call(aten.linalg_inv_ex.default, f(12, 4, 4)),
+    call(aten.linalg_lu_factor_ex.default, f(12, 4, 4)),
+    call(aten.linalg_qr.default, f(12, 6, 4)),
+    call(aten._linalg_eigh.default, f(12, 4, 4), "L", True),
+    call(aten._linalg_svd.default, f(12, 6, 4)),
+    call(aten._linalg_det.default, f(12, 4, 4)),
+    call(aten._linalg_slogdet.default, f(12, 4, 4)),
+    call(aten.linalg_matrix_exp.default, f(12, 4, 4)),
+    call(aten.linalg_solve_triangular.default, f(12, 4, 4), f(12, 4, 6), upper=True),
+    call(aten.linalg_lu_solve.default, f(12, 4, 4), Spec((12, 4), torch.int32), f(12, 4, 6)),
+    call(aten.linalg_cross.default, f(12, 24, 3), f(12, 24, 3)),
+    call(aten.linalg_cross.default, f(12, 3, 24), f(12, 3, 24), dim=1),
+    call(aten.diag_embed.default, f(12, 24)),
+    call(aten.diag_embed.default, f(12, 24), 0, 0, 1),
+)
+
 NORM = (
     call(aten.native_layer_norm.default, f(12, 24, 36), [36], f(36), f(36), 1e-5),
     call(aten.native_layer_norm.default, f(12, 24), [24], None, None, 1e-5),

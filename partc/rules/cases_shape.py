@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from partc.ops import dropout_mask
-from partc.rules.signature import Signature, Spec, b, f, i
+from partc.rules.signature import Signature, Spec, b, c, f, i
 
 aten = torch.ops.aten
 call = Signature.call
@@ -98,6 +98,9 @@ ALONG = (
     call(aten.kthvalue.default, f(12, 24), 3, 1),
     call(aten.flip.default, f(12, 24, 36), [1]),
     call(aten.roll.default, f(12, 24, 36), [5], [1]),
+    call(aten._fft_r2c.default, f(12, 24, 36), [1, 2], 0, True),
+    call(aten._fft_c2c.default, c(12, 24, 36), [1], 2, False),
+    call(aten._fft_c2r.default, c(12, 24, 19), [2], 2, 36),
     call(aten.roll.default, f(12, 24), [5]),
     call(aten.tril.default, f(12, 24, 24), 1),
     call(aten.triu.default, f(12, 24, 24)),

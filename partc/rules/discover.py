@@ -11,6 +11,7 @@ from math import prod
 
 from torch import Tensor, fx
 
+from partc.capture import quiet_log
 from partc.errors import RuleError
 from partc.graph import results_of, tensor_args, value
 from partc.rules.experiment import (
@@ -123,14 +124,16 @@ def _small_literal(leaf: object, small: dict[int, int]) -> object:
 def _same_pattern(node: fx.Node, candidate: Signature, small: dict[int, int]) -> bool:
     """Whether the small call runs and its results' sizes are the small ones of the whole's."""
     try:
-        fakes = results_of(candidate.node())
+        with quiet_log():
+            fakes = results_of(candidate.node())
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     for fake, real in zip(fakes, results_of(node), strict=True):
-        if fake is None or real is None or fake.dim() != real.dim():
-            if fake is not real:
-                return False
-        elif any(small.get(r, f) != f for r, f in zip(real.shape, fake.shape, strict=True)):
+        if real is None:  # it is absent, or nobody reads it
+            continue
+        if fake is None or fake.dim() != real.dim():
+            return False
+        if any(small.get(r, f) != f for r, f in zip(real.shape, fake.shape, strict=True)):
             return False
     return True
 
@@ -245,14 +248,17 @@ def _holding(
 
 def _possible(result: Tensor | None) -> list[Layout]:
     """The layouts a result may have. Nothing but zeros is no evidence of any: a loss that the drawn
-    operands leave without a gradient has none on pieces either, whatever it divides by.
+    operands leave without a gradient has none on pieces either, whatever it divides by. Whole
+    numbers may well say that nothing went wrong.
     """
     if result is None:
         return [R]
+    cuts = [cut(dim) for dim in range(result.dim())]
+    if not result.dtype.is_floating_point:
+        return [R, *cuts]
     if not result.any():
         raise Refused("a result is zero everywhere")
-    cuts = [cut(dim) for dim in range(result.dim())]
-    return [R, *cuts, *([U, M] if result.dtype.is_floating_point else [])]
+    return [R, *cuts, U, M]
 
 
 def _read_outs(answer: str) -> tuple[Layout, ...] | None:

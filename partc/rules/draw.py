@@ -139,8 +139,21 @@ def _order(signature: Signature, spec: Spec, generator: torch.Generator) -> Tens
     return torch.randperm(spec.shape[0], generator=generator).to(spec.dtype)
 
 
+def _positive_definite(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
+    """Symmetric matrices that have a Cholesky decomposition."""
+    root = _normal(spec, generator).double()
+    return (root @ root.mT + torch.eye(spec.shape[-1], dtype=torch.float64)).to(spec.dtype)
+
+
+def _pivots(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
+    """Rows that a factorisation left where they were, counted from 1."""
+    return torch.arange(1, spec.shape[-1] + 1).expand(spec.shape).to(spec.dtype)
+
+
 # Operands with a structure of their own.
 SPECIAL: dict[str, dict[int, Callable[[Signature, Spec, torch.Generator], Tensor]]] = {
     "aten._grouped_mm": {2: _offsets},
+    "aten.linalg_cholesky_ex": {0: _positive_definite},
+    "aten.linalg_lu_solve": {1: _pivots},
     "partc.ops.inverse_order": {0: _order},
 }

@@ -40,12 +40,18 @@ def along_dims(call: Call) -> str:
     return along(call, call.dim_list("dims"))
 
 
+def fourier(call: Call) -> str:
+    """Elementwise but for the dims that are transformed."""
+    return along(call, call.dim_list("dim"))
+
+
 def along_last(num: int) -> Written:
     """Elementwise but for the last ``num`` dims."""
     return lambda call: along(call, range(call.rank() - num, call.rank()))
 
 
 rule("aten.sum aten.nansum", reduction, linear="0")
+rule("aten._fft_r2c aten._fft_c2c aten._fft_c2r", fourier, linear="0")
 rule("aten.mean", reduction, linear="0", reduce="mean")
 rule("aten.amax", reduction, reduce="max")
 rule("aten.max.default", reduction, reduce="max")

@@ -164,6 +164,11 @@ def f(*shape: int) -> Spec:
     return Spec(shape)
 
 
+def c(*shape: int) -> Spec:
+    """A complex operand of a case."""
+    return Spec(shape, torch.complex64)
+
+
 def i(*shape: int, high: int = 0) -> Spec:
     """An integer operand of a case, with values below ``high``."""
     return Spec(shape, torch.int64, high)

@@ -1,0 +1,82 @@
+"""Layers that torch has beside those of transformers, in microbatches on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.verification import verify
+
+BATCH, STEPS, WIDTH, CLASSES = 8, 4, 6, 3
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer over a sequence; its last output is classified."""
+
+    def __init__(self, layer: nn.Module, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layer(x)[0][:, -1])
+        return scores
+
+
+class Fourier(nn.Module):
+    """A layer of a Fourier neural operator: a few frequencies are mixed, the rest is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, 2, 2) / WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x, dim=1)
+        kept = torch.einsum("bfi,iof->bfo", waves[:, :2], torch.view_as_complex(self.weight))
+        mixed = torch.zeros_like(waves)
+        mixed[:, :2] = kept
+        back = torch.fft.irfft(mixed, n=x.shape[1], dim=1)
+        scores: Tensor = self.head(F.gelu(x + back).mean(1))
+        return scores
+
+
+class Gaussian(nn.Module):
+    """Scores under a normal distribution of which the covariance is made of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        covariance = x.transpose(1, 2) @ x + torch.eye(WIDTH)
+        root = torch.linalg.cholesky(covariance)
+        white = torch.linalg.solve_triangular(root, x.transpose(1, 2), upper=False)
+        scores: Tensor = self.means(white.mean(2))
+        return scores - torch.logdet(covariance)[:, None] * scores.square()
+
+
+LAYERS = {
+    "gru": lambda: Recurrent(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "lstm": lambda: Recurrent(
+        nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True), 2 * WIDTH
+    ),
+    "fourier": Fourier,
+    "gaussian": Gaussian,
+}
+
+
+def loss_of(model: nn.Module, x: Tensor, classes: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), classes)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_microbatches_compute_what_the_model_does(name: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = LAYERS[name]()
+    batch = torch.randn(BATCH, STEPS, WIDTH), torch.randint(CLASSES, (BATCH,))
+    program = partc.compile(model, "dp=2", batch, loss=loss_of, plan="ddp", microbatches=2)
+    verify(program, model, batch, loss_of).check(1e-11)
