@@ -249,11 +249,13 @@ def _sums(values: Sequence[int]) -> Ints:
 def _check(units: Sequence[Unit], stages: int, in_flight: Sequence[int]) -> None:
     assert len(in_flight) == stages > 0
     if stages > len(units):
+        few = "1 unit" if len(units) == 1 else f"{len(units)} units"
+        most = "1 stage" if len(units) == 1 else f"{len(units)} stages"
         raise PlanError(
             where=f"pipeline of {stages} stages",
-            what=f"the model has only {len(units)} units to cut between",
+            what=f"the model has only {few} to cut between",
             why="every stage needs at least one, and a unit is not cut",
-            do=f"Use at most {len(units)} stages (fewer pp ranks, or fewer chunks per rank).",
+            do=f"Use at most {most} (fewer pp ranks, or fewer chunks per rank).",
         )
 
 

@@ -62,15 +62,41 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
 def _phases(local: Graph, plan: Plan, free: set[fx.Node]) -> dict[fx.Node, Phase]:
     """The phase of every call, ``W`` not told from ``B`` yet."""
     phases: dict[fx.Node, Phase] = {}
+    once = _made_once(local)
     for node in local.calls():
         operands = [phases[o] for o in node.all_input_nodes if o in phases]
         if node.target in (collectives.accumulate, collectives.collect) or "E" in operands:
             phases[node] = "E"
+        elif node in once:
+            phases[node] = "S"
         elif _is_steady(node, plan, free) and all(phase == "S" for phase in operands):
             phases[node] = "S"
         else:
             phases[node] = value(node).phase
     return phases
+
+
+def _made_once(local: Graph) -> set[fx.Node]:
+    """The calls that new values of buffers are made of which follow from weights, not from the
+    batch (of spectral norms, averages of weights): a step gives each buffer one new value.
+    """
+    found: set[fx.Node] = set()
+    for new in local.outputs.buffers.values():
+        made_of = _made_of(new)
+        kinds = {value(node).kind for node in made_of if node.op == "placeholder"}
+        if "param" in kinds and all(value(node).sharding.on(MB) == R for node in made_of):
+            found |= {node for node in made_of if node.op == "call_function"}
+    return found
+
+
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """A value and all that it is computed from."""
+    found, ahead = {node}, [node]
+    while ahead:
+        new = set(ahead.pop().all_input_nodes) - found
+        found |= new
+        ahead += new
+    return found
 
 
 def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
@@ -123,6 +149,8 @@ class _Stage:
     def graph(self, received: Sequence[fx.Node], sent: Sequence[fx.Node]) -> Graph:
         calls = self._calls()
         wanted = {o for node in calls for o in node.all_input_nodes}
+        news = self.local.outputs.buffers  # where they go to stands here though nobody reads it
+        wanted |= {self.local.buffers[name] for name, new in news.items() if new in calls}
         for node in self.local.fx.nodes:
             if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
                 self._place(node)

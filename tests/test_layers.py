@@ -80,3 +80,16 @@ def test_microbatches_compute_what_the_model_does(name: str) -> None:
     batch = torch.randn(BATCH, STEPS, WIDTH), torch.randint(CLASSES, (BATCH,))
     program = partc.compile(model, "dp=2", batch, loss=loss_of, plan="ddp", microbatches=2)
     verify(program, model, batch, loss_of).check(1e-11)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("pp=2,dp=2", "fsdp")])
+def test_what_weights_make_of_a_buffer_is_made_once(mesh: str, plan: str) -> None:
+    """Not by every microbatch, of what the one before has left: the norm is estimated anew, and
+    nobody reads the old first vector.
+    """
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(STEPS * WIDTH, WIDTH), norm, nn.Linear(WIDTH, 3))
+    batch = torch.randn(BATCH, STEPS, WIDTH), torch.randint(CLASSES, (BATCH,))
+    program = partc.compile(model, mesh, batch, loss=loss_of, plan=plan, microbatches=2)
+    verify(program, model, batch, loss_of).check(1e-11)
