@@ -67,9 +67,7 @@ def _phases(local: Graph, plan: Plan, free: set[fx.Node]) -> dict[fx.Node, Phase
         operands = [phases[o] for o in node.all_input_nodes if o in phases]
         if node.target in (collectives.accumulate, collectives.collect) or "E" in operands:
             phases[node] = "E"
-        elif node in once:
-            phases[node] = "S"
-        elif _is_steady(node, plan, free) and all(phase == "S" for phase in operands):
+        elif node in once or (_is_steady(node, plan, free) and {*operands} <= {"S"}):
             phases[node] = "S"
         else:
             phases[node] = value(node).phase

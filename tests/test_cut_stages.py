@@ -139,7 +139,7 @@ def test_limits_may_differ_by_stage() -> None:
 
 
 def test_more_stages_than_units() -> None:
-    with pytest.raises(PlanError, match="the model has only 1 units to cut between"):
+    with pytest.raises(PlanError, match="the model has only 1 unit to cut between"):
         balance([unit("block", 1, 2)], 2, in_flight=[2, 1])
 
 
