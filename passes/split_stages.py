@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from partc import collectives
+from partc.errors import PlanError
 from partc.graph import (
     Graph,
     Outputs,
@@ -29,6 +30,7 @@ from partc.graph import (
     value,
 )
 from partc.passes.assign_stages import COPY
+from partc.passes.local_batch_norm import NOTE
 from partc.passes.microbatches import MB, given
 from partc.plan import Plan
 from partc.sharding import R
@@ -42,8 +44,10 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
     gradients apart (``W``).
     """
     free = given(local)
-    phases = _phases(local, plan, free)
+    once = _made_once(local)
+    phases = _phases(local, plan, free, once)
     everywhere = free | {n for n in local.calls() if is_weight(n)}
+    everywhere |= {n for n in once if not _of_weights(n)}
     ahead, back = _crossings(local, phases, everywhere)
     graphs = [
         _Stage(local, number, phases, everywhere).graph(
@@ -59,10 +63,11 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
 
 
 # phases -------------------------------------------------------------------------------------------
-def _phases(local: Graph, plan: Plan, free: set[fx.Node]) -> dict[fx.Node, Phase]:
+def _phases(
+    local: Graph, plan: Plan, free: set[fx.Node], once: set[fx.Node]
+) -> dict[fx.Node, Phase]:
     """The phase of every call, ``W`` not told from ``B`` yet."""
     phases: dict[fx.Node, Phase] = {}
-    once = _made_once(local)
     for node in local.calls():
         operands = [phases[o] for o in node.all_input_nodes if o in phases]
         if node.target in (collectives.accumulate, collectives.collect) or "E" in operands:
@@ -75,16 +80,22 @@ def _phases(local: Graph, plan: Plan, free: set[fx.Node]) -> dict[fx.Node, Phase
 
 
 def _made_once(local: Graph) -> set[fx.Node]:
-    """The calls that new values of buffers are made of which follow from weights, not from the
-    batch (of spectral norms, averages of weights): a step gives each buffer one new value.
+    """The calls that new values of buffers are made of which do not follow from the batch (counts,
+    spectral norms, averages of weights): a step gives each buffer one new value. Batches that are
+    normalised one by one are counted one by one.
     """
+    one_by_one = {value(node).module for node in local.calls() if value(node).note == NOTE}
     found: set[fx.Node] = set()
     for new in local.outputs.buffers.values():
         made_of = _made_of(new)
-        kinds = {value(node).kind for node in made_of if node.op == "placeholder"}
-        if "param" in kinds and all(value(node).sharding.on(MB) == R for node in made_of):
+        steady = all(value(node).sharding.on(MB) == R for node in made_of)
+        if steady and value(new).module not in one_by_one:
             found |= {node for node in made_of if node.op == "call_function"}
     return found
+
+
+def _of_weights(node: fx.Node) -> bool:
+    return any(o.op == "placeholder" and value(o).kind == "param" for o in _made_of(node))
 
 
 def _made_of(node: fx.Node) -> set[fx.Node]:
@@ -121,6 +132,8 @@ def _crossings(
         readers = [stage_of(u) for u in node.users if u.op == "call_function"]
         if not readers or node in everywhere:
             continue
+        if phases[node] == "S" and max(readers) > stage_of(node):
+            raise _read_elsewhere(node, max(readers))
         if phases[node] == "F":
             for number in range(stage_of(node), max(readers)):
                 ahead.setdefault(number, []).append(node)
@@ -178,16 +191,16 @@ class _Stage:
         """The stage's own calls, and those that every stage makes for itself, in order."""
         calls = list(self.local.calls())
         own = {n for n in calls if n not in self.everywhere and stage_of(n) == self.number}
-        needed = own | self._counters()
+        needed = own | self._news()
         for node in reversed(calls):
             if node in self.everywhere and any(u in needed for u in node.users):
                 needed.add(node)
         return [n for n in calls if n in needed]
 
-    def _counters(self) -> set[fx.Node]:
-        """New values of buffers that follow from the buffer alone: the first stage makes them."""
+    def _news(self) -> set[fx.Node]:
+        """New values of buffers that any stage can make, where they stand in the model or first."""
         news = self.local.outputs.buffers.values()
-        return {n for n in news if stage_of(n) < 0} if self.number == 0 else set()
+        return {n for n in news if n in self.everywhere and max(stage_of(n), 0) == self.number}
 
     def _place(self, node: fx.Node) -> None:
         copy = self.out.placeholder(str(node.target))
@@ -216,6 +229,16 @@ class _Stage:
             results={n: copies[r] for n, r in whole.results.items() if r in here},
             sent={node.name: copies[node] for node in sent},
         )
+
+
+def _read_elsewhere(node: fx.Node, stage: int) -> PlanError:
+    known = value(node)
+    return PlanError(
+        where=f"{known.module or 'the model'} ({known.source})",
+        what=f"stage {stage} reads what stage {stage_of(node)} makes of its weights for a buffer",
+        why="it is made once per step, and nothing is sent but what microbatches compute",
+        do="Begin the stages elsewhere, so that one has both.",
+    )
 
 
 # weight gradients apart ---------------------------------------------------------------------------

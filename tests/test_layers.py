@@ -82,7 +82,37 @@ def test_microbatches_compute_what_the_model_does(name: str) -> None:
     verify(program, model, batch, loss_of).check(1e-11)
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("pp=2,dp=2", "fsdp")])
+class Counted(nn.Module):
+    """Scores that grow with the number of steps."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        hidden = torch.tanh(self.body(x.mean(1))) * self.steps
+        scores: Tensor = self.head(hidden) / (1 + self.steps)
+        return scores
+
+
+TWO_RANKS = [("dp=2", "ddp"), ("pp=2,dp=2", "fsdp")]
+
+
+@pytest.mark.parametrize(("mesh", "plan"), TWO_RANKS)
+def test_a_step_counts_as_one(mesh: str, plan: str) -> None:
+    """Both stages read the count."""
+    torch.manual_seed(0)
+    model = Counted()
+    batch = torch.randn(BATCH, STEPS, WIDTH), torch.randint(CLASSES, (BATCH,))
+    program = partc.compile(model, mesh, batch, loss=loss_of, plan=plan, microbatches=2)
+    verify(program, model, batch, loss_of).check(1e-11)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), TWO_RANKS)
 def test_what_weights_make_of_a_buffer_is_made_once(mesh: str, plan: str) -> None:
     """Not by every microbatch, of what the one before has left: the norm is estimated anew, and
     nobody reads the old first vector.
