@@ -23,11 +23,19 @@ from partc.sharding import Layout, M, R, U, cut
 THEIRS = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
 # What DTensor has beyond our table, by op.
 MAXIMA = "an unfinished maximum passes our moves only; no plan gains by carrying it further"
+TRANSFORMED = "false: what a transform gives for the largest of two is not the larger one's"
 LACKING: dict[str, tuple[set[str], str]] = {
     "aten.constant_pad_nd.default": ({"M -> M"}, MAXIMA),
     "aten.positive.default": ({"M -> M"}, MAXIMA),
     "aten.nan_to_num.default": ({"M -> M"}, MAXIMA),
     "aten._to_copy.default": ({"M -> M"}, MAXIMA),
+    "aten._fft_r2c.default": ({"M -> M"}, TRANSFORMED),
+    "aten._fft_c2c.default": ({"M -> M"}, TRANSFORMED),
+    "aten._fft_c2r.default": ({"M -> M"}, TRANSFORMED),
+    "aten.linalg_solve_triangular.default": (
+        {"R, cut 0 -> cut 0"},
+        "false where the first operand has as many matrices as the whole of the second",
+    ),
     "aten.add.Tensor": ({"M, R -> M"}, MAXIMA),
     "aten.sub.Tensor": ({"M, R -> M"}, MAXIMA),
     "aten.to.dtype": (
