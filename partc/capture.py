@@ -109,10 +109,10 @@ def record(
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
-    quiet = untouched(model), quiet_generator(), quiet_log(), unprinted
-    with ExitStack() as stack:
-        for each in (*quiet, module_scopes(model), _portable_kernels()):
-            stack.enter_context(each)
+    with (
+        untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
+        _portable_kernels(),
+    ):  # fmt: skip
         make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
         recording.module = make(params, buffers, fakes)
     return recording

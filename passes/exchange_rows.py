@@ -98,7 +98,7 @@ def _gathered(
     inputs: Mapping[str, Cuts],
     axes: Iterable[str],
     mesh: Mesh,
-    sums: int = 1,
+    sums: int,
 ) -> dict[str, dict[str, Lies]]:
     """Tables, of the parameters given with all their cuts, of which the gradients of rows are
     gathered over some of ``axes``: per such gradient what the plan then says of it. ``sums`` is how

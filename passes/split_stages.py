@@ -88,13 +88,14 @@ def _made_once(local: Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for new in local.outputs.buffers.values():
         made_of = _made_of(new)
-        steady = all(value(node).sharding.on(MB) == R for node in made_of)
+        steady = not any(value(node).kind == "input" for node in made_of)
         if steady and value(new).module not in one_by_one:
             found |= {node for node in made_of if node.op == "call_function"}
     return found
 
 
 def _of_weights(node: fx.Node) -> bool:
+    """Whether a parameter has a part in a value."""
     return any(o.op == "placeholder" and value(o).kind == "param" for o in _made_of(node))
 
 

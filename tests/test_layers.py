@@ -123,3 +123,13 @@ def test_what_weights_make_of_a_buffer_is_made_once(mesh: str, plan: str) -> Non
     batch = torch.randn(BATCH, STEPS, WIDTH), torch.randint(CLASSES, (BATCH,))
     program = partc.compile(model, mesh, batch, loss=loss_of, plan=plan, microbatches=2)
     verify(program, model, batch, loss_of).check(1e-11)
+
+
+def test_what_the_batch_makes_of_a_buffer_is_made_where_it_comes_by() -> None:
+    """One microbatch is the whole batch, and its statistics still follow from it."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(CLASSES)]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norms[0], nn.Linear(WIDTH, CLASSES), norms[1])
+    batch = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
+    program = partc.compile(model, "pp=2", batch, loss=loss_of, plan="ddp", microbatches=1)
+    verify(program, model, batch, loss_of).check(1e-11)
