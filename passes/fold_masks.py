@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partc.ancestors import ancestors
 from partc.graph import Graph, drop_dead
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ class _Constants:
 
     def shown(self, mask: fx.Node) -> str | None:
         """ "all", "triangle" (up to the diagonal), or None where it is neither or unknown."""
-        steps = _ancestors(mask)
+        steps = ancestors(mask)
         for step in steps:
             if step not in self.known:
                 self.known[step] = self._is_constant(step)
@@ -160,14 +161,3 @@ def _verdict(mask: Tensor | None) -> str | None:
     rows, columns = shown.shape[-2:]
     triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
     return "triangle" if rows == columns and torch.equal(shown, triangle.expand_as(shown)) else None
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """Everything a node is computed from and the node itself, in order."""
-    found, waiting = {node}, [node]
-    while waiting:
-        for read in waiting.pop().all_input_nodes:
-            if read not in found:
-                found.add(read)
-                waiting.append(read)
-    return sorted(found)

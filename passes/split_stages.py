@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from partc import collectives
+from partc.ancestors import ancestors
 from partc.errors import PlanError
 from partc.graph import (
     Graph,
@@ -87,7 +88,7 @@ def _made_once(local: Graph) -> set[fx.Node]:
     one_by_one = {value(node).module for node in local.calls() if value(node).note == NOTE}
     found: set[fx.Node] = set()
     for new in local.outputs.buffers.values():
-        made_of = _made_of(new)
+        made_of = ancestors(new)
         steady = not any(value(node).kind == "input" for node in made_of)
         if steady and value(new).module not in one_by_one:
             found |= {node for node in made_of if node.op == "call_function"}
@@ -96,17 +97,7 @@ def _made_once(local: Graph) -> set[fx.Node]:
 
 def _of_weights(node: fx.Node) -> bool:
     """Whether a parameter has a part in a value."""
-    return any(o.op == "placeholder" and value(o).kind == "param" for o in _made_of(node))
-
-
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    """A value and all that it is computed from."""
-    found, ahead = {node}, [node]
-    while ahead:
-        new = set(ahead.pop().all_input_nodes) - found
-        found |= new
-        ahead += new
-    return found
+    return any(o.op == "placeholder" and value(o).kind == "param" for o in ancestors(node))
 
 
 def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
