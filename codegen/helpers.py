@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from partc import ops
@@ -82,6 +83,7 @@ def _find(name: str) -> Callable[..., Any] | None:
     return None
 
 
+@cache
 def _source(name: str) -> str:
     function = _find(name)
     assert function is not None
@@ -95,12 +97,14 @@ def _source(name: str) -> str:
     return "\n".join([*wrap(head, 0), *lines[first:]])
 
 
+@cache
 def _called(name: str) -> list[str]:
     tree = ast.parse(_source(name))
     calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
     return sorted({f.id for f in calls if isinstance(f, ast.Name)})
 
 
+@cache
 def _position(name: str) -> tuple[int, int]:
     """Printed functions first, each module's in its own order."""
     function = _find(name)

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from partc.plan import Plan
     from partc.program import Program, load
     from partc.topology import Topology
+    from partc.traced import Traced
     from partc.verification import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "Mesh", "PartcError", "Plan", "Program", "Topology", "compile", "load", "partition", "verify",
+    "Mesh", "PartcError", "Plan", "Program", "Topology", "Traced", "compile", "load", "partition",
+    "verify",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -25,6 +27,7 @@ _MODULES = {
     "Plan": "plan",
     "Program": "program",
     "Topology": "topology",
+    "Traced": "traced",
     "compile": "api",
     "load": "program",
     "partition": "api",

@@ -46,15 +46,15 @@ from partc.role import Role, dtype_name
 from partc.schedule_stages import Stages, stage_ways
 from partc.schedules.csv_form import write_csv
 from partc.tape import Tape
-from partc.trace import trace
+from partc.traced import Traced
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Traced,
     mesh: Any,
-    inputs: Any,
+    inputs: Any = None,
     *,
     loss: Callable[..., Any] | None = None,
     plan: str | Path | Plan = "auto",
@@ -70,6 +70,7 @@ def compile(
 ) -> Program:
     """Compile one training step of ``model`` (its weights are not needed) for a mesh.
 
+    A ``Traced`` step stands for model, inputs and loss where several plans are compiled.
     ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml; one that is open, as
     ``Mesh.load("dgx-h100", 64)``, leaves its axes to the plan. ``inputs``: example tensors of the
     global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
@@ -100,7 +101,7 @@ def compile(
         given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
-    job = _Job(model, inputs, loss, strict)
+    job = _Job(Traced.of(model, inputs, loss), strict)
     if wanted.compile not in COMPILERS:
         raise _no_compiler(wanted.compile)
     aim = objective_of(objective)
@@ -114,18 +115,16 @@ def compile(
 
 @dataclass(frozen=True)
 class _Job:
-    """What is compiled; every attempt traces anew, as the steps behind change their graph."""
+    """What is compiled; every attempt has a graph of its own, as the steps behind change it."""
 
-    model: nn.Module
-    inputs: Any
-    loss: Callable[..., Any] | None
+    step: Traced
     strict: bool
 
     def with_search(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
     ) -> Program:
         """Compile the best plan that is found, or the next best where its program is too large."""
-        graph = self._traced(mesh, plan)
+        graph = self._traced(plan)
         if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, graph)
         choice = choose_plan(graph, mesh, plan, microbatches, objective)
@@ -136,7 +135,7 @@ class _Job:
             except MemoryLimitError:
                 if taken is choice.ranked[-1]:
                     raise
-                graph = self._traced(mesh, plan)
+                graph = self._traced(plan)
         raise AssertionError("a choice has a candidate")
 
     def with_plan(
@@ -145,10 +144,10 @@ class _Job:
         """Compile a plan; ``graph`` is the model as traced, if it has been, ``taken`` the candidate
         that the plan is, if one was searched.
         """
-        graph = graph or self._traced(mesh, plan)
+        graph = graph or self._traced(plan)
         graph.mesh = mesh
         find = partial(by_hand, copied(graph), mesh, plan) if taken is None else lambda: taken
-        fingerprint, work = Fingerprint.of(self.model), Work.of(graph)
+        fingerprint, work = Fingerprint.of(self.step.model), Work.of(graph)
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:
             at, graph = self._staged(graph, plan)
@@ -156,13 +155,13 @@ class _Job:
         except MemoryLimitError as error:
             raise error if taken else too_large(error, find()) from None
         except Unfolded:
-            graph = trace(self.model, self.inputs, self.loss)
+            graph = self.step.graph()
             graph.mesh = mesh
             program = compile_rest(graph, plan, fingerprint, work, strict=self.strict)
         return replace(program, basis=replace(program.basis, find=find))
 
-    def _traced(self, mesh: Mesh, plan: Plan) -> Graph:
-        return trace(self.model, self.inputs, self.loss, fold=not plan.names_blocks)
+    def _traced(self, plan: Plan) -> Graph:
+        return self.step.graph(fold=not plan.names_blocks)
 
     def _staged(self, graph: Graph, plan: Plan) -> tuple[Plan, Graph]:
         """For several stages: the plan that says where they begin, and a graph of those that stand
@@ -176,7 +175,7 @@ class _Job:
         kept = keep_stages(graph, full.stages)
         if kept is None:
             raise Unfolded(full.stages[0])
-        mesh, graph = graph.mesh, trace(self.model, self.inputs, self.loss, kept=kept)
+        mesh, graph = graph.mesh, self.step.graph(kept=kept)
         graph.mesh = mesh
         return plan.changed(schedule=full.schedule, stages=full.stages), graph
 

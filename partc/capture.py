@@ -111,9 +111,9 @@ def record(
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
     with (
         untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
-        _portable_kernels(),
+        _portable_kernels(), mode,
     ):  # fmt: skip
-        make = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
+        make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
         recording.module = make(params, buffers, fakes)
     return recording
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from partc.reference import Reference, eager
 from partc.schedule_stages import stage_graphs
 from partc.schedules import NAMES
 from partc.simulate import simulate_stages
-from partc.trace import trace
 from tests.zoo import FAMILIES, Case
 
 BATCH = 24  # rows: 3 or 8 microbatches, of which 3 leave an even number to each of two ranks
@@ -81,7 +81,7 @@ def toy_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-def toy(layers: int = 2, tied: bool = False) -> Case:
+def new_toy(layers: int = 2, tied: bool = False) -> Case:
     """A toy, and labels of which each row ignores more than the one before; the first three rows,
     a microbatch of eight, count for nothing.
     """
@@ -91,6 +91,9 @@ def toy(layers: int = 2, tied: bool = False) -> Case:
     for row in range(BATCH):
         labels[row, row * SEQ // BATCH :] = -100
     return Case(model, (ids, labels), toy_loss)
+
+
+toy = cache(new_toy)  # the same one for many tests, which leave it as it is
 
 
 def stages_of_toy(stages: int, layers: int) -> tuple[str, ...]:
@@ -114,15 +117,7 @@ def toy_program(
 
 
 def compiled(case: Case, mesh: str, plan: Plan, schedule: str, microbatches: int) -> Program:
-    return partc.compile(
-        case.model,
-        mesh,
-        case.inputs,
-        loss=case.loss,
-        plan=plan,
-        microbatches=microbatches,
-        schedule=schedule,
-    )
+    return partc.compile(case.step, mesh, plan=plan, microbatches=microbatches, schedule=schedule)
 
 
 # stage graphs -------------------------------------------------------------------------------------
@@ -135,7 +130,7 @@ class Cut:
 
     @classmethod
     def of(cls, case: Case, mesh: str, plan: Plan, split_backward: bool = False) -> Cut:
-        graph = trace(case.model, case.inputs, case.loss)
+        graph = case.step.graph()
         graph.mesh = Mesh.of(mesh)
         full, local = localize(graph, plan)
         graphs = stage_graphs(local, full, split_backward)

@@ -164,13 +164,13 @@ def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:
 
 
 def test_the_program_needs_what_was_estimated() -> None:
-    model = llama(layers=5, width=2048)
+    step = partc.Traced(llama(layers=5, width=2048), (tokens(64),), loss_of)
     mesh = Mesh.load("dgx-h100", 8)
-    program = partc.compile(model, mesh, (tokens(64),), loss=loss_of)
+    program = partc.compile(step, mesh)
     taken, cost = program.basis.taken, program.cost
     assert taken is not None
     assert isinstance(cost, CostReport)
     estimate = taken.search.estimate(taken.candidate).estimate
     assert cost.peak_bytes == pytest.approx(estimate.peak_bytes, rel=0.1)
-    again = partc.compile(model, mesh, (tokens(64),), loss=loss_of, plan=program.plan)
+    again = partc.compile(step, mesh, plan=program.plan)
     assert (again.plan, again.sources) == (program.plan, program.sources)

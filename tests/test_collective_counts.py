@@ -33,7 +33,7 @@ Counts = Counter[tuple[str, int]]
 
 
 @cache
-def tape_of(mesh: str, plan: str) -> Tape:
+def step() -> partc.Traced:
     sizes = {
         "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN,
         "vocab_size": VOCAB, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8,
@@ -41,7 +41,12 @@ def tape_of(mesh: str, plan: str) -> Tape:
     family = FAMILIES["llama"]
     case = replace(family, config=family.config | sizes, dtype=torch.float32).case("llama")
     ids = torch.ones(BATCH, SEQ, dtype=torch.int64)
-    program: Any = partc.compile(case.model, mesh, (ids, ids), loss=case.loss, plan=plan)
+    return partc.Traced(case.model, (ids, ids), case.loss)
+
+
+@cache
+def tape_of(mesh: str, plan: str) -> Tape:
+    program: Any = partc.compile(step(), mesh, plan=plan)
     (tape,) = program.basis.tapes
     return tape  # type: ignore[no-any-return]
 

@@ -28,11 +28,9 @@ from tests.pipelines import toy
 def test_the_same_peak_line_and_holders(
     mesh: str, preset: str, recompute: Any, microbatches: int
 ) -> None:
-    case = toy(28 if mesh[:2] == "dp" else 54)
-    program = partc.compile(
-        case.model, mesh, case.inputs, loss=case.loss, microbatches=microbatches,
-        plan=Plan(preset=preset, recompute=recompute),
-    )  # fmt: skip
+    step = toy(28 if mesh[:2] == "dp" else 54).step
+    plan = Plan(preset=preset, recompute=recompute)
+    program = partc.compile(step, mesh, microbatches=microbatches, plan=plan)
     for number in range(program.mesh.pipeline_ranks):
         rank = program.mesh.first_rank(number)
         role, known = program.role(rank), Known()

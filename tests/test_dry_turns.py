@@ -30,10 +30,9 @@ from tests.pipelines import toy
 def test_the_same_peak_line_and_holders(
     schedule: str, mesh: str, preset: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = toy(8)
     program = partc.compile(
-        case.model, mesh, case.inputs, loss=case.loss, plan=Plan(preset=preset, chunks=chunks),
-        schedule=schedule, microbatches=12,
+        toy(8).step, mesh, plan=Plan(preset=preset, chunks=chunks), schedule=schedule,
+        microbatches=12,
     )  # fmt: skip
     executed = count_calls(monkeypatch)
     known: Known = {}
@@ -47,10 +46,9 @@ def test_the_same_peak_line_and_holders(
 
 
 def test_ranks_know_what_the_stages_of_other_files_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = toy(8)
     program = partc.compile(
-        case.model, "pp=4", case.inputs, loss=case.loss, plan=Plan(preset="ddp", chunks=2),
-        schedule="interleaved-1f1b", microbatches=8,
+        toy(8).step, "pp=4", plan=Plan(preset="ddp", chunks=2), schedule="interleaved-1f1b",
+        microbatches=8,
     )  # fmt: skip
     executed, known, counts = count_calls(monkeypatch), Known(), list[int]()
     for number in range(4):

@@ -31,7 +31,7 @@ def compiled(case: Case, mesh: Mesh, schedule: str = "1f1b", **changed: object) 
     plan = Plan(preset="ddp").changed(schedule=schedule, **changed)
     if not schedule.endswith(".csv"):
         plan = plan.changed(microbatches=4)
-    return partc.compile(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
+    return partc.compile(case.step, mesh, plan=plan)
 
 
 def test_a_stage_alone() -> None:

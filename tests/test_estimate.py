@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,6 @@ from partc.schedules import make
 from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
 from partc.topology import Topology
-from partc.trace import trace
 
 SEQ, WIDTH, HEADS = 1024, 2048, 16
 TIME = 0.06
@@ -69,6 +70,14 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
 
 
+@cache
+def step() -> partc.Traced:
+    with torch.device("meta"):
+        model = Model().to(torch.bfloat16)
+    ids = torch.zeros(8, SEQ, dtype=torch.long, device="meta")
+    return partc.Traced(model, (ids, ids.clone()), loss_of)
+
+
 CASES: dict[str, tuple[Candidate, Recompute]] = {
     "fsdp": (Candidate(shard=8, data="fsdp"), "cheap"),
     "ddp": (Candidate(replicate=8), "block"),
@@ -81,16 +90,11 @@ CASES: dict[str, tuple[Candidate, Recompute]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_programs_take_what_is_estimated(name: str) -> None:
     one, again = CASES[name]
-    with torch.device("meta"):
-        model = Model().to(torch.bfloat16)
-    ids = torch.zeros(8, SEQ, dtype=torch.long, device="meta")
     machine = Topology.load("dgx-a100", 8)
     # estimates are of whole blocks: in pieces these programs are faster
     plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
-    cost = partc.compile(
-        model, one.mesh(machine), (ids, ids.clone()), loss=loss_of, plan=plan
-    ).cost.as_json()  # fmt: skip
-    laws = profile(trace(model, (ids, ids.clone()), loss_of), one.word, recompute=again)
+    cost = partc.compile(step(), one.mesh(machine), plan=plan).cost.as_json()
+    laws = profile(step().graph(), one.word, recompute=again)
     found = Estimator(laws, machine).estimate(one)
     assert found.step_s == pytest.approx(cost["prediction"]["seconds"], rel=TIME)
     peak = max(rank["peak_bytes"] for rank in cost.get("ranks", [cost]))

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import partc
-import partc.api
 from partc.api import partition, read_plan
 from partc.check import check
 from partc.codegen.emit import emit
 from partc.codegen.header import header
 from partc.cost import cost_report
 from partc.folds import Fold
-from partc.graph import Graph, copied
+from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.trace import trace
@@ -42,15 +41,9 @@ def deep(name: str) -> Case:
     return toy(38) if name == "toy" else FAMILIES[name].case(name, **DEPTH[name])
 
 
-@cache
-def traced_once(name: str, fold: bool) -> Graph:
-    case = deep(name)
-    return trace(case.model, case.inputs, case.loss, fold=fold)
-
-
 def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:
     """Plan and text of a program, what it costs, and the graph that it was printed from."""
-    graph = copied(traced_once(name, fold))
+    graph = deep(name).step.graph(fold=fold)
     graph.mesh = Mesh.of(mesh)
     full, local = partition(graph, read_plan(plan))
     check(local)
@@ -140,8 +133,8 @@ def test_pins_tell_blocks_apart() -> None:
 
 def test_a_folded_plan_replays() -> None:
     case = deep("llama")
-    first = partc.compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp")
-    again = partc.compile(case.model, "dp=2", case.inputs, loss=case.loss, plan=first.plan)
+    first = partc.compile(case.step, "dp=2", plan="fsdp")
+    again = partc.compile(case.step, "dp=2", plan=first.plan)
     assert (again.plan, again.sources) == (first.plan, first.sources)
     assert str(again.cost) == str(first.cost)
 
@@ -158,20 +151,16 @@ def test_stages_of_equal_blocks_are_compiled_once(
     mesh: str, plan: Plan, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle stages, and the middle of each stage, are copies: the program is the same."""
-    case = deep("toy")
+    step, graph_of = deep("toy").step, partc.Traced.graph
     traced: list[Graph] = []
 
     def made(fold: bool) -> partc.Program:
-        def traces(*args: Any, **options: Any) -> Graph:
-            graph = trace(*args, **options) if fold else copied(traced_once("toy", False))
-            traced.append(graph)
+        def traces(step: partc.Traced, **options: Any) -> Graph:
+            traced.append(graph_of(step, **options) if fold else graph_of(step))
             return traced[-1]
 
-        monkeypatch.setattr(partc.api, "trace", traces)
-        return partc.compile(
-            case.model, mesh, case.inputs, loss=case.loss, plan=plan, schedule=schedule,
-            microbatches=4,
-        )  # fmt: skip
+        monkeypatch.setattr(partc.Traced, "graph", traces)
+        return partc.compile(step, mesh, plan=plan, schedule=schedule, microbatches=4)
 
     once = made(fold=True)
     kept = traced[-1].kept
@@ -186,22 +175,20 @@ def test_stages_of_equal_blocks_are_compiled_once(
 
 
 def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = deep("llama")
+    step, graph_of = deep("llama").step, partc.Traced.graph
 
     def made() -> partc.Program:
-        return partc.compile(
-            case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp", microbatches=2
-        )
+        return partc.compile(step, "dp=2", plan="fsdp", microbatches=2)
 
     folded = made()
     traced: list[tuple[Fold, ...]] = []
 
-    def whole(*args: Any, fold: bool = False) -> Graph:
-        graph = copied(traced_once("llama", False))
+    def whole(step: partc.Traced, *, fold: bool) -> Graph:
+        graph = graph_of(step)
         traced.append(graph.folds)
         return graph
 
-    monkeypatch.setattr(partc.api, "trace", whole)
+    monkeypatch.setattr(partc.Traced, "graph", whole)
     unfolded = made()
     assert traced == [()]
     assert (folded.plan, folded.sources) == (unfolded.plan, unfolded.sources)

@@ -26,12 +26,8 @@ GPIPE = Plan(preset="ddp", stages=("blocks.1",), microbatches=24, schedule="gpip
     ids=["one stage", "pipeline"],
 )
 def test_the_limit_is_the_predicted_peak(mesh: str, plan: Plan, who: str) -> None:
-    case = toy()
-
     def cost(memory_bytes: int) -> CostReport | PipelineCost:
-        found = partc.compile(
-            case.model, mesh, case.inputs, loss=case.loss, plan=plan, memory_bytes=memory_bytes
-        ).cost
+        found = partc.compile(toy().step, mesh, plan=plan, memory_bytes=memory_bytes).cost
         assert isinstance(found, CostReport | PipelineCost)
         return found
 

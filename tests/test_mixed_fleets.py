@@ -39,11 +39,15 @@ def fleet(*topologies: Topology, **of_the_last: Any) -> Topology:
 
 
 @cache
+def step() -> partc.Traced:
+    """A Llama of eight layers, and 64 sequences."""
+    return partc.Traced(llama(layers=8, width=1024, vocab=1000), (tokens(64),), loss_of)
+
+
+@cache
 def compiled(*kinds: Topology, axes: str = "pp=2,dp=4", stages: tuple[str, ...] = ()) -> Program:
-    return partc.compile(
-        llama(layers=8, width=1024, vocab=1000), Mesh(Mesh.parse(axes).axes, fleet(*kinds)),
-        (tokens(64),), loss=loss_of, plan="ddp", microbatches=8, stages=stages or None,
-    )  # fmt: skip
+    mesh = Mesh(Mesh.parse(axes).axes, fleet(*kinds))
+    return partc.compile(step(), mesh, plan="ddp", microbatches=8, stages=stages or None)
 
 
 def layers(program: Program) -> int:
@@ -86,7 +90,7 @@ def test_ranks_that_work_with_all_are_as_fast_as_the_slowest() -> None:
 
 
 def test_memory_is_that_of_each_stages_devices() -> None:
-    graph = traced(llama(layers=8, width=1024, vocab=1000), 64)
+    graph = step().graph(fold=True)
     free = cut(graph, fleet(FAST, SLOW))
     tight = cut(graph, fleet(FAST, SLOW, memory_bytes=SMALL))
     assert len(tight) == len(free) == 1
@@ -95,10 +99,7 @@ def test_memory_is_that_of_each_stages_devices() -> None:
     assert memory_limits(mesh, 0) == [usable(FAST.device.memory_bytes), usable(SMALL)]
     assert memory_limits(mesh, 2 * SMALL) == [2 * SMALL, usable(SMALL)]
     with pytest.raises(MemoryLimitError, match="pipeline rank 1"):
-        partc.compile(
-            llama(layers=8, width=1024, vocab=1000), mesh, (tokens(64),), loss=loss_of,
-            plan="ddp", microbatches=8, stages=free,
-        )  # fmt: skip
+        partc.compile(step(), mesh, plan="ddp", microbatches=8, stages=free)
 
 
 def cut(graph: Graph, topology: Topology) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def program_of(path: Path, text: str, **changed: object) -> Program:
     path.write_text(text)
     plan = Plan(preset="ddp", stages=POINTS, schedule=str(path)).changed(**changed)
     case = toy()
-    return partc.compile(case.model, "pp=2", case.inputs, loss=case.loss, plan=plan)
+    return partc.compile(case.step, "pp=2", plan=plan)
 
 
 def test_it_runs_and_its_plan_replays_without_the_file(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_it_runs_and_its_plan_replays_without_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").unlink()
     plan = Plan.parse(program.plan)
     assert (plan.schedule, plan.order, plan.microbatches) == ("mine.csv", program.schedule, 3)
-    again = partc.compile(case.model, "pp=2", case.inputs, loss=case.loss, plan=program.plan)
+    again = partc.compile(case.step, "pp=2", plan=program.plan)
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -88,8 +89,13 @@ def blocks(**sizes: int) -> nn.Module:
     return Blocks(**sizes).double()
 
 
+@cache
+def step() -> partc.Traced:
+    return partc.Traced(blocks(), batch(), loss_of)
+
+
 def partitioned(mesh: str, plan: str | Plan, model: nn.Module | None = None) -> tuple[Plan, Graph]:
-    graph = trace(model or blocks(), batch(), loss_of)
+    graph = trace(model, batch(), loss_of) if model else step().graph()
     graph.mesh = Mesh.of(mesh)
     full, local = partition(graph, plan if isinstance(plan, Plan) else Plan(preset=plan))
     check(local)
@@ -130,22 +136,22 @@ def test_plan_and_traffic(mesh: str, plan: str, golden: Golden) -> None:
 
 @pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=[p for _, p in LAYOUTS])
 def test_every_layout_computes_the_same(mesh: str, plan: str) -> None:
-    verify(blocks(), mesh, plan)
+    verify(mesh, plan)
 
 
 @pytest.mark.parametrize(("mesh", "plan"), [("tp=4", "megatron"), ("tp=4", "megatron-sp")])
 def test_fewer_key_heads_than_ranks(mesh: str, plan: str) -> None:
-    verify(blocks(), mesh, plan)
+    verify(mesh, plan)
 
 
-def verify(model: nn.Module, mesh: str, plan: str | Plan, tolerance: float = 1e-11) -> None:
-    program = partc.compile(model, mesh, batch(), loss=loss_of, plan=plan)
-    partc.verify(program, model, batch(), loss_of).check(tolerance)
+def verify(mesh: str, plan: str | Plan, tolerance: float = 1e-11) -> None:
+    program = partc.compile(step(), mesh, plan=plan)
+    partc.verify(program, step().model, batch(), loss_of).check(tolerance)
 
 
 def test_a_saved_plan_replays_to_the_same_source() -> None:
-    first = partc.compile(blocks(), "dp=2,tp=2", batch(), loss=loss_of, plan="fsdp+megatron-sp")
-    again = partc.compile(blocks(), "dp=2,tp=2", batch(), loss=loss_of, plan=Plan.parse(first.plan))
+    first = partc.compile(step(), "dp=2,tp=2", plan="fsdp+megatron-sp")
+    again = partc.compile(step(), "dp=2,tp=2", plan=Plan.parse(first.plan))
     assert again.sources == first.sources
     assert again.plan == first.plan
 
@@ -156,8 +162,8 @@ def test_a_plan_by_hand() -> None:
     full, local = partitioned("x=2", Plan(params=pair))
     assert full.stored("layers.0.mlp.1.weight") == {"x": cut(0)}
     assert "F x all_reduce x2" in moved(local)
-    verify(blocks(), "x=2", Plan(params=pair))
-    verify(blocks(), "x=2", Plan(inputs={"*": {"x": cut(0)}}))
+    verify("x=2", Plan(params=pair))
+    verify("x=2", Plan(inputs={"*": {"x": cut(0)}}))
 
 
 def test_pins_go_before_the_preset() -> None:
@@ -165,7 +171,7 @@ def test_pins_go_before_the_preset() -> None:
     full, _ = partitioned("tp=2", plan)
     assert full.stored("layers.0.q.weight") == {}
     assert full.stored("layers.1.q.weight") == {"tp": cut(0)}
-    verify(blocks(), "tp=2", plan)
+    verify("tp=2", plan)
 
 
 def test_a_tied_weight_may_be_pinned_by_either_name() -> None:

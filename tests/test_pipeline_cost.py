@@ -28,12 +28,12 @@ from partc.schedules.step_costs import StepCosts
 from partc.schedules.timing import Costs
 from partc.stage_cost import stage_link, with_messages
 from partc.topology import APART_S, Topology
-from partc.trace import trace
 from partc.verification import verify
 from tests.example_program import example_program
 from tests.zoo import FAMILIES, Case
 
 
+@cache
 def case_of(name: str, batch: int = 4, **changes: Any) -> Case:
     """A model of the zoo with other sizes, and a batch repeated to so many samples."""
     family = FAMILIES[name]
@@ -44,11 +44,9 @@ def case_of(name: str, batch: int = 4, **changes: Any) -> Case:
 
 @cache
 def llama(schedule: str, microbatches: int = 4, **changes: Any) -> Program:
-    case = case_of("llama", batch=8, num_hidden_layers=4)
-    return compile(
-        case.model, "pp=2", case.inputs, loss=case.loss, plan="ddp", microbatches=microbatches,
-        schedule=schedule, **changes,
-    )  # fmt: skip
+    step = case_of("llama", batch=8, num_hidden_layers=4).step
+    given = {"microbatches": microbatches, "schedule": schedule, **changes}
+    return compile(step, "pp=2", plan="ddp", **given)
 
 
 # peaks --------------------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ def test_a_heavy_head_counts_as_what_it_costs() -> None:
     layers = []
     for vocab in (112, 3000):
         case = case_of("llama", num_hidden_layers=6, vocab_size=vocab)
-        graph = trace(case.model, case.inputs, case.loss)
+        graph = case.step.graph()
         (units, _) = stage_units(graph, Plan.parse("microbatches = 2\n[mesh]\npp = 2\n"))
         (point,) = balance(units, 2, in_flight=(2, 1))
         layers.append(sum("layers" in unit.name for unit in units[:point]))
@@ -119,9 +117,7 @@ def test_a_heavy_head_counts_as_what_it_costs() -> None:
 
 def test_a_head_alone_is_a_stage() -> None:
     case = case_of("llama")
-    program = compile(
-        case.model, "pp=2", case.inputs, loss=case.loss, microbatches=2, stages=["lm_head"]
-    )
+    program = compile(case.step, "pp=2", microbatches=2, stages=["lm_head"])
     assert verify(program, case.model, case.inputs, case.loss).ok(1e-9)
 
 
@@ -129,22 +125,19 @@ def test_a_saved_plan_replays() -> None:
     first = llama("zb-v")
     assert len(stages_of(first)) == 3
     case = case_of("llama", batch=8, num_hidden_layers=4)
-    again = compile(case.model, "pp=2", case.inputs, loss=case.loss, plan=Plan.parse(first.plan))
+    again = compile(case.step, "pp=2", plan=Plan.parse(first.plan))
     assert again.sources == first.sources
 
 
 def test_chosen_stages_compute_what_the_model_does() -> None:
     case = case_of("t5")
-    program = compile(
-        case.model, "pp=2", case.inputs, loss=case.loss, plan="ddp", microbatches=2,
-        schedule="interleaved-1f1b",
-    )  # fmt: skip
+    program = compile(case.step, "pp=2", plan="ddp", microbatches=2, schedule="interleaved-1f1b")
     assert verify(program, case.model, case.inputs, case.loss).ok(1e-9)
 
 
 def test_units_are_blocks_and_what_stands_between() -> None:
     case = case_of("t5")
-    graph = trace(case.model, case.inputs, case.loss)
+    graph = case.step.graph()
     assert sorted(blocks_of(graph)) == [
         "decoder.block.0", "decoder.block.1", "encoder.block.0", "encoder.block.1"
     ]  # fmt: skip
@@ -191,7 +184,7 @@ def test_what_cannot_be_is_refused_in_words(changes: dict[str, Any], what: str) 
     if given.get("chunks") == 20 or len(given.get("stages", ())) == 3:
         given["schedule"] = "interleaved-1f1b"
     with pytest.raises(PartcError, match=re.escape(what)) as caught:
-        compile(case.model, given.pop("mesh"), case.inputs, loss=case.loss, **given)
+        compile(case.step, given.pop("mesh"), **given)
     assert caught.value.where
     assert caught.value.do
 

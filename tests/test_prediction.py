@@ -22,7 +22,6 @@ from partc.prediction import OPTIMIZER_TRAFFIC, Prediction, Work, predict
 from partc.sharding import U
 from partc.step_walk import phase_times
 from partc.topology import Device, Level, Topology
-from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.test_fold import deep
 
@@ -70,8 +69,7 @@ def test_what_is_waited_for_at_once_is_exposed() -> None:
 
 @cache
 def local(name: str, mesh: str, plan: str, fold: bool) -> tuple[Graph, Work]:
-    case = deep(name)
-    graph = trace(case.model, case.inputs, case.loss, fold=fold)
+    graph = deep(name).step.graph(fold=fold)
     work = Work.of(graph)
     graph.mesh = Mesh.of(mesh)
     return partition(graph, read_plan(plan))[1], work
@@ -154,11 +152,7 @@ def test_an_optimizer_moves_its_states_at_the_memory_s_speed() -> None:
 
 
 def test_a_pipeline_s_prediction_is_its_simulated_step_and_the_optimizer() -> None:
-    case = deep("llama")
-    program = compile(
-        case.model, "pp=2", case.inputs, loss=case.loss, plan="ddp", microbatches=2,
-        schedule="1f1b",
-    )  # fmt: skip
+    program = compile(deep("llama").step, "pp=2", plan="ddp", microbatches=2, schedule="1f1b")
     assert isinstance(program.cost, PipelineCost)
     step = program.cost.prediction
     phases = {phase.name: phase.seconds for phase in step.phases}
@@ -173,8 +167,7 @@ def test_a_pipeline_s_prediction_is_its_simulated_step_and_the_optimizer() -> No
 def test_simulate_shows_the_step_of_one_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = deep("gpt2")
-    program = compile(case.model, "dp=2", case.inputs, loss=case.loss, plan="fsdp")
+    program = compile(deep("gpt2").step, "dp=2", plan="fsdp")
     program.save(tmp_path / "b")
     assert main(["simulate", str(tmp_path / "b")]) == 0
     shown = capsys.readouterr().out

@@ -13,6 +13,7 @@ from partc.api import compile
 from partc.errors import MemoryLimitError
 from partc.plan import Plan
 from partc.program import Program
+from partc.traced import Traced
 from partc.verification import verify
 
 WIDTH, WORDS, LAYERS = 64, 2048, 5
@@ -54,9 +55,14 @@ def model() -> nn.Module:
     return Words()
 
 
+@cache
+def step() -> Traced:
+    return Traced(model(), (IDS,), lambda m, x: m(x))
+
+
 def compiled(plan: Plan) -> Program:
     """A block's transfers take longer than its backward, and the head longer than these."""
-    return compile(model(), "dp=2", (IDS,), loss=lambda m, x: m(x), plan=plan)
+    return compile(step(), "dp=2", plan=plan)
 
 
 def seconds_and_peak(program: Program) -> tuple[float, int]:

@@ -25,7 +25,7 @@ from partc.program import Program, accept_edits, load
 from partc.schedules import NAMES, make
 from partc.tensorfile import write_tensors
 from partc.verification import verify
-from tests.pipelines import Block, Toy, compiled, stages_of_toy, toy
+from tests.pipelines import Block, Toy, compiled, new_toy, stages_of_toy, toy
 from tests.test_pipeline import TOLERANCE, done_by
 from tests.zoo import Case
 
@@ -138,7 +138,7 @@ def block(model: Toy, number: int) -> Block:
 
 @pytest.mark.parametrize("change", [wider, another_epsilon, frozen, tied])
 def test_ranks_that_differ_in_more_than_numbers_have_files_of_their_own(change: Change) -> None:
-    case = toy(8)
+    case = new_toy(8)
     assert isinstance(case.model, Toy)
     change(case.model)
     made = of_case(replace(case, model=case.model.double()), "1f1b")

@@ -25,6 +25,7 @@ from partc.pipeline_cost import PipelineCost
 from partc.plan import Plan
 from partc.program import Program
 from partc.topology import Topology
+from partc.traced import Traced
 from partc.verification import verify
 from tests.test_schedule import LOCAL
 
@@ -73,6 +74,11 @@ def model() -> nn.Module:
     return Words().double()
 
 
+@cache
+def step() -> Traced:
+    return Traced(model(), (IDS,), loss)
+
+
 def loss(model: nn.Module, ids: Tensor) -> Tensor:
     result: Tensor = model(ids)
     return result
@@ -80,7 +86,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def compiled(mesh: str | Mesh, preset: str, pieces: int = 0, **fields: int) -> Program:
     plan = Plan(preset=preset, pieces=pieces, **fields)  # type: ignore[arg-type]
-    return compile(model(), mesh, (IDS,), loss=loss, plan=plan)
+    return compile(step(), mesh, plan=plan)
 
 
 def machines(bytes_per_s: float, axes: str = "tp=2") -> Mesh:

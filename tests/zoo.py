@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers import AutoModelForImageClassification as AutoImageModel
 from transformers import AutoModelForSeq2SeqLM as AutoSeq2Seq
+
+import partc
 
 BATCH, SEQ, TARGET_SEQ = 4, 10, 14
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 48, 6, 2, 8, 40, 112
@@ -37,6 +39,11 @@ class Case:
     model: nn.Module
     inputs: tuple[Tensor, ...]
     loss: Loss
+
+    @cached_property
+    def step(self) -> partc.Traced:
+        """The case for many plans."""
+        return partc.Traced(self.model, self.inputs, self.loss)
 
 
 @dataclass(frozen=True)

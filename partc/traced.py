@@ -1,0 +1,89 @@
+"""A training step that is traced once, for any number of plans and meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from partc.errors import TraceError
+from partc.fingerprint import Fingerprint
+from partc.folds import Kept
+from partc.graph import Graph, copied
+from partc.trace import trace
+
+State = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
+Wanted = tuple[bool, Kept | None, bool]
+
+
+@dataclass(eq=False)
+class Traced:
+    """What ``partc.compile`` takes in place of a model to trace it only once.
+
+    ::
+
+        step = partc.Traced(model, batch, loss_of)
+        for plan in ("ddp", "zero2", "fsdp"):
+            print(partc.compile(step, "dp=8", plan=plan).cost)
+
+    ``inputs`` and ``loss`` as for ``compile``. Tracing begins when a graph is first asked for. The
+    code of the model and the values of its small buffers must then stay as they are: a tensor that
+    changes its shape or dtype, a parameter that is frozen or a module that goes from ``train()`` to
+    ``eval()`` is refused as a TraceError; what Python cannot see from outside is not.
+    """
+
+    model: nn.Module
+    inputs: Any
+    loss: Callable[..., Any] | None = None
+    _graphs: dict[Wanted, Graph] = field(default_factory=dict, repr=False)
+    _state: State | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None) -> Traced:
+        """The step of what ``compile`` is given."""
+        if not isinstance(model, Traced):
+            if inputs is None:
+                raise TraceError(
+                    where=f"compile({type(model).__name__})",
+                    what="there are no example inputs",
+                    why="the shapes of the global batch decide what is computed",
+                    do="Pass a tuple of tensors; their values do not matter.",
+                )
+            return cls(model, inputs, loss)
+        if inputs is not None or loss is not None:
+            raise TraceError(
+                where=f"compile({type(model.model).__name__})",
+                what="inputs or a loss are given beside a traced step",
+                why="the step was traced with its own",
+                do="Leave them out, or pass the model itself.",
+            )
+        return model
+
+    def graph(self, *, fold: bool = False, kept: Kept | None = None) -> Graph:
+        """The graph, for the caller to change; ``fold`` and ``kept`` as for ``trace``."""
+        self._check_unchanged()
+        wanted = fold, kept, torch.is_grad_enabled()
+        if wanted not in self._graphs:
+            self._graphs[wanted] = trace(self.model, self.inputs, self.loss, fold=fold, kept=kept)
+        return copied(self._graphs[wanted])
+
+    def _check_unchanged(self) -> None:
+        state = _state(self.model)
+        self._state = self._state or state
+        if state != self._state:
+            raise TraceError(
+                where=type(self.model).__name__,
+                what="the model is not as it was when its step was traced",
+                why="; ".join(self._state[0].differences(state[0]))
+                or "parameters are frozen that were not, or modules went from train() to eval()",
+                do="Make a new partc.Traced for the model as it is now.",
+            )
+
+
+def _state(model: nn.Module) -> State:
+    """What may not change behind a trace, as far as it can be seen."""
+    trained = tuple(p.requires_grad for p in model.parameters())
+    return Fingerprint.of(model), trained, tuple(m.training for m in model.modules())
