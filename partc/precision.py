@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GROUPED = "torch.ops.aten._grouped_mm("
@@ -42,6 +45,24 @@ class Raised(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default:
             return grouped_products(*map(_raise, args), **raised)
         return _raise(func(*map(_raise, args), **raised))
+
+
+class EpsAsBuilt(TorchFunctionMode):
+    """``rms_norm`` without an ``eps`` takes float32's, as it does in every narrower precision."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func not in (torch.rms_norm, nn.functional.rms_norm):
+            return func(*args, **(kwargs or {}))
+        given = signature(nn.functional.rms_norm).bind(*args, **(kwargs or {})).arguments
+        if given.get("eps") is None:
+            given["eps"] = torch.finfo(torch.float32).eps
+        return func(**given)
 
 
 def _raise(value: Any) -> Any:
@@ -79,6 +100,16 @@ def grouped_products(
         else:
             whole[:, group] = a[i] @ b[:, group]
     return whole
+
+
+@contextmanager
+def raised_model(model: nn.Module) -> Iterator[None]:
+    """What a copy of ``model`` that was converted to float64 runs under, to compute what the model
+    does but for rounding.
+    """
+    narrow = any(p.dtype in NARROW for p in model.parameters())
+    with Raised(), EpsAsBuilt() if narrow else nullcontext():
+        yield
 
 
 def raised_text(source: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from partc.capture import named_results
 from partc.errors import UsageError
 from partc.fingerprint import named_tensors
-from partc.precision import Raised, convert, converted
+from partc.precision import convert, converted, raised_model
 
 Loss = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
@@ -72,7 +72,7 @@ def eager(
         mine, batch = convert(mine, dtype), tuple(converted(x, dtype) for x in inputs)
     weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
     before = torch.get_rng_state()
-    with Raised() if dtype == torch.float64 else nullcontext():
+    with raised_model(model) if dtype == torch.float64 else nullcontext():
         outcome = _trained(mine, batch, loss, microbatches) if train else {}
         outcome = outcome or _results(mine, batch, loss)
     _check_random(before, model)

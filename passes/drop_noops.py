@@ -18,7 +18,7 @@ COPIES = {
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
 SAME_IF_SHAPE = {  # these change nothing where they leave the shape as it is
     aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.constant_pad_nd.default, aten.repeat.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.repeat.default,
 }  # fmt: skip
 NEUTRAL = {  # the second argument that leaves the first one alone
     aten.mul.Tensor: 1, aten.mul.Scalar: 1, aten.div.Tensor: 1, aten.div.Scalar: 1,
@@ -57,6 +57,8 @@ def _hands_on(node: fx.Node) -> bool:
     if node.target in NEUTRAL:
         other = node.args[1]
         return not isinstance(other, fx.Node) and bool(other == NEUTRAL[node.target])
+    if node.target == aten.constant_pad_nd.default:  # what it adds in front it may cut off behind
+        return not any(node.args[1])  # type: ignore[arg-type]
     return _keeps_order(node)
 
 

@@ -44,6 +44,22 @@ class Fourier(nn.Module):
         return scores
 
 
+class TokenShift(nn.Module):
+    """Each token is mixed with the one before, which padding in front and a cut behind bring here;
+    the norm has no ``eps`` of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.ZeroPad2d((0, 0, 1, -1))
+        self.mix = nn.Parameter(torch.rand(WIDTH))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(x * self.mix + self.shift(x) * (1 - self.mix)))
+        return scores[:, -1]
+
+
 class Gaussian(nn.Module):
     """Scores under a normal distribution of which the covariance is made of the input."""
 
@@ -66,6 +82,7 @@ LAYERS = {
     ),
     "fourier": Fourier,
     "gaussian": Gaussian,
+    "token shift": TokenShift,
 }
 
 
