@@ -78,9 +78,9 @@ def _is_factory(call: Call) -> bool:
 IN_TORCH = """
 abs acos addbmm addcdiv addcmul addmm addmv amax amin arange argmax argmin argsort asin atan
 atan2 baddbmm bernoulli bincount bitwise_left_shift bucketize cat ceil clamp clamp_max
-clamp_min cos cosh count_nonzero cross cumprod cumsum diagonal div dot empty empty_like erf
-erfc erfinv exp exp2 expm1 eye flip floor floor_divide fmod full full_like gather histc
-index_add index_copy index_select isfinite isinf isnan kron lerp lgamma linspace
+clamp_min conj_physical cos cosh count_nonzero cross cumprod cumsum diagonal div dot empty
+empty_like erf erfc erfinv exp exp2 expm1 eye flip floor floor_divide fmod full full_like
+gather histc index_add index_copy index_select isfinite isinf isnan kron lerp lgamma linspace
 log log10 log1p log2 logical_and logical_not logical_or logical_xor logsumexp masked_fill
 masked_scatter maximum minimum mv nan_to_num native_batch_norm native_dropout
 native_group_norm native_layer_norm nonzero norm ones ones_like outer pixel_shuffle polar

@@ -64,6 +64,15 @@ def _float(value: float) -> str:
     return repr(value) if math.isfinite(value) else f'float("{value}")'
 
 
+def _complex(value: complex) -> str:
+    """In brackets, so that it may stand as an operand.
+
+    >>> _complex(-2j), _complex(1 + 0.5j)
+    ('(-0.0-2.0j)', '(1.0+0.5j)')
+    """
+    return f"({value.real!r}{value.imag:+}j)"
+
+
 def _tuple(value: tuple[object, ...]) -> str:
     return f"({_items(value)}{',' if len(value) == 1 else ''})"
 
@@ -89,6 +98,7 @@ _SPELL: dict[type, Callable[..., str]] = {
     bool: repr,
     int: repr,
     float: _float,
+    complex: _complex,
     str: _text,
     tuple: _tuple,
     torch.Size: _tuple,

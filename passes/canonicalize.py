@@ -9,6 +9,7 @@ from partc.passes.fold_dropout import fold_dropout
 from partc.passes.fold_linear import fold_linear
 from partc.passes.fold_masks import fold_masks
 from partc.passes.free_fills import free_fills
+from partc.passes.index_rows import index_rows
 from partc.passes.join_scatters import join_scatters
 from partc.passes.merge_draws import merge_draws
 from partc.passes.merge_given import merge_given
@@ -30,6 +31,7 @@ PASSES = (
     open_masks,
     open_means,
     pad_slices,
+    index_rows,
     join_scatters,
     unsort_rows,
     narrow_expands,

@@ -35,10 +35,25 @@ def drop_noops(graph: Graph) -> None:
             node.target = aten.reshape.default
             node.args = (node.args[0], list(shape_of(node)))
         _plain_kwargs(node)
-        if _hands_on(node):
+        if node.target is aten._conj.default:
+            _conjugate(node)
+        elif _hands_on(node):
             same: Any = node.args[0]
             replace_by(node, same)
     drop_dead(graph)
+
+
+def _conjugate(node: fx.Node) -> None:
+    """Make a conjugate at once: torch's own is a view with a mark, which not all ops take. That of
+    a number is a number.
+    """
+    node.target = aten.conj_physical.default
+    of: Any = node.args[0]
+    if not isinstance(of, fx.Node):
+        for user in list(node.users):
+            user.args = fx.node.map_aggregate(
+                user.args, lambda a: of.conjugate() if a is node else a
+            )
 
 
 def _hands_on(node: fx.Node) -> bool:

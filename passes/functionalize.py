@@ -166,8 +166,8 @@ def _out_of_place(node: fx.Node) -> Any:
     name = target._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name, None)
     found = getattr(packet, target._overloadname, None)
-    if found is None or found is target:
-        found = _same_arguments(packet, target)
+    if found is None or found is target or _arguments(found) != _arguments(target):
+        found = _same_arguments(packet, target) or (None if found is target else found)
     if found is None:
         raise _refusal(node, f"{target} has no out-of-place form")
     return found

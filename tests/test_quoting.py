@@ -68,7 +68,7 @@ class Impostor(str):
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1}, b"a", 1j, Impostor("a"), [Impostor("a")], {Impostor("a"): 1}, len]
+    "value", [object(), {1}, b"a", Impostor("a"), [Impostor("a")], {Impostor("a"): 1}, len]
 )
 def test_literal_refuses_other_values(value: object) -> None:
     with pytest.raises(UsageError, match="cannot be written as a literal"):

@@ -128,6 +128,7 @@ SLICE = (
     call(aten.unfold.default, f(12, 24, 36), 1, 4, 2),
     call(aten.unfold_backward.default, f(12, 11, 36, 4), [12, 24, 36], 1, 4, 2),
     call(aten.diagonal.default, f(12, 24, 24), 0, 1, 2),
+    call(aten.diagonal_backward.default, f(12, 24), [12, 24, 24], 0, 1, 2),
     call(aten.unsafe_split_with_sizes.default, f(12, 72), [24, 48], 1),
     call(aten.split_with_sizes_copy.default, f(12, 72), [24, 48], 1),
     call(aten.glu.default, f(12, 48), 1),

@@ -95,10 +95,21 @@ def overwrite_one(call: Call) -> str:
 def split(call: Call) -> str:
     """``a (3 N) -> a (1 N), a (2 N)``: the unit is what all sizes are multiples of."""
     dim, letters = call.dim(), dims(call.rank())
-    sizes = [(shape or ())[dim] for shape in call.results]
+    pairs = zip(call.results, _asked_for(call), strict=True)
+    sizes = [size if shape is None else shape[dim] for shape, size in pairs]
     unit = gcd(*sizes)
     results = ",".join(term(letters, dim, parts(size, unit)) for size in sizes)
     return f"{term(letters, dim, parts(sum(sizes), unit))}->{results}"
+
+
+def _asked_for(call: Call) -> list[int]:
+    """The sizes of all pieces by the arguments, of those too that nobody reads."""
+    if "split_sizes" in call.arguments:
+        return list(call["split_sizes"])
+    whole = call.shape(0)[call.dim()]
+    chunks = call.arguments.get("chunks")
+    size = -(-whole // chunks) if chunks else call["split_size"]
+    return [min(size, whole - start) for start in range(0, whole, size)]
 
 
 def cat(call: Call) -> str:
@@ -164,6 +175,14 @@ def diagonal(call: Call) -> str:
     return f"{''.join('_' if i in gone else x for i, x in enumerate(letters))}->{''.join(rest)}_"
 
 
+def undiagonal(call: Call) -> str:
+    """The backward of diagonal: ``b _ -> _ b _``."""
+    rank = call.rank() + 1
+    letters, gone = dims(rank), {call["dim1"] % rank, call["dim2"] % rank}
+    rest = "".join(x for i, x in enumerate(letters) if i not in gone)
+    return f"{rest}_->{''.join('_' if i in gone else x for i, x in enumerate(letters))}"
+
+
 def glu(call: Call) -> str:
     """One half gates the other: ``(2 N) -> N``."""
     dim, letters = call.dim(), dims(call.rank())
@@ -207,3 +226,4 @@ for num_dims in (1, 2, 3):
 rule("aten.unfold aten.unfold_copy", unfold, linear="0", moves=True)
 rule("aten.unfold_backward", fold_back, linear="0", sizes="input_sizes")
 rule("aten.diagonal aten.diagonal_copy", diagonal, linear="0", moves=True)
+rule("aten.diagonal_backward", undiagonal, linear="0", sizes="input_sizes")
