@@ -17,6 +17,7 @@ from partc import collectives
 from partc.codegen.equal import Equal, Group, Owner, ends_step
 from partc.graph import Graph, Phase, is_backward, is_forward, value
 from partc.moves import gathers_param
+from partc.passes.microbatches import MB
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 LATER: tuple[Phase, ...] = ("B", "W")
@@ -110,7 +111,7 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
     for node in graph.calls():
         known = value(node)
         layer = layer_path(known.module, depth)
-        if node in taken or ends_step(graph, node) or not _recurs(node):
+        if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
         if layer:
             owners[node] = (layer, "F" if known.phase == "S" else known.phase)
@@ -125,6 +126,11 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
             owners.pop(node, None)
             owners |= {node: owners[producer]} if producer in owners else {}
     return owners
+
+
+def _of_turn(node: fx.Node) -> bool:
+    """Whether a call takes a microbatch's piece: a block's methods do not know which one it is."""
+    return node.target is collectives.keep_piece and node.kwargs["axis"] == MB
 
 
 def _recurs(node: fx.Node) -> bool:

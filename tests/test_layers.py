@@ -60,6 +60,35 @@ class TokenShift(nn.Module):
         return scores[:, -1]
 
 
+class Placed(nn.Module):
+    """A block that weighs places itself; they are given for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.place = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        x = x + F.gelu(self.own(F.layer_norm(x, (WIDTH,)))).cumsum(1)
+        return x + torch.tanh(self.own(x)) * torch.einsum("tbi,ij->btj", places, self.place)
+
+
+class Relative(nn.Module):
+    """Blocks with places as an XLNet has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Placed() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.linspace(0, 1, STEPS * WIDTH).view(STEPS, 1, WIDTH)
+        places = places.expand(-1, x.shape[0], -1)
+        for block in self.blocks:
+            x = block(x, places)
+        scores: Tensor = self.head(x.mean(1))
+        return scores
+
+
 class Gaussian(nn.Module):
     """Scores under a normal distribution of which the covariance is made of the input."""
 
@@ -82,6 +111,7 @@ LAYERS = {
     ),
     "fourier": Fourier,
     "gaussian": Gaussian,
+    "relative places": Relative,
     "token shift": TokenShift,
 }
 
