@@ -14,6 +14,7 @@ from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shap
 
 aten = torch.ops.aten
 WHOLE_NUMBERS = (torch.int32, torch.int64)
+COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 Known = dict[tuple[fx.Node, tuple[int, ...]], fx.Node]  # by index and what it is of
 
 
@@ -83,4 +84,4 @@ def _counts(node: Any, num: int, rank: int) -> bool:
         return False
     while is_call(node, aten.unsqueeze.default, aten.reshape.default, aten._to_copy.default):
         node = node.args[0]
-    return is_call(node, aten.arange.default) and node.args == (num,)
+    return is_call(node, *COUNTS) and node.args in ((num,), (0, num), (0, num, 1))
