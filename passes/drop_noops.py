@@ -16,6 +16,12 @@ COPIES = {
     aten.lift_fresh_copy.default, aten.contiguous.default,
 }  # fmt: skip
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
+OLD_NAMES = {  # of operators on integers
+    aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
+    aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
+    aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
+    aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
+}
 SAME_IF_SHAPE = {  # these change nothing where they leave the shape as it is
     aten.reshape.default, aten.expand.default, aten.slice.Tensor, aten.squeeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.repeat.default,
@@ -34,6 +40,7 @@ def drop_noops(graph: Graph) -> None:
         if node.target in RESHAPES:
             node.target = aten.reshape.default
             node.args = (node.args[0], list(shape_of(node)))
+        node.target = OLD_NAMES.get(node.target, node.target)
         _plain_kwargs(node)
         if node.target is aten._conj.default:
             _conjugate(node)

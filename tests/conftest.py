@@ -16,6 +16,7 @@ from partc.passes.search.search_plans import Profiles, profiles_of
 
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
+GARBAGE = 50_000  # new objects between two looks for what nobody reaches; graphs are many objects
 collect_ignore = ["golden"]  # golden sources are named after their tests, so they look like tests
 
 
@@ -31,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what was imported stays; to look through it at every collection takes long
+    gc.set_threshold(GARBAGE)
 
 
 @pytest.fixture(scope="module")

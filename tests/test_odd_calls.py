@@ -40,6 +40,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "a token per sample": lambda x: x[rows(x), last(x)],
     "tokens in an order per sample": lambda x: x[rows(x)[:, None], x.detach()[:, :, 0].argsort(1)],
     "a token written per sample": written,
+    "shifted integers": lambda x: x * ((x.detach() > 0).long() << 2 >> 1),
 }
 
 
