@@ -16,7 +16,7 @@ COPIES = {
     aten.lift_fresh_copy.default, aten.contiguous.default,
 }  # fmt: skip
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}
-OLD_NAMES = {  # of operators on integers
+OLD_NAMES: dict[Any, Any] = {  # of operators on integers
     aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
     aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
     aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
