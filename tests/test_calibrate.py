@@ -164,7 +164,7 @@ def test_what_cannot_be_measured_is_refused(ranks: int, backend: str) -> None:
 
 
 # measuring ----------------------------------------------------------------------------------------
-TINY = Scale(Effort(samples=3, seconds=0.01, tries=1), times=1, links_s=1.0, most_bytes=4 * MIB)
+TINY = Scale(Effort(samples=3, seconds=0.01, tries=1), times=1, links_s=4.0, most_bytes=4 * MIB)
 
 
 @pytest.mark.gloo
