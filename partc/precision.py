@@ -12,7 +12,6 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from inspect import signature
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class EpsAsBuilt(TorchFunctionMode):
     ) -> Any:
         if func not in (torch.rms_norm, nn.functional.rms_norm):
             return func(*args, **(kwargs or {}))
-        given = signature(nn.functional.rms_norm).bind(*args, **(kwargs or {})).arguments
+        given = inspect.signature(nn.functional.rms_norm).bind(*args, **(kwargs or {})).arguments
         if given.get("eps") is None:
             given["eps"] = torch.finfo(torch.float32).eps
         return func(**given)
