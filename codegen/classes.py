@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from torch import fx, nn
 
+from partc import collectives
 from partc.codegen.backends import c10d
 from partc.codegen.blocks import Run
 from partc.codegen.body import Body
@@ -143,10 +145,10 @@ class BlockClass:
     def _gathering(self, side: Interface) -> list[Line]:
         """What starts a phase's gathers; ``self.whole`` keeps them until they are taken."""
         lines: list[Line] = []
-        for node in self.gathered(side):
-            names = list(map(self._attribute, tensor_args(node)))
+        for together in _gathered_alike(self.gathered(side)):
+            names = [self._attribute(shard) for node in together for shard in tensor_args(node)]
             shards = "[*self.parameters()]" if names == self._params() else f"[{', '.join(names)}]"
-            call = c10d.transfer(node, shards, moves(node), self.helpers)
+            call = c10d.gather_weights(together, shards, self.helpers)
             lines.append(Line(f"self.whole {'+=' if lines else '='} {call}"))
         return lines
 
@@ -360,3 +362,13 @@ def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
         )
         found.append((classes.fresh(name or "Block"), attribute))
     return found
+
+
+def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Gathers of one weight each that follow each other over one axis; any other alone."""
+
+    def alike(start: fx.Node) -> object:
+        joined = start.target in collectives.JOINED
+        return start if joined else tuple(start.kwargs[k] for k in ("axis", "num"))
+
+    return (list(together) for _, together in groupby(starts, key=alike))

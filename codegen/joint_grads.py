@@ -30,7 +30,7 @@ REDUCTIONS = (  # and what gathers the pieces of a sum
 
 class JointGrads:
     """``params`` has per reduction the parameters, as texts, whose gradients it is on the way to:
-    joined ones, and single scattered last ones where the program joins others of their kind;
+    joined ones, and single ones that scatter last;
     ``place`` the reduction and parameter of each gradient that nothing else reads;
     ``rooms`` the name of what is sent, per dict whose tensors are its parts.
     """
@@ -44,9 +44,8 @@ class JointGrads:
             found = [self._param(move.result, stored) for move in moves(start)]
             if None not in found:
                 self.params[start] = [param for param in found if param is not None]
-        scatters = any(n.target is collectives.reduce_scatter_joined for n in graph.calls())
         for start in list(self.params):
-            last = scatters and ends_step(graph, next(iter(start.users)))
+            last = ends_step(graph, next(iter(start.users)))
             alone = start.target is collectives.reduce_scatter
             if start.target not in collectives.JOINED and not (last and alone):
                 del self.params[start]

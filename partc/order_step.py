@@ -76,13 +76,13 @@ def _in_parts(local: Graph, plan: Plan, over: Mesh, pieces: int) -> Graph:
     if pieces > 1:
         take_turns(local, pieces)
     if not leaves_in_parts(local, over):
-        return _ordered(local, plan, over, None)
-    ways = [_ordered(copied(local), plan, over, by) for by in (None, over)]
+        return _ordered(local, plan, over)
+    ways = [_ordered(copied(local), plan, over, in_parts) for in_parts in (False, True)]
     return min(ways, key=lambda way: _step_s(way, over))
 
 
-def _ordered(local: Graph, plan: Plan, over: Mesh, parts: Mesh | None) -> Graph:
-    graph = place_waits(join_collectives(local, plan.join_mb, parts))
+def _ordered(local: Graph, plan: Plan, over: Mesh, in_parts: bool = False) -> Graph:
+    graph = place_waits(join_collectives(local, plan.join_mb, over, in_parts))
     return fill_waits(graph, call_seconds(graph, over))
 
 

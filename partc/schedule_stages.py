@@ -121,7 +121,8 @@ def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
 def _ordered(stage: Graph, plan: Plan) -> Graph:
     """Its transfers joined, and started and waited for."""
     sum_in_levels(stage, _mesh(plan))
-    waiting = place_waits(join_collectives(stage, plan.join_mb), phased=True)
+    joined = join_collectives(stage, plan.join_mb, _mesh(plan))
+    waiting = place_waits(joined, phased=True)
     return fill_waits(waiting, call_seconds(waiting, _mesh(plan)))
 
 

@@ -2,7 +2,8 @@
 transfer.
 
 A transfer costs time of its own, however small it is, so that nine weights of a layer are sent
-faster together. What is big gains nothing by being copied next to others and goes alone.
+faster together. What is big takes longer to copy next to others than a transfer takes to start,
+and goes alone, from where it lies to where it is used.
 
 Nothing is left to compute beside the last block's gradients when they leave together. In ``m``
 parts only the last is late, by ``t / m``, and every block has ``m - 1`` more transfers: ``t`` is
@@ -47,19 +48,22 @@ Place = str | int  # a block's path, or how many blocks stand before what is out
 Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
 
 
-def join_collectives(graph: Graph, limit_mb: float, over: Mesh | None = None) -> Graph:
-    """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place.
+def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool = False) -> Graph:
+    """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place, where
+    the machines under ``over`` start one in more time than they take to copy what it moves.
 
     ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
     parameters of one block, or stand between the same two blocks; and likewise the reductions that
-    only the step's gradients depend on: those of a block in parts, as suits the machines under
-    ``over``. Has to run before waits are placed.
+    only the step's gradients depend on: with ``in_parts`` those of a block in parts, as suits the
+    machines. Has to run before waits are placed.
     """
     block_of, stretches = stack_block_of(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
-    reductions = _reductions(graph, block_of, stretches)
-    reductions = _parts(graph, reductions, over) if over else reductions
-    groups = (*_gathers(graph, block_of, stretches), *reductions)
+    gathers, reductions = (
+        _worth_copying(found(graph, block_of, stretches), over) for found in (_gathers, _reductions)
+    )
+    reductions = _parts(graph, reductions, over) if in_parts else reductions
+    groups = [*gathers, *reductions]
     for members in [each for group in groups for each in _filled(group, limit_mb * MB)]:
         if len(members) > 1:
             _join(graph, members, order, block_of)
@@ -69,7 +73,8 @@ def join_collectives(graph: Graph, limit_mb: float, over: Mesh | None = None) ->
 
 def leaves_in_parts(graph: Graph, over: Mesh) -> bool:
     """Whether the gradients of any block would leave in parts."""
-    groups = list(_reductions(graph, stack_block_of(graph), stretch_of(graph)))
+    found = _reductions(graph, stack_block_of(graph), stretch_of(graph))
+    groups = list(_worth_copying(found, over))
     return len(list(_parts(graph, groups, over))) > len(groups)
 
 
@@ -175,6 +180,35 @@ def _leading(node: fx.Node) -> fx.Node:
     return first_operand(first_operand(gather))
 
 
+def _worth_copying(groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+    """What takes less time to copy next to others of its group than to be started alone."""
+    for nodes in groups:
+        worth = [n for n in nodes if _copy_seconds(_leading(n), over) < _start_seconds(n, over)]
+        if worth:
+            yield worth
+
+
+def _copy_seconds(node: fx.Node, over: Mesh) -> float:
+    """The time of the copies that a transfer needs only if it is joined to others.
+
+    Weights are copied into what is sent, and whole ones out of what arrives if that is where they
+    would lie in a row; gradients are copied into what is scattered. What is summed as a whole is
+    made in place (``codegen/joint_grads.py``).
+    """
+    sent_bytes, arrived_bytes = (int(held(n).nbytes) for n in (first_operand(node), node))
+    in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
+    copied_bytes = 0
+    if node.target is collectives.all_gather:
+        copied_bytes = sent_bytes + (arrived_bytes if in_a_row else 0)
+    elif node.target is collectives.reduce_scatter and in_a_row:
+        copied_bytes = sent_bytes
+    return over.hardware.device.memory_seconds(2 * copied_bytes)
+
+
+def _start_seconds(node: fx.Node, over: Mesh) -> float:
+    return collective_seconds(kind_of(node), 0, over, str(node.kwargs["axis"]))
+
+
 def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
     """Split up at the limit, as DDP fills its buckets; what is over it by itself goes alone."""
     members: list[fx.Node] = []
@@ -203,7 +237,7 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterato
         num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
         sizes, first = [num_bytes for *_, num_bytes in form], _leading(nodes[0])
         kind, axis = kind_of(first), str(first.kwargs["axis"])
-        start_s = collective_seconds(kind, 0, over, axis)
+        start_s = _start_seconds(first, over)
         moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
         each_s = num_blocks * start_s  # what one part more of every block costs
         most = len(nodes) if moved_s > 0 else 1
