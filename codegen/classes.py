@@ -118,13 +118,17 @@ class BlockClass:
         return bool(starts) and all(value(n).phase == "S" for n in starts)
 
     def gathered(self, side: Interface) -> list[fx.Node]:
-        """The gathers of the block's own parameters that a phase begins with, by parameter."""
+        """The gathers of the block's own parameters that a phase begins with, by parameter, and
+        those of one weight each first.
+        """
         own = {side.own(slot) for slot in side.of("own")}
         starts = [
             n for n in side.group.nodes if gathers_param(n) and own.issuperset(tensor_args(n))
         ]
         order = list(self.graph.params.values())
-        return sorted(starts, key=lambda n: order.index(tensor_args(n)[0]))
+        return sorted(
+            starts, key=lambda n: (len(tensor_args(n)) > 1, order.index(tensor_args(n)[0]))
+        )
 
     def gather_name(self, side: Interface) -> str:
         """The method that starts a phase's gathers; one for both where they gather the same."""

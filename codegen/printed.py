@@ -120,13 +120,6 @@ def gather_weights(
     return [([part.view(num, *x.shape) for part, x in zip(parts, shards, strict=True)], done)]
 
 
-def gather_each(
-    shards: list[Tensor], num: int, group: dist.ProcessGroup
-) -> list[tuple[list[Tensor], dist.Work]]:
-    """Start a transfer of all ranks' pieces for each weight."""
-    return [started for x in shards for started in gather_weights([x], num, group)]
-
-
 def sum_grads(
     grads: dict[nn.Parameter, Tensor], group: dist.ProcessGroup
 ) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:

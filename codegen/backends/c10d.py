@@ -72,8 +72,8 @@ def gather_weights(starts: Sequence[fx.Node], shards: str, helpers: Helpers) -> 
     """
     if len(starts) == 1:
         return transfer(starts[0], shards, moves(starts[0]), helpers)
-    k = starts[0].kwargs
-    return f"{helpers.use('gather_each')}({shards}, {k['num']}, self.{k['axis']})"
+    one = transfer(starts[0], "[w]", moves(starts[0]), helpers)
+    return f"[x for w in {shards} for x in {one}]"
 
 
 def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
