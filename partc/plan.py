@@ -63,7 +63,8 @@ class Plan:
     between transfers to torch.compile, each block once. ``join_mb`` is the most megabytes of
     weights or gradients that share one transfer: a transfer costs time of its own, but several
     tensors in one have to be copied together, and none of them leaves before the last is made;
-    where it makes the step faster, a block's gradients leave in a few parts. 0 joins nothing.
+    where it makes the step faster, a block's gradients leave in a few parts, and what takes
+    longer to copy than a transfer to start goes alone. 0 joins nothing.
     ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
     loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
     fits into memory, else one). Pipelines gather one.
