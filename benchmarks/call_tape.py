@@ -7,8 +7,7 @@ recorded or runs without its transfers. PyTorch's own wrappers call from C++ and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Function = Callable[..., Any]
+from partc.timed_calls import Function, replaced_calls, start_call
 
 MESSAGES = ("irecv", "isend")
-CALLS = (
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all_single",
-    "broadcast",
-    "reduce_scatter_single",
-    *MESSAGES,
-)
 
 
 @dataclass
@@ -44,7 +35,7 @@ class Call:
 
     def start(self) -> dist.Work:
         """Call it again, with tensors of its own."""
-        work: dist.Work = getattr(dist, self.name)(*self.arguments, **self.keywords)
+        work: dist.Work = start_call(self.name, self.arguments, self.keywords)
         return work
 
 
@@ -118,7 +109,7 @@ def record(step: Callable[[], object]) -> Tape:
 
         return noted
 
-    with _replaced(replace):
+    with replaced_calls(replace):
         step()
     return tape
 
@@ -160,7 +151,7 @@ def compute_alone(tape: Tape, step: Callable[[], object]) -> tuple[float, list[E
 
         return at_once
 
-    with _replaced(replace):
+    with replaced_calls(replace):
         step()
     return time.perf_counter() - start - aside_s, events
 
@@ -182,15 +173,3 @@ def _twin(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Ca
     """The same call on tensors of its own, to be started without waiting."""
     own = tuple(torch.zeros_like(a) if isinstance(a, Tensor) else a for a in arguments)
     return Call(name, own, keywords if name in MESSAGES else keywords | {"async_op": True})
-
-
-@contextmanager
-def _replaced(replace: Callable[[str, Function], Function]) -> Iterator[None]:
-    originals = {name: getattr(dist, name) for name in CALLS}
-    for name, original in originals.items():
-        setattr(dist, name, replace(name, original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

@@ -1,4 +1,4 @@
-"""How long gloo takes to sum and scatter: its own reduce_scatter, and what programs do.
+"""How long gloo takes to sum and scatter, and to gather: by itself, and as programs do it.
 
 Run ``python -m benchmarks.netlab --hosts 2 --mbit 1000 -- python -m benchmarks.reduce_scatter``.
 """
@@ -12,7 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from partc.codegen.printed import scatter_sum
+from partc.codegen.messages import gather_into, scatter_sum
 
 NUMELS = tuple(4**i * 256 for i in range(8))  # f32, 1 KB to 16.8 MB
 ROUNDS = 9
@@ -22,8 +22,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        print("| KB | reduce_scatter ms | all_to_all and sum ms | all_gather ms |")
-        print("|---|---|---|---|")
+        print("| KB | reduce_scatter ms | by messages ms | all_gather ms | by messages ms |")
+        print("|---|---|---|---|---|")
     for numel in NUMELS:
         medians_ms = [f"{each * 1e3:.2f}" for each in _medians_s(numel)]
         if dist.get_rank() == 0:
@@ -41,6 +41,7 @@ def _medians_s(numel: int) -> list[float]:
         lambda: dist.reduce_scatter_single(piece, x),
         lambda: scatter_sum(x, num, group)[1].wait(),
         lambda: dist.all_gather_single(whole, piece),
+        lambda: gather_into(whole, piece, group).wait(),
     ]
     rounds = [[_seconds(way) for way in ways] for _ in range(ROUNDS)]
     return [median(seconds) for seconds in zip(*rounds, strict=True)]

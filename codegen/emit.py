@@ -48,15 +48,18 @@ MEANINGS = {
 }
 
 
-def emit(graph: Graph, *, header: str, prefetch: int = 1, inductor: bool = False) -> str:
+def emit(
+    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False, inductor: bool = False
+) -> str:
     """The text of a role's file: data, helpers, block classes and ``class <Model>Step``.
 
     Between two loops of blocks it starts to gather the weights of ``prefetch`` of the next. With
-    ``inductor`` what it computes between transfers is left to torch.compile.
+    ``messages`` ranks send each other what gloo would gather, or sum and scatter; with ``inductor``
+    what it computes between transfers is left to torch.compile.
     """
     graph = copied(graph)
     items, sides = arranged(graph)
-    helpers = Helpers()
+    helpers = Helpers(messages=messages)
     items = outlined(graph, items, helpers)
     items = compiled(graph, items, helpers) if inductor else items
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from partc import ops
-from partc.codegen import attention, links, printed
+from partc.codegen import attention, links, messages, printed
 from partc.codegen.text import wrap
 
-MODULES = (printed, links, attention, ops)
+ORDER = (printed, messages, links, attention, ops)  # in which functions are printed
+MODULES = (messages, *(m for m in ORDER if m is not messages))  # in which they are looked for
+Printed = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +41,14 @@ class Outlined:
 
 
 class Helpers:
-    """Collects the functions that a program calls; ``text`` prints them and all that they call."""
+    """Collects the functions that a program calls; ``text`` prints them and all that they call.
 
-    def __init__(self) -> None:
+    With ``messages`` gathers and scattered sums are those of ``partc/codegen/messages.py``.
+    """
+
+    def __init__(self, *, messages: bool = False) -> None:
+        self.messages = messages
+        self.modules = MODULES if messages else MODULES[1:]
         self.used: set[str] = set()
         self.outlined: list[Outlined] = []
 
@@ -51,30 +59,30 @@ class Helpers:
 
     def use(self, name: str) -> str:
         """Note that the program calls a printed function; gives back its name."""
-        assert _find(name) is not None, name
+        assert _find(name, self.modules) is not None, name
         self.used.add(name)
         return name
 
     def text(self) -> str:
         """The sources, in a fixed order, two lines apart."""
-        needed, todo = set[str](), sorted(self.used)
+        needed, todo = set[Printed](), sorted(self.used)
         while todo:
-            name = todo.pop()
-            if name not in needed:
-                needed.add(name)
-                todo += [called for called in _called(name) if _find(called) is not None]
-        printed = [_source(name) for name in sorted(needed, key=_position)]
+            function = _find(todo.pop(), self.modules)
+            if function is not None and function not in needed:
+                needed.add(function)
+                todo += _called(function)
+        printed = [_source(function) for function in sorted(needed, key=_position)]
         return "\n\n\n".join([*printed, *(function.text for function in self.outlined)])
 
 
 def names() -> set[str]:
     """Every name that a printed function may have: no value is called so."""
-    return {name for module in MODULES for name in vars(module) if _find(name) is not None}
+    return {name for module in MODULES for name in vars(module) if _find(name, [module])}
 
 
-def _find(name: str) -> Callable[..., Any] | None:
-    """A function of ``printed``, else a composite op of ``partc.ops``."""
-    for module in MODULES:
+def _find(name: str, modules: Sequence[ModuleType]) -> Printed | None:
+    """A function of the first of some modules that has one of this name."""
+    for module in modules:
         found = vars(module).get(name)
         if (
             inspect.isfunction(found) or inspect.isclass(found)
@@ -84,9 +92,7 @@ def _find(name: str) -> Callable[..., Any] | None:
 
 
 @cache
-def _source(name: str) -> str:
-    function = _find(name)
-    assert function is not None
+def _source(function: Printed) -> str:
     text = inspect.getsource(function).rstrip().replace("``", "`").replace("  # fmt: skip", "")
     statement = ast.parse(text).body[0]
     if not isinstance(statement, ast.FunctionDef):
@@ -98,16 +104,16 @@ def _source(name: str) -> str:
 
 
 @cache
-def _called(name: str) -> list[str]:
-    tree = ast.parse(_source(name))
-    calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    return sorted({f.id for f in calls if isinstance(f, ast.Name)})
+def _called(function: Printed) -> list[str]:
+    """What a function calls, and what a class begins with, by name."""
+    nodes = [*ast.walk(ast.parse(_source(function)))]
+    calls = [n.func for n in nodes if isinstance(n, ast.Call)]
+    bases = [base for n in nodes if isinstance(n, ast.ClassDef) for base in n.bases]
+    return sorted({f.id for f in (*calls, *bases) if isinstance(f, ast.Name)})
 
 
 @cache
-def _position(name: str) -> tuple[int, int]:
+def _position(function: Printed) -> tuple[int, int]:
     """Printed functions first, each module's in its own order."""
-    function = _find(name)
-    assert function is not None
-    order = [module.__name__ for module in MODULES]
+    order = [module.__name__ for module in ORDER]
     return order.index(function.__module__), inspect.getsourcelines(function)[1]

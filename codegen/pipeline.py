@@ -52,8 +52,9 @@ def file_name(ranks: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Pipeline:
     """All stages, and how ranks run them; ``wiring``, of the lowered schedule, says how many sends
-    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer. With ``inductor``
-    what stages compute is left to torch.compile.
+    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer. With ``messages``
+    ranks send each other what gloo would gather, or sum and scatter; with ``inductor`` what stages
+    compute is left to torch.compile.
     """
 
     graphs: Sequence[Graph]
@@ -62,11 +63,12 @@ class Pipeline:
     mesh: Mesh
     wiring: Wiring
     join_mb: float
+    messages: bool = False
     inductor: bool = False
 
     def emit(self, ranks: Sequence[int], *, header: str) -> str:
         """The text of the file that these ranks run, a group of ``groups``."""
-        helpers = Helpers()
+        helpers = Helpers(messages=self.messages)
         stages = self._stages(ranks, helpers)
         steps = {
             rank: RankStep(

@@ -109,7 +109,8 @@ class Transfers(Expressions):
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
-        if start in self.joint.params and kind_of(start) == "reduce_scatter":
+        in_pieces = start in self.joint.params and kind_of(start) == "reduce_scatter"
+        if in_pieces and not self.helpers.messages:
             lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
         return Statement(lines, reads=[start], binds=[node])
 

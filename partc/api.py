@@ -25,6 +25,7 @@ from partc.graph import Graph, copied, value
 from partc.localize import localize, staged_plan
 from partc.memory_limit import Peak, check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh
+from partc.messages import with_messages
 from partc.objective import Objective, objective_of
 from partc.order_step import order_step
 from partc.passes.choose_stages import is_pipeline
@@ -207,9 +208,10 @@ def compile_stage(
     limits = memory_limits(mesh, full.memory_bytes)
     for way in _ways(local, full, mesh):
         full, ordered, tape = way
+        full = with_messages(full, [tape], mesh)
         source = emit(
             ordered, header=header(ordered, full), prefetch=full.prefetch,
-            inductor=full.compile == "inductor",
+            messages=bool(full.messages), inductor=full.compile == "inductor",
         )  # fmt: skip
         cost = cost_report(
             ordered, role=Role.load(source, ROLE), work=work, mesh=mesh, prefetch=full.prefetch
@@ -269,9 +271,10 @@ def _of_stages(
     for stage in compiled.values():
         check(stage)
     tapes = {number: record_phases(each, replay(each)) for number, each in compiled.items()}
+    plan = with_messages(plan, [*tapes.values()], mesh)
     pipeline = Pipeline(
         graphs, stages.tied, order, mesh, stages.step.wiring, plan.join_mb,
-        plan.compile == "inductor",
+        messages=bool(plan.messages), inductor=plan.compile == "inductor",
     )  # fmt: skip
     files = {file_name(ranks): ranks for ranks in pipeline.groups()}
     sources = {

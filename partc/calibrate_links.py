@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partc.calibrate_compute import kept_results
-from partc.codegen.printed import scatter_sum
+from partc.codegen.messages import gather_into, scatter_sum
 from partc.measured import Measured
 from partc.stopwatch import Stopwatch
 from partc.topology import APART_S, COLLECTIVES
@@ -71,7 +71,7 @@ def _run_of(kind: str, x: Tensor, group: dist.ProcessGroup) -> tuple[Callable[[]
         return lambda: dist.all_reduce(x, group=group), 1
     if kind == "all_gather":
         whole = x.new_empty(num * x.numel())
-        return lambda: dist.all_gather_single(whole, x, group=group), 1
+        return lambda: gather_into(whole, x, group).wait(), 1
     if kind == "reduce_scatter":
         return lambda: scatter_sum(x, num, group)[1].wait(), 1
     if kind == "all_to_all":

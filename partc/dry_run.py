@@ -165,7 +165,7 @@ class _Dist:
     A transfer holds its operand and its result, as those of gloo and NCCL do.
     """
 
-    ReduceOp = c10d.ReduceOp
+    ReduceOp, Work = c10d.ReduceOp, c10d.Work
 
     def __init__(self, here: _Here, library: str, live: LiveMemory | None) -> None:
         self.here, self.library, self.live = here, library, live

@@ -34,6 +34,7 @@ _FIELDS = {
     "recompute",
     "compile",
     "join_mb",
+    "messages",
     "prefetch",
     "pieces",
     "inputs",
@@ -64,7 +65,9 @@ class Plan:
     weights or gradients that share one transfer: a transfer costs time of its own, but several
     tensors in one have to be copied together, and none of them leaves before the last is made;
     where it makes the step faster, a block's gradients leave in a few parts, and what takes
-    longer to copy than a transfer to start goes alone. 0 joins nothing.
+    longer to copy than a transfer to start goes alone. 0 joins nothing. ``messages``: what gloo
+    would gather, or sum and scatter, ranks send each other, as that copies less (None: where the
+    copies take a part of the step that can be measured).
     ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
     loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
     fits into memory, else one). Pipelines gather one.
@@ -92,6 +95,7 @@ class Plan:
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     compile: Literal["none", "inductor"] = "none"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
+    messages: bool | None = None
     prefetch: int = 0
     pieces: int = 0
     microbatches: int = 1
@@ -204,6 +208,8 @@ class Plan:
         lines += _words("recompute", self.recompute)
         lines += _words("compile", self.compile) if self.compile != "none" else []
         lines += [f"join_mb = {self.join_mb:g}"]
+        if self.messages is not None:
+            lines += [f"messages = {str(self.messages).lower()}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
         if self.schedule:
@@ -361,6 +367,8 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     size = table.get("join_mb", 0)
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
         raise _wrong(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
+    if not isinstance(table.get("messages", True), bool):
+        raise _wrong(where, f"messages = {table['messages']!r} means nothing", "true or false")
     for key in ("schedule", "order"):
         if not isinstance(table.get(key, ""), str):
             raise _wrong(where, f"{key} = {table[key]!r} means nothing", "it is a text")
