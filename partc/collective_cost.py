@@ -33,7 +33,7 @@ OF_LIBRARY: dict[str, dict[str, tuple[str, ...]]] = {
     "gloo": {
         "all_reduce": ("ring",),
         "all_gather": ("ring",),
-        "reduce_scatter": ("pairwise",),  # as programs do it, by messages
+        "reduce_scatter": ("pairwise",),  # as programs do it: its own is an all_reduce
         "all_to_all": ("pairwise",),
         "broadcast": ("tree",),
         "send": ("direct",),

@@ -18,6 +18,8 @@ from partc.errors import UsageError
 from partc.roofline import BLOCKS, WAIT
 from partc.timed_step import time_step
 
+COLLECTIVES = partc.Plan(preset="fsdp", messages=False)
+
 
 class Tower(nn.Module):
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class Tower(nn.Module):
         return x.square().sum()
 
 
-def save(folder: Path, mesh: str, plan: str, **options: Any) -> None:
+def save(folder: Path, mesh: str, plan: str | partc.Plan, **options: Any) -> None:
     partc.compile(Tower(), mesh, (torch.zeros(8, 32),), plan=plan, **options).save(folder)
 
 
@@ -151,12 +153,13 @@ def test_an_action_does_not_take_what_it_waits_for(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("mesh", "plan", "options", "regions"),
     [
-        ("dp=2", "fsdp", {}, {"forward of layers", "backward of layers"}),
+        ("dp=2", COLLECTIVES, {}, {"forward of layers", "backward of layers"}),
+        ("dp=2", COLLECTIVES.changed(messages=True), {}, {"forward of layers"}),
         ("pp=2", "ddp", {"microbatches": 2}, {"forward of stage 0", "backward of stage 1"}),
     ],
 )
 def test_two_ranks_beside_their_prediction(
-    mesh: str, plan: str, options: dict[str, Any], regions: set[str], tmp_path: Path
+    mesh: str, plan: str | partc.Plan, options: dict[str, Any], regions: set[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "b"
     save(folder, mesh, plan, **options)

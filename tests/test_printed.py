@@ -1,9 +1,10 @@
-"""Functions that programs carry: sums that are scattered, over gloo and as over NCCL."""
+"""Functions that programs carry: gathers and sums that are scattered, over gloo and over NCCL."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from torch import Tensor
 from benchmarks.netlab import network
 from benchmarks.netlab.network import Link, Network
 from partc.api import compile
-from partc.codegen.printed import scatter_sum
+from partc.codegen import messages, printed
+from partc.plan import Plan
 from partc.processes import Processes
 from partc.threads import ThreadDist
 from partc.verification import verify
 from tests.zoo import MODELS
 
 RANKS = 3
+WAYS: dict[str, ModuleType] = {"collectives": printed, "messages": messages}
 
 
 def parts() -> Tensor:
@@ -27,31 +30,57 @@ def parts() -> Tensor:
     return torch.randn(RANKS, 12, 5, generator=torch.Generator().manual_seed(0))
 
 
-def both_ways() -> tuple[Tensor, Tensor]:
+def both_ways(way: str) -> tuple[Tensor, Tensor]:
     """This rank's piece of the sum, and what of it gloo's own reduce_scatter gives."""
     group = dist.group.WORLD
     assert group is not None
     mine = parts()[dist.get_rank()]
     own = torch.empty(12 // RANKS, 5)
     dist.reduce_scatter_single(own, mine.clone())
-    total, done = scatter_sum(mine, RANKS, group)
+    total, done = WAYS[way].scatter_sum(mine, RANKS, group)
     done.wait()
     assert torch.equal(mine, parts()[dist.get_rank()])
     return total, own
 
 
 @pytest.mark.gloo
-def test_exchanged_pieces_are_added_in_the_order_of_the_ranks() -> None:
+def test_pieces_are_added_in_the_order_of_the_ranks() -> None:
     first, second, third = (part.chunk(RANKS) for part in parts())
     with Processes(RANKS, timeout=30.0, quiet=True) as world:
-        for rank, (total, own) in enumerate(world.run(both_ways)):
-            assert torch.equal(total, first[rank] + second[rank] + third[rank])
-            torch.testing.assert_close(total, own)
+        for way in WAYS:
+            for rank, (total, own) in enumerate(world.run(both_ways, way)):
+                assert torch.equal(total, first[rank] + second[rank] + third[rank])
+                torch.testing.assert_close(total, own)
 
 
-def test_over_nccl_programs_reduce_and_scatter_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def gathered() -> list[tuple[Tensor, Tensor]]:
+    """What several gathers bring that are under way at once, and gloo's own of each."""
+    group = dist.group.WORLD
+    assert group is not None
+    mine = [each + dist.get_rank() for each in parts()]
+    started = [messages.gather(x, RANKS, group) for x in mine]
+    own = [torch.empty(RANKS * 12, 5) for _ in mine]
+    for whole, x in zip(own, mine, strict=True):
+        dist.all_gather_single(whole, x)
+    for _, done in reversed(started):
+        done.wait()
+    return [(whole, each) for (whole, _), each in zip(started, own, strict=True)]
+
+
+@pytest.mark.gloo
+def test_messages_bring_what_a_gather_brings() -> None:
+    with Processes(RANKS, timeout=30.0, quiet=True) as world:
+        for pairs in world.run(gathered):
+            assert all(torch.equal(whole, own) for whole, own in pairs)
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=[*WAYS])
+def test_over_nccl_programs_reduce_and_scatter_at_once(
+    sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = MODELS["llama"]()
-    made = compile(case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan="fsdp+megatron-sp")
+    plan = Plan(preset="fsdp+megatron-sp", messages=sends)
+    made = compile(case.model, "dp=2,tp=2", case.inputs, loss=case.loss, plan=plan)
     called: list[str] = []
     scatter = ThreadDist.reduce_scatter_single
 
@@ -67,11 +96,12 @@ def test_over_nccl_programs_reduce_and_scatter_at_once(monkeypatch: pytest.Monke
     assert called
 
 
+@pytest.mark.parametrize("functions", [each.__name__ for each in WAYS.values()], ids=[*WAYS])
 @pytest.mark.skipif(bool(network.missing()), reason=f"no {network.missing()}")
-def test_half_of_a_tensor_leaves_each_of_two_hosts() -> None:
-    script = textwrap.dedent("""
+def test_half_of_a_tensor_leaves_each_of_two_hosts(functions: str) -> None:
+    script = textwrap.dedent(f"""
         import torch, torch.distributed as dist
-        from partc.codegen.printed import scatter_sum
+        from {functions} import scatter_sum
         dist.init_process_group("gloo")
         scatter_sum(torch.ones(1_000_000), 2, dist.group.WORLD)[1].wait()
         dist.barrier()
