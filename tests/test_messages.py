@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,10 @@ def test_a_plan_may_ask_for_messages_or_for_none(sends: bool) -> None:
     assert Plan.parse(made.plan).messages is sends
     assert (SENDS in made.source(0)) == sends
     assert compiled(plan=Plan.parse(made.plan)).sources == made.sources
+
+
+def test_golden(golden: Callable[..., None]) -> None:
+    golden(compiled(plan=Plan(preset="fsdp", messages=True)).source(0), ".py")
 
 
 def test_where_nothing_is_gathered_no_program_sends() -> None:
