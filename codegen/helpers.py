@@ -15,7 +15,7 @@ from partc.codegen import attention, links, messages, printed
 from partc.codegen.text import wrap
 
 ORDER = (printed, messages, links, attention, ops)  # in which functions are printed
-MODULES = (messages, *(m for m in ORDER if m is not messages))  # in which they are looked for
+MODULES = (messages, printed, links, attention, ops)  # in which they are looked for
 Printed = Callable[..., Any]
 
 

@@ -26,7 +26,7 @@ CALLS = {  # what each moves; the last three are calls that a printed function m
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
-    "irecv": "send",
+    "irecv": "recv",
     "isend": "send",
     "reduce_scatter_single": "reduce_scatter",
     "exchange of pieces": "reduce_scatter",
