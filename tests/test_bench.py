@@ -178,6 +178,7 @@ def test_two_ranks_beside_their_prediction(
     for event in json.loads(found.trace())["traceEvents"]:
         named.setdefault(event["pid"], set()).add(event["name"])
     assert sum(shared <= names for names in named.values()) == (2 if options else 3)
+    assert any("partc::wait::recv" in names for names in named.values()) == bool(options)
     assert "predicted / measured" in str(found)
     json.dumps(found.as_json())
 
