@@ -12,7 +12,7 @@ import torch
 
 from partc.collective_cost import OF_LIBRARY
 from partc.collective_formulas import FORMULAS, Group
-from partc.errors import RunError
+from partc.errors import PlanError, RunError
 from partc.measured import Line, Measured, fit_line
 from partc.topology import COLLECTIVES, WORK, Device, Level, Points, Topology
 from partc.topology_text import shipped
@@ -129,10 +129,22 @@ def _rates(sheet: Topology) -> dict[str, float]:
 
 # fitting ------------------------------------------------------------------------------------------
 def fitted_topology(found: Found) -> Fitted:
-    """The machine that explains the measurements."""
+    """The machine that explains the measurements; RunError if no machine can."""
     levels = [found.lines(number) for number in range(len(found.links))]
+    try:
+        return Fitted(_topology(found, levels), tuple(_comments(found, levels)))
+    except PlanError as error:  # what a mesh.toml may not say
+        raise RunError(
+            where=f"calibrate, {error.where}",
+            what=f"what was measured would need a machine that cannot be: {error.what}",
+            why=error.why,
+            do="Measure again while nothing else runs on these machines.",
+        ) from error
+
+
+def _topology(found: Found, levels: Sequence[dict[str, Line]]) -> Topology:
     start_s = _start_s(levels[0], found) if levels else 0.0
-    topology = Topology(
+    return Topology(
         name=found.name,
         groups=((_device(found), found.ranks),),
         levels=tuple(
@@ -146,7 +158,6 @@ def fitted_topology(found: Found) -> Fitted:
         sharing=_sharing(found.sharing),
         library=found.library,
     )
-    return Fitted(topology, tuple(_comments(found, levels)))
 
 
 def _device(found: Found) -> Device:

@@ -129,6 +129,15 @@ def test_ranks_of_several_machines_have_two_levels() -> None:
     assert level_groups(4, 2) == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
 
 
+def test_times_that_no_machine_has_are_refused() -> None:
+    links = [
+        replace(each, samples=samples(5000 * each.seconds)) if each.work == "all_gather" else each
+        for each in found().links[0]
+    ]
+    with pytest.raises(RunError, match=r"machine that cannot be: .*above 0"):
+        fitted_topology(found(links=(tuple(links),)))
+
+
 # refusals -----------------------------------------------------------------------------------------
 def test_noise_is_refused_unless_it_is_to_be_kept_and_then_marked() -> None:
     steady = found()
