@@ -8,8 +8,8 @@ STAMP := .venv/installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: check  # workers wait for the processes of their tests, so that three fill two cores
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
