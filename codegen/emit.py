@@ -124,7 +124,7 @@ class RoleText:
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
-            distributed=bool(self.graph.mesh.names),
+            distributed=self.is_distributed,
             mesh=literal(dict(self.graph.mesh.axes)),
             dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
             tables=self._tables(),
@@ -141,6 +141,11 @@ class RoleText:
         )
 
     # classes and attributes ------------------------------------------------------------------
+    @property
+    def is_distributed(self) -> bool:
+        """Whether classes are made for a rank of a mesh."""
+        return bool(self.graph.mesh.names)
+
     def make_classes(self) -> None:
         runs = list(dict.fromkeys(loop.run for loop in self.sides))
         for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
@@ -244,7 +249,7 @@ class RoleText:
             lines += declarations(
                 self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
             )
-        mesh = "mesh" if self.graph.mesh.names else ""
+        mesh = "mesh" if self.is_distributed else ""
         for cls in self.classes.values():
             made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))

@@ -9,6 +9,7 @@ from partc.codegen.alike_stages import made
 from partc.codegen.emit import read
 from partc.codegen.layers import Layers
 from partc.codegen.rank_links import RankLinks
+from partc.codegen.stage_ends import check_one_way
 from partc.codegen.stage_flow import has_phase
 from partc.codegen.stages import StageText
 from partc.codegen.text import Line
@@ -68,6 +69,7 @@ class RankStep:
             layers = Layers.of(self.graphs[number])
             yield Line(f"self.{stage.attribute} = {made(stage, layers.first if layers else None)}")
         for one in self.shared_here():
+            check_one_way(one.name, {s: self.stages[s].ends for s in self.mine(one)})
             first, *others = (self._path(one.name, s) for s in self.mine(one))
             yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
         stages = ", ".join(f"{s}: self.{stage.attribute}" for s, stage in self.stages.items())

@@ -18,7 +18,7 @@ from partc.codegen.classes import BlockClass
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import Line, block
 from partc.early_sums import Chain, Leaving, closing_chain, leaving
-from partc.errors import CheckError
+from partc.errors import CheckError, PlanError
 from partc.graph import Graph, value
 from partc.quoting import literal
 
@@ -43,9 +43,26 @@ class Ends:
         """Parameters whose gradients pass the same collectives."""
         found: dict[object, tuple[Chain, list[str]]] = {}
         for name, chain in self.grads.items():
-            key = tuple((n.target, tuple(sorted(n.kwargs.items()))) for n in chain)
-            found.setdefault(key, (chain, []))[1].append(name)
+            found.setdefault(_way(chain), (chain, []))[1].append(name)
         yield from found.values()
+
+
+def _way(chain: Chain) -> object:
+    """What chains that do the same have in common."""
+    return tuple((n.target, tuple(sorted(n.kwargs.items()))) for n in chain)
+
+
+def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
+    """PlanError if stages of one rank, by number, add to one gradient what is summed differently."""
+    chains = {stage: its.grads[name] for stage, its in ends.items() if name in its.grads}
+    if len({_way(chain) for chain in chains.values()}) > 1:
+        raise PlanError(
+            where=name,
+            what=f"stages {', '.join(map(str, chains))} of one rank sum its gradient over other "
+            "ranks in different ways",
+            why="they add to one gradient, and what one has summed another would sum again",
+            do="Take a schedule that has these stages on ranks of their own, as 1f1b.",
+        )
 
 
 def take_ends(graph: Graph) -> Ends:

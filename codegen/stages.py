@@ -124,6 +124,10 @@ class StageText(RoleText):
         self.wishes = wishes(self.graph)
 
     @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
     def name(self) -> str:
         return f"Stage{self.class_of.label}"
 
@@ -209,8 +213,7 @@ class StageText(RoleText):
         order = [item for item in items if isinstance(item, fx.Node)]
         kept = self.flow.kept(phase)
         unpacked = self._unpacked(phase)
-        first = next(iter(self.arguments.values())) if self.arguments else "self"
-        device = f"{first}.device" if phase == "S" else f"self.{self._device()}.device"
+        device = f"{self._tensor_of(phase)}.device"
         body = StepBody(
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
             self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
@@ -245,8 +248,14 @@ class StageText(RoleText):
             for n, b in mine.items()
         ]
 
-    def _device(self) -> str:
-        return "loss_device" if not self.attributes else next(iter(self.attributes.values()))
+    def _tensor_of(self, phase: Phase) -> str:
+        """A tensor on this rank's device that a method can read."""
+        arguments = list(self.arguments.values())
+        if phase == "S":
+            return arguments[0] if arguments else "self"
+        own, given = ([f"self.{x}" for x in each] for each in (self.attributes.values(), arguments))
+        received = [str(self.seen[node]) for node in self.flow.received(phase)]
+        return next(iter([*own, *received, *given]))
 
     def _arguments_of(self, phase: Phase) -> list[str]:
         """The arguments of a method, with their types."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from partc.ancestors import ancestors
 from partc.errors import PlanError
 from partc.graph import (
     Graph,
@@ -100,6 +101,9 @@ def _backward_stage(node: fx.Node, forward: fx.Node | None, last: int) -> int:
     saved = max((stage_of(o) for o in placed if value(o).phase == "F"), default=None)
     flowing = min((stage_of(o) for o in placed if value(o).phase == "B"), default=last)
     wish = stage_of(forward) if forward is not None else ANYWHERE
+    if not placed and wish == ANYWHERE:  # of weights alone: where the forward reads them last
+        weights = [o for o in ancestors(node) if value(o).kind == "param"]
+        return max((s for weight in weights for s in _stages_reading(weight)), default=last)
     lowest = 0 if saved is None else saved
     if lowest <= wish <= flowing:
         return wish

@@ -156,9 +156,13 @@ def _finishes(node: fx.Node) -> bool:
     if node.target is collectives.all_reduce:
         return node.kwargs.get("op", "sum") == "sum"
     if node.target is collectives.all_gather:
-        return bool(
-            node.kwargs["dim"] == 0 and first_operand(node).target is collectives.all_reduce
-        )
+        total = first_operand(node)
+        in_levels = total.target is collectives.all_reduce and _is_piece(first_operand(total))
+        return bool(node.kwargs["dim"] == 0 and in_levels)
+    return _is_piece(node)
+
+
+def _is_piece(node: fx.Node) -> bool:
     return node.target is collectives.reduce_scatter
 
 

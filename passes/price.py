@@ -108,7 +108,8 @@ class Prices:
         """
         made = self.made[operand]
         if want.kind in "UM":
-            return [R] if self.axis == MB and want.kind == "U" and R in made else []
+            counted = self.axis == MB or self.input_axis
+            return [R] if counted and want.kind == "U" and R in made else []
         if want.kind != "cut":
             return made
         driven = self._driven(operand, operands, strategy)
@@ -170,11 +171,13 @@ class Prices:
         return fake.numel() * fake.element_size() / self.cut_before(node)
 
     def cut_before(self, node: fx.Node) -> int:
-        """Into how many pieces the axes decided before have cut a value."""
+        """Into how many ranks' pieces the axes decided before have cut a value; of microbatches
+        each rank computes all.
+        """
         return prod(
             self.graph.mesh.size(axis)
             for axis, strategy in self.choices.get(node, {}).items()
-            if axis != self.axis and strategy.outs and strategy.outs[0].kind == "cut"
+            if axis not in (self.axis, MB) and strategy.outs and strategy.outs[0].kind == "cut"
         )
 
     def fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:

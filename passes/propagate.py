@@ -10,8 +10,9 @@ decided last: it may read what others have gathered.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ from partc.graph import (
     update,
     value,
 )
+from partc.passes.apply_preset import DATA_AXES
 from partc.passes.cut_given import cut_given
 from partc.passes.local_batch_norm import local_batch_norm, of_each_microbatch
 from partc.passes.microbatches import MB, given
@@ -63,13 +65,22 @@ def propagate(
         choices: Choices = {}
         opened = False
         pins = pinned(graph, plan)
-        for axis in graph.mesh.names:
+        for axis in _in_turn(graph.mesh.names):
             walk = AxisWalk(graph, plan, axis, choices, strict, warnings, pins)
             opened |= walk.run()
         if not opened:
             cut_given(graph, plan, choices)
             write_shardings(graph, plan, choices)
             return choices
+
+
+def _in_turn(names: Sequence[str]) -> list[str]:
+    """The axes as they are decided: microbatches go before axes that may cut samples or something
+    else, so that these leave enough samples.
+    """
+    axes = [axis for axis in names if axis != MB]
+    data = len(list(takewhile(DATA_AXES.__contains__, axes)))
+    return [*axes[:data], *([MB] if MB in names else []), *axes[data:]]
 
 
 def pinned(graph: Graph, plan: Plan) -> Pins:

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from partc import collectives
 from partc.check import check
-from partc.errors import CheckError, RunError
+from partc.codegen.stage_ends import Ends, check_one_way
+from partc.errors import CheckError, PlanError, RunError
 from partc.graph import Graph, first_operand
 from partc.plan import Plan
 from partc.program import Program
@@ -49,6 +51,16 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 def case() -> Case:
     torch.manual_seed(0)
     return Case(Skip().double(), (torch.randn(BATCH, HIDDEN).double(),), loss)
+
+
+# stages of a rank ---------------------------------------------------------------------------------
+def test_one_gradient_cannot_be_summed_in_two_ways() -> None:
+    """Two stages of a rank add to the gradient of one parameter."""
+    total = fx.Graph().call_function(collectives.all_reduce, (), {"axis": "dp", "num": 2})
+    summed, whole = Ends({"w": (total,)}, None), Ends({"w": ()}, None)
+    check_one_way("w", {0: summed, 3: summed})
+    with pytest.raises(PlanError, match="stages 0, 3 of one rank sum its gradient"):
+        check_one_way("w", {0: summed, 3: whole})
 
 
 # stage graphs -------------------------------------------------------------------------------------
