@@ -53,7 +53,7 @@ def _way(chain: Chain) -> object:
 
 
 def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
-    """PlanError if stages of one rank, by number, add to one gradient what is summed differently."""
+    """PlanError if stages of one rank, by number, sum what they add to one gradient differently."""
     chains = {stage: its.grads[name] for stage, its in ends.items() if name in its.grads}
     if len({_way(chain) for chain in chains.values()}) > 1:
         raise PlanError(
