@@ -19,6 +19,7 @@ from partc.passes.search.candidate import Candidate
 from partc.passes.search.choose_plan import Choice, choose_plan
 from partc.passes.search.shardings import search_shardings
 from partc.plan import Plan
+from partc.schedules import NAMES
 from partc.topology import Topology
 from partc.trace import trace
 
@@ -155,6 +156,21 @@ def test_pins_stay(large: Graph) -> None:
     found = choose_plan(large, mesh, AUTO.changed(microbatches=2))
     assert {r.candidate.microbatches for r in found.ranked} == {2}
     assert {str(r.candidate.mesh(None)) for r in found.ranked} == {"dp=4 tp=2"}
+
+
+@pytest.mark.parametrize("schedule", sorted(NAMES.keys() - {"forward-only"}))
+def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
+    mesh = Mesh((("pp", 4), ("dp", 2)), Mesh.load("dgx-h100", 8).topology)
+    found = choose_plan(large, mesh, AUTO.changed(schedule=schedule))
+    assert {each.candidate.schedule for each in found.ranked} == {schedule}
+    _, plan = found.ways(large, mesh, AUTO.changed(schedule=schedule))[0]
+    least, most = NAMES[schedule].chunks
+    assert least <= plan.chunks <= (most or plan.chunks)
+
+
+def test_a_schedule_that_nobody_knows_is_named(large: Graph) -> None:
+    with pytest.raises(PlanError, match="'2f2b': no such schedule"):
+        choose_plan(large, Mesh((("pp", 2),)), AUTO.changed(schedule="2f2b"))
 
 
 def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:

@@ -84,6 +84,10 @@ CASES: dict[str, tuple[Candidate, Recompute]] = {
     "tensor, blocks": (Candidate(tp=8, word="megatron"), "block"),
     "sequence": (Candidate(tp=8, word="megatron-sp"), "attention"),
     "pipeline": (Candidate(pp=2, tp=4, word="megatron", microbatches=4), "cheap"),
+    "all forwards first": (
+        Candidate(pp=2, tp=4, word="megatron", microbatches=4, schedule="gpipe"),
+        "cheap",
+    ),
 }
 
 
@@ -93,6 +97,7 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     machine = Topology.load("dgx-a100", 8)
     # estimates are of whole blocks: in pieces these programs are faster
     plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
+    plan = plan.changed(schedule=one.schedule, chunks=one.chunks) if one.pp > 1 else plan
     cost = partc.compile(step(), one.mesh(machine), plan=plan).cost.as_json()
     laws = profile(step().graph(), one.word, recompute=again)
     found = Estimator(laws, machine).estimate(one)
@@ -105,8 +110,10 @@ def test_programs_take_what_is_estimated(name: str) -> None:
 @pytest.mark.parametrize("send_s", [0.0, 0.2])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 16), (8, 64)])
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1)]
-)
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("interleaved-1f1b", 3), ("zb-h1", 1),
+     ("gpipe", 1), ("zb-h2", 1), ("looped-bfs", 3), ("zb-v", 2), ("v-half", 2), ("v-min", 2)],
+)  # fmt: skip
 def test_even_stages_take_turns_as_simulated(
     schedule: str, chunks: int, ranks: int, microbatches: int, send_s: float
 ) -> None:
@@ -117,8 +124,9 @@ def test_even_stages_take_turns_as_simulated(
     order = make(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)
     step = plan_step(order, StepCosts.of(costs, message=none, links=links))
     turns = 3.0 * chunks * microbatches
-    waits = bubble_s(schedule, 3.0 * (ranks - 1), 1.0 * (ranks - 1))
-    waits += sent_s(schedule, ranks, chunks, microbatches, send_s)
+    one = Candidate(pp=ranks, microbatches=microbatches, schedule=schedule, chunks=chunks)
+    waits = bubble_s(one, 3.0 * (ranks - 1), 1.0 * (ranks - 1))
+    waits += sent_s(one, send_s)
     assert turns + waits == pytest.approx(step.simulated.makespan, rel=1e-9)
 
 

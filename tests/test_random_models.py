@@ -22,6 +22,9 @@ ONCE_WRONG = {
         with_penalties, 2, "zb-v", tied=True,
     ),
     "equal blocks of a pipeline of one microbatch": Drawn(("mlp",) * 4, "pp=2", "ddp"),
+    "a V that the search was told to take": Drawn(
+        ("mlp", "attention", "mlp"), "pp=2,dp=2", "auto", microbatches=3, schedule="v-half"
+    ),
     "samples for microbatches that another axis would cut": Drawn(
         ("rolled", "windows"), "dp=2,tp=2", "ddp+megatron-sp", microbatches=2
     ),

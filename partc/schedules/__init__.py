@@ -27,7 +27,7 @@ from partc.schedules import (
 from partc.schedules.actions import Action, Schedule, looped, v_shaped
 from partc.schedules.blocks import Orders
 
-__all__ = ["NAMES", "Action", "Needs", "Schedule", "make"]
+__all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,23 @@ NAMES: dict[str, Needs] = {
 }
 
 
+def needs_of(name: str) -> Needs:
+    """What a named schedule asks for; PlanError if there is no such schedule."""
+    if name not in NAMES:
+        raise PlanError(
+            where=f"schedule={name!r}", what="no such schedule", why="",
+            do=f"Known are {', '.join(NAMES)}.",
+        )  # fmt: skip
+    return NAMES[name]
+
+
 def make(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """A named schedule for any number of ranks and microbatches from 1 on.
 
     ``chunks`` are the stages per rank; None takes the schedule's usual number. PlanError if there
     is no such schedule, or it does not take so many.
     """
-    needs = NAMES.get(name)
-    if needs is None:
-        raise PlanError(
-            where=f"schedule={name!r}", what="no such schedule", why="",
-            do=f"Known are {', '.join(NAMES)}.",
-        )  # fmt: skip
+    needs = needs_of(name)
     for count, what in ((ranks, "pipeline ranks"), (microbatches, "microbatches")):
         if count < 1:
             raise PlanError(

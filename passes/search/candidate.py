@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from partc.errors import PlanError
 from partc.mesh import PP, Mesh
 from partc.passes.search.laws import TP, is_searched
+from partc.schedules import NAMES
 from partc.topology import Topology
 
 Data = Literal["ddp", "zero1", "fsdp"]
 Recompute = Literal["cheap", "block"]
 RECOMPUTE: tuple[Recompute, ...] = ("cheap", "block")
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class Candidate:
     @property
     def num_ranks(self) -> int:
         return self.given.num_ranks if self.given else self.data_ranks * self.tp * self.pp
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return NAMES[self.schedule].rank_of(self.pp, self.chunks)
+
+    def of_rank(self, stages: Sequence[T], rank: int) -> list[T]:
+        """Those of a pipeline rank."""
+        return [each for each, its in zip(stages, self.rank_of, strict=True) if its == rank]
 
     @property
     def preset(self) -> str:

@@ -12,9 +12,11 @@ from partc.mesh import PP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.search.candidate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
 from partc.passes.search.laws import TP, searched_word
+from partc.schedules import needs_of
 
 WORDS = ("megatron-sp", "megatron")
 DATA: tuple[Data, ...] = ("ddp", "zero1", "fsdp")
+SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")  # where none is pinned
 MOST_MICROBATCHES = 8  # times the pipeline's ranks; more gain less than a percent each
 
 
@@ -99,17 +101,17 @@ class Space:
                 yield from self._in_order(replace(base, microbatches=count, recompute=again))
 
     def _in_order(self, here: Candidate) -> Iterator[Candidate]:
-        """The same under the schedules that may be taken."""
-        orders = self._orders(here) if here.pp > 1 else [here]
-        yield from (o for o in orders if self.schedule in ("", "auto", o.schedule))
-
-    def _orders(self, base: Candidate) -> Iterator[Candidate]:
-        """The same under every schedule that the search knows to estimate."""
-        yield base
-        yield replace(base, schedule="zb-h1")
-        for chunks in (2, 4):
-            if base.pp * chunks <= self.units and base.microbatches % base.pp == 0:
-                yield replace(base, schedule="interleaved-1f1b", chunks=chunks)
+        """The same under the schedules that may be taken, with the stages per rank of each."""
+        pinned = self.schedule not in ("", "auto")
+        if here.pp == 1:
+            yield here
+            return
+        for name in [self.schedule] if pinned else SCHEDULES:
+            least, most = needs_of(name).chunks
+            whole_rounds = here.microbatches % here.pp == 0 or pinned
+            for chunks in sorted({least, most or 2 * least}):
+                if here.pp * chunks <= self.units and (whole_rounds or chunks == 1):
+                    yield replace(here, schedule=name, chunks=chunks)
 
 
 def _pays(pp: int, count: int) -> bool:

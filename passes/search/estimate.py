@@ -23,7 +23,13 @@ from partc.passes.memory import STATE_COPIES
 from partc.passes.search.call_times import call_seconds
 from partc.passes.search.candidate import REPLICATE, Candidate
 from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile
-from partc.passes.search.turns import bubble_s, cut_evenly, in_flight, sent_s
+from partc.passes.search.turns import (
+    bubble_s,
+    cut_evenly,
+    in_flight,
+    least_bubble_s,
+    sent_s,
+)
 from partc.topology import APART_S, Device, Topology
 
 
@@ -78,18 +84,19 @@ class Estimator:
         """Seconds and bytes of a candidate."""
         mesh = one.mesh(self.topology)
         places = [mesh.at_place(place) for place in range(one.pp)]
-        times = [self.unit_times(one, at) for at in places] * one.chunks
+        by_rank = [self.unit_times(one, at) for at in places]
+        times = [by_rank[rank] for rank in one.rank_of]
         stages = self._cut(times)
         each = [
-            self._stage(one, place, there, units)
-            for place, there, units in zip(places * one.chunks, times, stages, strict=True)
+            self._stage(one, places[rank], there, units)
+            for rank, there, units in zip(one.rank_of, times, stages, strict=True)
         ]
-        ranks = [_together(each[rank :: one.pp]) for rank in range(one.pp)]
+        ranks = [_together(one.of_rank(each, rank)) for rank in range(one.pp)]
         slowest = max(ranks, key=lambda rank: rank.turn)
         count = one.microbatches
         others = (sum(rank.turn for rank in ranks) - slowest.turn) / one.chunks
         grads = (sum(rank.weight_grads for rank in ranks) - slowest.weight_grads) / one.chunks
-        bubble = bubble_s(one.schedule, others, grads)
+        bubble = bubble_s(one, others, grads)
         mean = sum(rank.turn for rank in ranks) / one.pp
         share = self._share(mean * count / (slowest.turn * count + bubble))
         seconds = {
@@ -114,7 +121,7 @@ class Estimator:
         turn = float(fastest[chain].sum()) / (one.pp * one.chunks)
         grads = float(times[0].weight_grads[chain].sum()) / (one.pp * one.chunks)
         grads = inf if self.topology.is_mixed else grads  # what they fill is not known
-        ramp = bubble_s(one.schedule, (one.pp - 1) * turn, (one.pp - 1) * grads)
+        ramp = least_bubble_s(one, (one.pp - 1) * turn, (one.pp - 1) * grads)
         busy = one.microbatches * one.chunks * turn
         return (busy + ramp) * self._share(busy / (busy + ramp))
 
@@ -139,7 +146,7 @@ class Estimator:
         pieces = one.data_ranks * one.microbatches
         sizes = [self.profile.boundary[u[-1]].local(pieces, one.tp) for u in stages[:-1] if u]
         send_s = collective_seconds("send", max(sizes, default=0.0), mesh, PP)
-        return sent_s(one.schedule, one.pp, one.chunks, one.microbatches, send_s)
+        return sent_s(one, send_s)
 
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
         """What each unit takes on the mesh's devices, of several kinds the slowest."""
@@ -299,7 +306,7 @@ class Estimator:
         """Parameters, gradients and states are read, parameters and states written."""
         traffic = (3 + 2 * self.copies) / self._sharded(one)
         moved = [traffic * self._weights(one, units) for units in stages]
-        devices = [place.hardware.device for place in places] * one.chunks
+        devices = [places[rank].hardware.device for rank in one.rank_of]
         pairs = zip(devices, moved, strict=True)
         return max(device.memory_seconds(num_bytes, "optimizer") for device, num_bytes in pairs)
 
@@ -314,10 +321,7 @@ class Estimator:
         self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
     ) -> tuple[dict[str, float], int]:
         """The bytes of the fullest pipeline rank, and what its devices have."""
-        by_rank = [
-            [u for chunk in range(one.chunks) for u in stages[chunk * one.pp + rank]]
-            for rank in range(one.pp)
-        ]
+        by_rank = [[u for s in one.of_rank(stages, rank) for u in s] for rank in range(one.pp)]
         found: list[tuple[dict[str, float], int]] = []
         for rank, units in enumerate(by_rank):
             weights = self._weights(one, units)
@@ -326,8 +330,8 @@ class Estimator:
                 "parameters": weights / (sharded if one.data == "fsdp" else 1),
                 "optimizer": self.copies * weights / sharded,
             }
-            others = in_flight(one.pp, one.chunks, one.microbatches, rank) / one.chunks - 1
-            times = self._backward_bytes(one, units, others, rank == one.pp - 1)
+            others = in_flight(one, rank) / one.chunks - 1
+            times = self._backward_bytes(one, units, others, rank == one.rank_of[-1])
             live = max(times, key=lambda each: sum(each.values()))
             found.append((held | live, places[rank].hardware.memory_bytes))
         return max(found, key=lambda each: sum(each[0].values()) / each[1])

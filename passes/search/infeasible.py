@@ -40,7 +40,8 @@ def nothing_fits(search: Search) -> PlanError:
         return PlanError(
             where=f"mesh {search.mesh}",
             what="no way to cut the step fits the axes",
-            why=f"data ranks times microbatches have to divide {search.space.dp_divides}",
+            why=f"data ranks times microbatches have to divide {search.space.dp_divides}, and the "
+            f"model has {search.space.units} units to make stages of",
             do=helps + "Change the batch size or the number of devices.",
         )
     least = min(tried, key=lambda each: each.estimate.peak_bytes)
