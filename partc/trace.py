@@ -236,7 +236,9 @@ def _all_grads(
 
 
 def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
-    """Tensors held outside parameters and buffers become buffers with known values."""
+    """Tensors held outside parameters and buffers become buffers with known values: equal ones one,
+    so that layers that each make theirs read the same.
+    """
     placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
     anchor = placeholders[num_own] if num_own < len(placeholders) else placeholders[-1].next
     lifted: dict[str, fx.Node] = {}
@@ -245,14 +247,24 @@ def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
         _refuse_trainable(tensor)
         if tensor.dim() == 0:
             new = _number(node, tensor)
-        elif str(node.target) in lifted:
-            new = lifted[str(node.target)]
         else:
-            name = f"constant_{len(lifted)}"
-            graph.constants[name] = tensor.detach().cpu().clone()
-            new = lifted[str(node.target)] = _constant(graph, anchor, graph.constants[name], name)
+            name = _constant_name(graph, tensor.detach().cpu().clone())
+            if name not in lifted:
+                lifted[name] = _constant(graph, anchor, graph.constants[name], name)
+            new = lifted[name]
         node.replace_all_uses_with(new)
         graph.fx.erase_node(node)
+
+
+def _constant_name(graph: Graph, tensor: Tensor) -> str:
+    """The name of a constant that holds the same, bit by bit; a new one where there is none."""
+    for name, known in graph.constants.items():
+        pair = (each.flatten().view(torch.uint8) for each in (known, tensor))
+        if (known.dtype, known.shape) == (tensor.dtype, tensor.shape) and torch.equal(*pair):
+            return name
+    name = f"constant_{len(graph.constants)}"
+    graph.constants[name] = tensor
+    return name
 
 
 def _number(node: fx.Node, tensor: Tensor) -> fx.Node:

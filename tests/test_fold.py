@@ -86,6 +86,18 @@ class Tower(nn.Module):
         return x + heard
 
 
+class Turned(nn.Module):
+    """A block that makes a tensor of places at every call."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.first = nn.Linear(8, 8), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)[:, [self.first, 0, 1, 2, 3, 4, 5, 6]].tanh()
+        return y
+
+
 def total(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).sum()
     return loss
@@ -116,6 +128,14 @@ def test_a_shared_block_stays() -> None:
     model = Tower()
     model.blocks[4] = model.blocks[3]
     assert all(not fold.first <= i <= fold.last for fold in folds(model) for i in (3, 4))
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_blocks_make_constants_of_their_own(differ: bool) -> None:
+    model, x = nn.Sequential(*(Turned(i if differ else 7) for i in range(8))), torch.randn(4, 8)
+    program = partc.compile(model, "dp=2", (x,), loss=total, plan="fsdp")
+    assert len(program.constants) == (8 if differ else 1)
+    partc.verify(program, model, (x,), loss=total).check()
 
 
 def test_short_stacks_stay_whole() -> None:
