@@ -85,6 +85,9 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
         for fold in graph.folds:
             if f"{fold.path}.{fold.first}" not in printed:
                 raise Unfolded(f"{fold.path} stands in line")
+            for loop, side in sides.items():
+                if side.of("listed") and f"{fold.path}.{fold.first}" in loop.run.layers:
+                    raise Unfolded(f"{fold.path} takes a value for each block")
         return items, sides
 
 

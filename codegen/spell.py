@@ -291,8 +291,9 @@ def _slice_backward(call: Call) -> Text:
 
 @spells("scalar_tensor")
 def _scalar_tensor(call: Call) -> Text:
-    dtype = f", dtype={call.text('dtype')}" if call.get("dtype") else ""
-    return Text(f"torch.tensor({call.text('s')}{dtype}, device={call.device})")
+    """Written where it is read: ``torch.tensor`` would bring the number from the host."""
+    dtype = literal(held(call.node).dtype)
+    return Text(f"torch.full((), {call.text('s')}, dtype={dtype}, device={call.device})")
 
 
 @spells("slice_scatter")

@@ -250,12 +250,11 @@ class StageText(RoleText):
 
     def _tensor_of(self, phase: Phase) -> str:
         """A tensor on this rank's device that a method can read."""
-        arguments = list(self.arguments.values())
+        arguments, own = list(self.arguments.values()), map(read, self.attributes.values())
         if phase == "S":
-            return arguments[0] if arguments else "self"
-        own, given = ([f"self.{x}" for x in each] for each in (self.attributes.values(), arguments))
+            return next(iter([*arguments, *own]), "self")
         received = [str(self.seen[node]) for node in self.flow.received(phase)]
-        return next(iter([*own, *received, *given]))
+        return next(iter([*own, *received, *(f"self.{name}" for name in arguments)]))
 
     def _arguments_of(self, phase: Phase) -> list[str]:
         """The arguments of a method, with their types."""

@@ -18,6 +18,7 @@ from torch import fx
 from partc import collectives
 from partc.ancestors import ancestors
 from partc.errors import PlanError
+from partc.folds import list_member
 from partc.graph import (
     Graph,
     Outputs,
@@ -31,6 +32,7 @@ from partc.graph import (
     value,
 )
 from partc.passes.assign_stages import COPY
+from partc.passes.fold_layers import Unfolded
 from partc.passes.local_batch_norm import NOTE
 from partc.passes.microbatches import MB, given
 from partc.plan import Plan
@@ -57,6 +59,8 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
         )
         for number in range(len(local.kept.points if local.kept else plan.stages) + 1)
     ]
+    for fold in {*local.folds} - {fold for graph in graphs for fold in graph.folds}:
+        raise Unfolded(f"{fold.like} stands in no stage")
     if split_backward:
         for graph in graphs:
             _set_weights_apart(graph)
@@ -104,13 +108,17 @@ def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
     """Whether a call gives the same for all microbatches and may be kept for the whole step."""
     if value(node).sharding.on(MB) != R:
         return False
-    if node in free:
-        return True
-    if not is_weight(node):
-        return False
-    if node.target in collectives.COLLECTIVES:
+    if node.target in collectives.COLLECTIVES and is_weight(node):
         return plan.gather.get(str(node.kwargs["axis"])) == "step"
-    return True
+    return (node in free or is_weight(node)) and not _of_a_block(node)
+
+
+def _of_a_block(node: fx.Node) -> bool:
+    """Whether a value is made of what one block of a list owns: a loop over the blocks would have
+    to be given each one's, so that blocks make it themselves, a view or a cast, in every turn.
+    """
+    held_by = (value(o) for o in ancestors(node) if o.op == "placeholder")
+    return any(list_member(v.name)[0] for v in held_by if v.kind in ("param", "buffer"))
 
 
 # stages -------------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ class _Stage:
 
     def _runs(self, block: str) -> bool:
         return any(
-            value(n).module.startswith(f"{block}.") and stage_of(n) == self.number
+            f"{value(n).module}.".startswith(f"{block}.") and stage_of(n) == self.number
             for n in self.local.calls()
         )
 

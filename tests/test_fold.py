@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import partc
 from partc.api import partition, read_plan
@@ -128,6 +130,58 @@ def test_a_shared_block_stays() -> None:
     model = Tower()
     model.blocks[4] = model.blocks[3]
     assert all(not fold.first <= i <= fold.last for fold in folds(model) for i in (3, 4))
+
+
+class Bare(nn.Module):
+    """A block that computes without modules of its own; its weight goes through ``made``."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.made = nn.Parameter(torch.randn(8, 8) / 3), made
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.tanh(x @ self.made(self.weight))
+        return y
+
+
+class Bares(nn.Module):
+    """Blocks and nothing before them but numbers made from nothing, as many as samples."""
+
+    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Bare(made) for _ in range(8))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.ones(x.shape, dtype=x.dtype).cumsum(1)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda w: w,
+    "of lower precision": lambda w: w.to(torch.bfloat16).to(w.dtype),
+    "normalised": lambda w: F.normalize(w, dim=1),
+}
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+@pytest.mark.parametrize("made", MADE)
+def test_blocks_make_what_microbatches_share_of_their_weights(mesh: str, made: str) -> None:
+    model, x = Bares(MADE[made]), torch.randn(8, 8)
+    program = partc.compile(model, mesh, (x,), loss=total, plan="ddp", microbatches=2)
+    assert not any("_here" in source for source in program.sources.values())
+    partc.verify(program, model, (x,), loss=total).check()
+
+
+def test_what_each_block_is_given_is_given_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partc.passes.split_stages._of_a_block", lambda node: False)
+    model, x = Bares(MADE["normalised"]), torch.randn(8, 8)
+    program = partc.compile(model, "dp=2", (x,), loss=total, plan="ddp", microbatches=2)
+    assert any("_here" in source for source in program.sources.values())
+    partc.verify(program, model, (x,), loss=total).check()
 
 
 @pytest.mark.parametrize("differ", [False, True])
