@@ -43,6 +43,8 @@ class Raised(TorchDispatchMode):
         raised = {name: _raise(value) for name, value in kwargs.items()}
         if func is torch.ops.aten._grouped_mm.default:
             return grouped_products(*map(_raise, args), **raised)
+        if func is torch.ops.aten.full.default and isinstance(args[1], float):
+            raised.setdefault("dtype", torch.float64)  # what fits no float32 fits there
         return _raise(func(*map(_raise, args), **raised))
 
 

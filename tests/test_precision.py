@@ -31,6 +31,13 @@ def test_grouped_products_are_torch_s(a: tuple[int, ...], b: tuple[int, ...]) ->
     torch.testing.assert_close(found.float(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_the_least_number_of_a_raised_tensor_fits() -> None:
+    with Raised():
+        x = torch.zeros(2, dtype=torch.float32) + 1
+        least = torch.full((), torch.finfo(x.dtype).min)
+    assert least.item() == torch.finfo(torch.float64).min
+
+
 def test_a_raised_text_has_them() -> None:
     text = raised_text("y = torch.ops.aten._grouped_mm(a, b, ends)\n")
     assert text.startswith("y = grouped_products(a, b, ends)\n")
