@@ -13,6 +13,7 @@ from torch import nn
 
 from partc.basis import Basis
 from partc.check import check
+from partc.check_complete import check_complete, trained
 from partc.codegen.emit import emit
 from partc.codegen.header import header, stage_header
 from partc.codegen.pipeline import Pipeline, file_name
@@ -148,7 +149,7 @@ class _Job:
         graph = graph or self._traced(plan)
         graph.mesh = mesh
         find = partial(by_hand, copied(graph), mesh, plan) if taken is None else lambda: taken
-        fingerprint, work = Fingerprint.of(self.step.model), Work.of(graph)
+        fingerprint, work, names = Fingerprint.of(self.step.model), Work.of(graph), trained(graph)
         compile_rest = compile_pipeline if is_pipeline(plan, mesh) else compile_stage
         try:
             at, graph = self._staged(graph, plan)
@@ -159,6 +160,7 @@ class _Job:
             graph = self.step.graph()
             graph.mesh = mesh
             program = compile_rest(graph, plan, fingerprint, work, strict=self.strict)
+        check_complete(names, program)
         return replace(program, basis=replace(program.basis, find=find))
 
     def _traced(self, plan: Plan) -> Graph:

@@ -35,7 +35,7 @@ class Holders:
         shards: dict[str, Shard] = {}
         first: dict[str, int] = {}
         aliases: dict[str, str] = {}
-        for rank, role in enumerate(_roles(program)):
+        for rank, role in enumerate(roles_of(program)):
             for shard in role.shards:
                 shards.setdefault(shard.name, shard)
                 first.setdefault(shard.name, rank)
@@ -57,7 +57,7 @@ class Holders:
         return shard.is_first_copy(others) and self.is_first_stage(shard, coords)
 
 
-def _roles(program: Program) -> list[Role]:
+def roles_of(program: Program) -> list[Role]:
     """The role of each pipeline rank."""
     mesh = program.mesh
     return [program.role(mesh.first_rank(number)) for number in range(mesh.pipeline_ranks)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch.nn import functional as F
 import partc
 from partc.api import partition, read_plan
 from partc.check import check
+from partc.check_complete import check_complete, trained
 from partc.codegen.emit import emit
 from partc.codegen.header import header
 from partc.cost import cost_report
+from partc.errors import CheckError
 from partc.folds import Fold
 from partc.graph import Graph
 from partc.mesh import Mesh
@@ -246,6 +250,21 @@ def test_stages_of_equal_blocks_are_compiled_once(
     every = made(fold=False)
     assert (once.plan, once.sources, once.roles) == (every.plan, every.sources, every.roles)
     assert str(once.cost) == str(every.cost)
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "ddp"), ("pp=2", "zero1")])
+def test_a_block_that_no_rank_trains_is_found(mesh: str, plan: str) -> None:
+    """The tables of a program of folded blocks, without the last block of each list."""
+    step = deep("llama").step
+    program = partc.compile(step, mesh, plan=plan)
+    names = trained(step.graph())
+    check_complete(names, program)
+    fewer = {
+        file: re.sub(r"range\((\d+)\) for attribute", r"range(\1 - 1) for attribute", text)
+        for file, text in program.sources.items()
+    }
+    with pytest.raises(CheckError, match=r"trained parameters(.|\n)*layers\.5\.mlp\.up_proj"):
+        check_complete(names, replace(program, sources=fewer))
 
 
 def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
