@@ -186,20 +186,23 @@ def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str
     for kind in ("param", "buffer", "input"):
         placed = graph.placeholders(kind)
         names = [inside(name, prefix) for name in placed if _within(name, prefix)]
-        short = Counter(map(_last_two, names))
+        short = Counter(map(_last_words, names))
         for name, node in placed.items():
             own = inside(name, prefix)
-            alone = own in names and short[_last_two(own)] == 1
-            yield node, identifier(_last_two(own) if alone else own)
+            alone = own in names and short[_last_words(own)] == 1
+            yield node, identifier(_last_words(own) if alone else own)
 
 
-def _last_two(name: str) -> str:
-    """What a parameter is called where no other is called so.
+def _last_words(name: str) -> str:
+    """What a parameter is called where no other is called so: the last two words of its name, and
+    a list's where they are a member's number and its own.
 
-    >>> _last_two("self_attn.q_proj.weight")
-    'q_proj.weight'
+    >>> _last_words("self_attn.q_proj.weight"), _last_words("model.blocks.5.weight")
+    ('q_proj.weight', 'blocks.5.weight')
     """
-    return ".".join(name.split(".")[-2:])
+    parts = name.split(".")
+    first = max((i for i, part in enumerate(parts[:-1]) if not part.isdigit()), default=0)
+    return ".".join(parts[first:])
 
 
 RESULTS = {  # of ops whose schema does not name them
