@@ -18,6 +18,7 @@ from partc.codegen.equal import made_in_step
 from partc.codegen.expressions import ADDS
 from partc.codegen.helpers import Helpers
 from partc.codegen.layers import FIRST, Layers
+from partc.codegen.mesh_attributes import mesh_attributes
 from partc.codegen.names import Scope, wishes
 from partc.codegen.outline import outlined
 from partc.codegen.random import seed_lines
@@ -40,6 +41,7 @@ TEMPLATES = jinja2.Environment(
     keep_trailing_newline=True,
     autoescape=False,  # Python text; every value comes quoted
 )
+TEMPLATES.filters["mesh_attributes"] = mesh_attributes
 MEANINGS = {
     "SHARDS": "attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))",
     "BUFFERS": "the same for buffers",
@@ -135,7 +137,7 @@ class RoleText:
             blocks=blocks,
             seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
             name=f"{identifier(self.graph.model) or 'Model'}Step",
-            axes=[(axis, literal(axis)) for axis in self.graph.mesh.names],
+            axes=self.graph.mesh.names,
             declarations=made,
             method="step" if self.graph.loss is not None else "forward",
             result="Tensor" if self.graph.loss is not None else "dict[str, Tensor]",

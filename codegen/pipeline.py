@@ -209,7 +209,7 @@ class _File:
             linked=schedule.stages > 1,
             name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,
-            axes=[(a, literal(a)) for a in graph.mesh.names if a != MB],
+            axes=[a for a in graph.mesh.names if a != MB],
             wiring=block(wiring, 2),
             seeds=block(self._with_rank(self._lines(RankStep.seeds)), 2),
             kinds={action.kind for action in actions},

@@ -24,7 +24,7 @@ class Statement:
     reads: list[fx.Node] = field(default_factory=list)
     binds: list[fx.Node] = field(default_factory=list)
     calls: list[fx.Node] = field(default_factory=list)  # what it does
-    section: str = ""
+    section: str | None = ""  # None: that of what follows
 
 
 def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
@@ -33,24 +33,36 @@ def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] =
     A statement that stands alone for its module and names it needs none.
     """
     written = [s for s in statements if s.lines]
-    sections = [s.section for s in written if s.section]
+    sections = _sections(written)
+    around = [each for each in sections if each]
     lines: list[Line] = []
-    section, i = "", 0
-    for statement in written:
-        if statement.section not in ("", section) and not _says_so(statement, sections, i):
-            section = statement.section
+    current, i = "", 0
+    for statement, section in zip(written, sections, strict=True):
+        if section not in ("", current) and not _says_so(statement, around, i):
+            current = section
             lines.append(Line(f"# {comment(shown(section))}"))
-        i += bool(statement.section)
+        i += bool(section)
         lines += statement.lines
     return lines
+
+
+def _sections(statements: Sequence[Statement]) -> list[str]:
+    """The section that each statement stands in; a ``del`` has none and is in nobody's way."""
+    sections: list[str] = []
+    behind = ""
+    for statement in reversed(statements):
+        sections.append(behind if statement.section is None else statement.section)
+        if statement.section or (statement.calls and statement.section is not None):
+            behind = statement.section
+    return sections[::-1]
 
 
 def _says_so(statement: Statement, sections: Sequence[str], i: int) -> bool:
     """Whether a statement is the only one of its section there, the ``i``-th, and names it."""
     around = [*sections[max(i - 1, 0) : i], *sections[i + 1 : i + 2]]
-    name = identifier(statement.section.rpartition(".")[2])
+    name = identifier(sections[i].rpartition(".")[2])
     named = any(re.search(rf"(?<![a-z]){name}(?![a-z])", line.code) for line in statement.lines)
-    return statement.section not in around and named
+    return sections[i] not in around and named
 
 
 def free_early(

@@ -10,9 +10,20 @@ from torch import fx
 
 from partc.codegen.inline import is_free
 from partc.codegen.names import known_as
-from partc.graph import Graph, block_of, drop_dead, first_operand, is_call, shape_of, update, value
+from partc.graph import (
+    Graph,
+    block_of,
+    drop_dead,
+    first_operand,
+    is_backward,
+    is_call,
+    shape_of,
+    update,
+    value,
+)
 
 aten = torch.ops.aten
+AGAIN = "again"  # in the meta of what a backward makes of forward values alone, and is no gradient
 
 
 def copied(graph: Graph) -> Graph:
@@ -34,7 +45,18 @@ def copied(graph: Graph) -> Graph:
     _as_repeats(copy)
     _as_one(copy)
     drop_dead(copy)
+    _mark_again(copy)
     return copy
+
+
+def _mark_again(graph: Graph) -> None:
+    for node in graph.calls():
+        forward = not is_backward(node) or bool(value(node).forward)
+        node.meta[AGAIN] = not forward and not any(map(_is_gradient, node.all_input_nodes))
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return is_backward(node) and not node.meta.get(AGAIN)
 
 
 def _as_contiguous(clone: fx.Node) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 from partc import collectives
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
-from partc.moves import Move, gathers_param, kind_of, moves
+from partc.moves import Move, gathers_param, kind_of
 from partc.passes.microbatches import MB
 from partc.passes.propagate import is_zero
 
@@ -64,16 +64,6 @@ def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers
     if name == "scatter_grads" and (cuts := cuts_of(each)):
         name, operands = "scatter_cut_grads", [*operands, *cuts]
     return f"{helpers.use(name)}({', '.join(operands)})"
-
-
-def gather_weights(starts: Sequence[fx.Node], shards: str, helpers: Helpers) -> str:
-    """The call that starts to gather the weights of a list, each in a transfer of its own if there
-    are several.
-    """
-    if len(starts) == 1:
-        return transfer(starts[0], shards, moves(starts[0]), helpers)
-    one = transfer(starts[0], "[w]", moves(starts[0]), helpers)
-    return f"[x for w in {shards} for x in {one}]"
 
 
 def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:

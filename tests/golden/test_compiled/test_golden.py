@@ -159,7 +159,7 @@ class Block(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
+        self.dp = mesh.get_group("dp")
         self.whole = []  # weights that are being gathered
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
@@ -182,6 +182,7 @@ class Block(nn.Module):
         w1, x = saved
         saved.clear()
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
+        # w2
         grads = {}
         (gelu, grads[self.w2_bias], d_w1, norm, grads[self.w1_bias], d_x, grads[self.norm_weight],
          grads[self.norm_bias]) = mlp_backward(

@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
+        self.dp = mesh.get_group("dp")
         self.whole = []  # weights that are being gathered
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
@@ -137,17 +137,17 @@ class Block(nn.Module):
         w1, x = saved
         saved.clear()
         norm_weight, norm_bias, w1_weight, w2_weight = take(self.whole)
-        gelu = F.gelu(w1)                                 # f64[4@dp,8,10]
         # w2
+        gelu = F.gelu(w1)                                 # f64[4@dp,8,10]
         grads = {self.w2_weight: weight_grad(d_y, gelu)}  # f64[6,10]{U:dp}
         del gelu
         d_w1 = d_y @ w2_weight                            # f64[4@dp,8,10]
         grads[self.w2_bias] = d_y.sum((0, 1))             # f64[6]{U:dp}
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[4@dp,8,10]
         del w1
+        # w1
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), norm_weight, norm_bias, 1e-05)       # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
-        # w1
         grads[self.w1_weight] = weight_grad(d_w1, norm)   # f64[10,6]{U:dp}
         del norm
         d_norm = d_w1 @ w1_weight                         # f64[4@dp,8,6]

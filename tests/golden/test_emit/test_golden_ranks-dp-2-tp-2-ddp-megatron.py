@@ -89,8 +89,7 @@ class Block(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
-        self.tp, self.tp_rank = mesh.get_group("tp"), mesh.get_local_rank("tp")
+        self.dp, self.tp = mesh.get_group("dp"), mesh.get_group("tp")
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
 
@@ -116,9 +115,9 @@ class Block(nn.Module):
         d_norm = d_w1 @ self.w1_weight                         # f64[4@dp,8,6]{U:tp}
         d_norm_done = dist.all_reduce(d_norm, group=self.tp, async_op=True)  # f64[4@dp,8,6]
         del w1
+        # w2
         norm, mean, rstd = torch.native_layer_norm(
             x, (6,), self.norm_weight, self.norm_bias, 1e-05)  # f64[4@dp,8,6], f64[4@dp,8,1], f64[4@dp,8,1]
-        # w2
         flat, grads = room([*self.parameters()])
         write_weight_grad(grads[self.w2_weight], d_y, gelu)    # f64[6,10@tp]{U:dp}
         grads[self.w2_bias].copy_(d_y.sum((0, 1)))             # f64[6]{U:dp}

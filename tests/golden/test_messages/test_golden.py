@@ -202,7 +202,7 @@ class Block(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
+        self.dp = mesh.get_group("dp")
         self.whole = []  # weights that are being gathered
         for name, (_, *known) in BLOCK_SHARDS.items():
             self.register_parameter(name, nn.Parameter(empty(*known)))
@@ -228,8 +228,8 @@ class Block(nn.Module):
         up, x = saved
         saved.clear()
         up_weight, down_weight = take(self.whole)
-        gelu = F.gelu(up)                                   # f32[8@dp,64,128]
         # down
+        gelu = F.gelu(up)                                   # f32[8@dp,64,128]
         grads = {self.down_weight: weight_grad(d_y, gelu)}  # f32[64,128]{U:dp}
         del gelu
         d_up = d_y @ down_weight                            # f32[8@dp,64,128]

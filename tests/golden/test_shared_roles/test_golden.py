@@ -162,17 +162,17 @@ class Block(nn.Module):
     def backward(self, d_y: Tensor, saved: list[Tensor]) -> Tensor:
         w1, x = saved
         saved.clear()
-        gelu = F.gelu(w1)                                       # f64[24@mb,10,20]
         # w2
+        gelu = F.gelu(w1)                                       # f64[24@mb,10,20]
         add_weight_grad(self.w2_weight, d_y, gelu)              # f64[12,20]{U:mb}
         del gelu
         d_w1 = d_y @ self.w2_weight                             # f64[24@mb,10,20]
         add_grad(self.w2_bias, d_y.sum((0, 1)))                 # f64[12]{U:mb}
         torch.ops.aten.gelu_backward.grad_input(d_w1, w1, grad_input=d_w1)  # f64[24@mb,10,20]
         del w1
+        # w1
         norm, mean, rstd = torch.native_layer_norm(
             x, (12,), self.norm_weight, self.norm_bias, 1e-05)  # f64[24@mb,10,12], f64[24@mb,10,1], f64[24@mb,10,1]
-        # w1
         add_weight_grad(self.w1_weight, d_w1, norm)             # f64[20,12]{U:mb}
         del norm
         d_norm = d_w1 @ self.w1_weight                          # f64[24@mb,10,12]
