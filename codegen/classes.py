@@ -148,23 +148,23 @@ class BlockClass:
 
     def _gathering(self, side: Interface) -> list[Line]:
         """What starts a phase's gathers; ``self.whole`` keeps them until they are taken."""
-        each = _gathered_alike(self.gathered(side))
-        lines = [line for alike in each for line in self._start(alike)]
-        if lines[0].code.startswith("for "):
-            return [Line("self.whole = []"), *lines]
-        return [Line(lines[0].code.replace("+=", "=", 1)), *lines[1:]]
+        lines: list[Line] = []
+        for starts in _gathered_alike(self.gathered(side)):
+            lines += self._start(starts, "+=" if lines else "=")
+        return lines
 
-    def _start(self, starts: Sequence[fx.Node]) -> list[Line]:
+    def _start(self, starts: Sequence[fx.Node], put: str) -> list[Line]:
         """What starts some gathers that are alike: one transfer, or a loop over several."""
         names = [self._attribute(shard) for node in starts for shard in tensor_args(node)]
         whole, alone = names == self._params(), len(starts) == 1
-        shards = f"[{', '.join(names)}]" if not whole else "[*self.parameters()]"
-        each = shards if alone else "[weight]"
-        start = f"self.whole += {c10d.transfer(starts[0], each, moves(starts[0]), self.helpers)}"
+        shards = "[*self.parameters()]" if whole else f"[{', '.join(names)}]"
+        sent = shards if alone else "[weight]"
+        call = c10d.transfer(starts[0], sent, moves(starts[0]), self.helpers)
         if alone:
-            return [Line(start)]
+            return [Line(f"self.whole {put} {call}")]
+        empty = [Line("self.whole = []")] if put == "=" else []
         each = "self.parameters()" if whole else shards
-        return [Line(f"for weight in {each}:"), Line(start, indent=1)]
+        return [*empty, Line(f"for weight in {each}:"), Line(f"self.whole += {call}", indent=1)]
 
     def taken(self, gathered: str, side: Interface) -> str:
         """The weights that a phase begins with, once they are gathered."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from partc.errors import CheckError
 from partc.fingerprint import table
-from partc.folds import Kept
+from partc.folds import spread
 from partc.graph import Graph
 from partc.holders import roles_of
 from partc.program import Program
@@ -14,7 +14,7 @@ from partc.program import Program
 
 def trained(graph: Graph) -> list[str]:
     """The parameters that get a gradient, those of blocks that a graph leaves out among them."""
-    return list(Kept((), graph.folds, (), ()).spread(graph.grads))
+    return list(spread(graph.grads, graph.folds))
 
 
 def check_complete(names: Iterable[str], program: Program) -> None:

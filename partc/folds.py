@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -79,13 +79,18 @@ class Kept:
 
     def spread(self, table: Mapping[str, Entry]) -> dict[str, Entry]:
         """A table by parameter with entries for those of blocks left out too."""
-        found = dict(table)
-        for fold in self.left_out:  # in order: the block before may have been left out as well
-            like = {n: e for n, e in found.items() if n.startswith(f"{fold.like}.")}
-            for number in range(fold.first, fold.last + 1):
-                block = f"{fold.path}.{number}"
-                found |= {block + n.removeprefix(fold.like): entry for n, entry in like.items()}
-        return found
+        return spread(table, self.left_out)
+
+
+def spread(table: Mapping[str, Entry], folds: Iterable[Fold]) -> dict[str, Entry]:
+    """A table by parameter with entries for those of folds too; the folds of a list in order."""
+    found = dict(table)
+    for fold in folds:  # the block before may have been left out as well
+        like = {n: e for n, e in found.items() if n.startswith(f"{fold.like}.")}
+        for number in range(fold.first, fold.last + 1):
+            block = f"{fold.path}.{number}"
+            found |= {block + n.removeprefix(fold.like): entry for n, entry in like.items()}
+    return found
 
 
 def likes_of(kept: Kept | None, num: int) -> list[int]:
