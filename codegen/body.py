@@ -18,7 +18,6 @@ from partc.codegen.spell import first_result, written_over
 from partc.codegen.statements import Statement
 from partc.codegen.storage import owner
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
-from partc.codegen.tidy import AGAIN
 from partc.codegen.transfers import Transfers
 from partc.graph import held, is_tensor, results_of, typed, value
 from partc.passes.storage import GRADS_OF_ACTIVATIONS
@@ -83,7 +82,7 @@ class Body(Transfers):
         """The module that a statement is shown under: a leaf's lines stand with its parent's, and
         what the backward computes again with what it is for.
         """
-        if node.meta.get(AGAIN):
+        if value(node).again:
             return None
         path = inside(value(node).module, self.prefix)
         return path.rpartition(".")[0] or path if path in self.leaves else path

@@ -13,7 +13,7 @@ from torch import fx
 
 from partc.codegen import helpers
 from partc.codegen.safety import FORBIDDEN
-from partc.graph import Graph, held, is_forward, is_tensor, value
+from partc.graph import Graph, has_value, held, is_forward, is_tensor, value
 from partc.moves import carried
 from partc.passes.write_pieces import taken_from
 from partc.quoting import identifier
@@ -79,7 +79,7 @@ def wishes(
     ``given`` names stand, and gradients follow them.
     """
     named = dict(_placeholder_names(graph, prefix))
-    forward = [n for n in graph.calls() if value_or_none(n) and is_forward(n)]
+    forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
     named |= {n: op_name(n) for n in forward}
     named |= dict(_result_names(forward))
     named |= dict(_variable_names(forward))
@@ -132,10 +132,6 @@ def inside(path: str, prefix: str) -> str:
     if path == prefix:
         return ""
     return path.removeprefix(f"{prefix}.") if prefix else path
-
-
-def value_or_none(node: fx.Node) -> bool:
-    return "value" in node.meta
 
 
 def known_as(node: fx.Node) -> str:
@@ -278,7 +274,7 @@ def _unmoved(node: fx.Node) -> fx.Node:
 def _is_argument(node: fx.Node, source: str) -> bool:
     """Whether a module that the line itself calls reads a value: it is not the line's result."""
     path = value(node).module
-    readers = [inside(value(u).module, path) for u in node.users if value_or_none(u)]
+    readers = [inside(value(u).module, path) for u in node.users if has_value(u)]
     return any(
         r and not r.startswith(path) and f"self.{r.split('.')[0]}(" in source for r in readers
     )
@@ -288,7 +284,7 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
     """A module's only value that others read in the forward has the module's name."""
     results: dict[tuple[str, int | None], list[fx.Node]] = {}
     for node in nodes:
-        readers = [value(u).module for u in node.users if value_or_none(u) and is_forward(u)]
+        readers = [value(u).module for u in node.users if has_value(u) and is_forward(u)]
         path = value(node).module
         while path and is_tensor(node):
             if any(not _within(reader, path) for reader in readers):
@@ -311,11 +307,11 @@ def _gradient_names(
     compiled: Mapping[fx.Node, str],
 ) -> Iterator[tuple[fx.Node, str]]:
     """``d_<value>`` for what a backward node computes the gradient of."""
-    by_name = {known_as(n): n for n in reversed(list(graph.calls())) if value_or_none(n)}
+    by_name = {known_as(n): n for n in reversed(list(graph.calls())) if has_value(n)}
     params = graph.params
     final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}
     found: dict[fx.Node, str] = {}
-    forward = [n for n in reversed(list(graph.calls())) if value_or_none(n) and is_forward(n)]
+    forward = [n for n in reversed(list(graph.calls())) if has_value(n) and is_forward(n)]
     known: dict[object, fx.Node] = {_origin(n): n for n in forward}
     known |= {value(n).name: n for n in forward if value(n).name}
     for node in graph.calls():

@@ -19,6 +19,7 @@ from partc.graph import (
     is_forward,
     is_tensor,
     set_held,
+    set_like,
     shape_of,
     update,
     value,
@@ -88,7 +89,7 @@ def _called(
     reads = dict.fromkeys(n for node in members for n in node.all_input_nodes)
     with graph.fx.inserting_after(max(members)):
         call = graph.fx.call_function(function, tuple(n for n in reads if n not in inside))
-    call.meta = dict(outputs[0].meta)
+    set_like(call, outputs[0])
     follows = [value(n).forward for n in [outputs[0], *reversed(members)] if value(n).forward]
     follows = [f for f in follows if stand_ins.get(f)] + follows
     update(call, forward=next(iter(follows), ""))
@@ -99,7 +100,7 @@ def _called(
         for i, output in reversed(list(enumerate(outputs))):
             with graph.fx.inserting_after(call):
                 result = graph.fx.call_function(operator.getitem, (call, i))
-            result.meta = dict(output.meta)
+            set_like(result, output)
             results.insert(1, result)
     for output, result in zip(outputs, results[-len(outputs) :], strict=True):
         output.replace_all_uses_with(result)

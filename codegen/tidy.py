@@ -13,7 +13,6 @@ from partc.codegen.names import known_as
 from partc.graph import (
     Graph,
     block_of,
-    drop_dead,
     first_operand,
     is_backward,
     is_call,
@@ -21,9 +20,9 @@ from partc.graph import (
     update,
     value,
 )
+from partc.graph_edits import drop_dead
 
 aten = torch.ops.aten
-AGAIN = "again"  # in the meta of what a backward makes of forward values alone, and is no gradient
 
 
 def copied(graph: Graph) -> Graph:
@@ -52,11 +51,11 @@ def copied(graph: Graph) -> Graph:
 def _mark_again(graph: Graph) -> None:
     for node in graph.calls():
         forward = not is_backward(node) or bool(value(node).forward)
-        node.meta[AGAIN] = not forward and not any(map(_is_gradient, node.all_input_nodes))
+        update(node, again=not forward and not any(map(_is_gradient, node.all_input_nodes)))
 
 
 def _is_gradient(node: fx.Node) -> bool:
-    return is_backward(node) and not node.meta.get(AGAIN)
+    return is_backward(node) and not value(node).again
 
 
 def _as_contiguous(clone: fx.Node) -> None:

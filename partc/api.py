@@ -22,7 +22,8 @@ from partc.cost import cost_report
 from partc.errors import MemoryLimitError, PlanError
 from partc.fingerprint import Fingerprint
 from partc.folds import likes_of
-from partc.graph import Graph, copied, value
+from partc.graph import Graph, value
+from partc.graph_edits import copied
 from partc.localize import localize, staged_plan
 from partc.memory_limit import Peak, check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh

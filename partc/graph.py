@@ -1,28 +1,25 @@
 """A typed view over ``torch.fx.Graph``: what each value is, where it came from, how it lies on the
 mesh.
 
-Only this module touches ``node.meta``. A graph has placeholders (parameters, buffers, inputs, in
+What partc knows of a node is read and set through this module alone; ``partc.graph_edits`` changes
+graphs. A graph has placeholders (parameters, buffers, inputs, in
 this order), calls of ATen ops or of ``partc.collectives``, and one output, the dict made by
 ``outputs``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
-from torch.fx.graph import _Namespace
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
-from partc.fake_calls import call_on_fakes
 from partc.folds import Fold, Kept
 from partc.mesh import Mesh
 from partc.rows import Rows
@@ -61,6 +58,7 @@ class Value:
     opened: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
     turn: int | None = None  # which piece, of a block that is computed in several
+    again: bool = False  # made of forward values alone in the backward, and no gradient
 
 
 @dataclass
@@ -166,6 +164,10 @@ def value(node: fx.Node) -> Value:
     return known
 
 
+def has_value(node: fx.Node) -> bool:
+    return "value" in node.meta
+
+
 def set_value(node: fx.Node, known: Value) -> None:
     node.meta["value"] = known
 
@@ -173,6 +175,11 @@ def set_value(node: fx.Node, known: Value) -> None:
 def update(node: fx.Node, **changes: Any) -> None:
     """Change some fields of a node's Value."""
     node.meta["value"] = replace(node.meta["value"], **changes)
+
+
+def set_like(copy: fx.Node, node: fx.Node) -> None:
+    """Let a node have all that is known of another, of which it is a copy."""
+    copy.meta = dict(node.meta)
 
 
 def held(node: fx.Node) -> Any:
@@ -184,7 +191,7 @@ def held(node: fx.Node) -> Any:
 
 def set_held(node: fx.Node, fake: Any) -> None:
     node.meta["val"] = fake
-    if isinstance(fake, Tensor) and "value" in node.meta and value(node).shape == ():
+    if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
 
 
@@ -286,81 +293,6 @@ def layout_on(node: fx.Node, axis: str) -> Layout:
     return value(node).sharding.on(axis)
 
 
-def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on the fake values of its argument nodes."""
-    return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), held))
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Adds calls to a graph before one node; they inherit what is known of ``like``."""
-
-    graph: fx.Graph
-    before: fx.Node
-    like: Value
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.before):
-            node = self.graph.call_function(target, args, kwargs)
-        set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
-        set_held(node, run_fake(target, args, kwargs))
-        return node
-
-
-def copied(graph: Graph) -> Graph:
-    """The same graph on nodes of its own."""
-    nodes = fx.Graph()
-    result = nodes.graph_copy(graph.fx, {})
-    nodes.output(result)
-    return replace(graph, fx=nodes)
-
-
-# rewriting -----------------------------------------------------------------------------------
-def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call right before ``node``, with that node's origin and its own fake result."""
-    with node.graph.inserting_before(node):
-        new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
-    fake = run_on_fakes(new)
-    new.meta["value"] = replace(value(node), kind="op", shape=(), dtype=torch.float32)
-    new.meta["draw"] = draw_of(node)
-    set_held(new, fake)
-    return new
-
-
-def run_on_fakes(node: fx.Node) -> Any:
-    """The fake result of a call; factories give fakes as well."""
-    return run_fake_of(node.graph, node.target, node.args, node.kwargs)
-
-
-def run_fake_of(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on fakes of a graph; one that reads no tensor gives a fake as well, and so
-    takes no memory.
-    """
-    with _fake_mode(graph):
-        return run_fake(target, args, kwargs)
-
-
-def replace_by(old: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` be read wherever ``old`` was, erase ``old``, and remember for what ``new``
-    stands.
-    """
-    old.replace_all_uses_with(new)
-    stand_in(old, new)
-    old.graph.erase_node(old)
-
-
-def stand_in(old: fx.Node, new: fx.Node) -> None:
-    """Remember that backward nodes which name ``old`` as their forward now mean ``new``."""
-    new.meta.setdefault("stands_for", []).extend([old.name, *old.meta.get("stands_for", [])])
-
-
-def drop_dead(graph: Graph) -> None:
-    """Erase the calls that nobody reads."""
-    for node in reversed(list(graph.calls())):
-        if not node.users:
-            graph.fx.erase_node(node)
-
-
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether an argument is a call of one of these ops."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
@@ -371,33 +303,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(held(node).shape)
 
 
-def rename_calls(graph: Graph) -> None:
-    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were
-    replaced.
-    """
-    stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
-    stand_ins |= {n.name: n for n in graph.fx.nodes}
-    names = graph.fx._graph_namespace = _Namespace()
-    forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
-    for node in graph.fx.nodes:
-        word = op_word(node.target) if node.op == "call_function" else node.name
-        node.name = names.create_name(word, node)
-    for node, of in forward.items():
-        update(node, forward=of.name if of is not None else "")
-
-
 def op_word(target: Any) -> str:
     """The short name of an op or function: ``mul`` for ``aten.mul.Tensor``."""
     word: str = getattr(target, "_opname", None) or target.__name__
     return word.lstrip("_")
-
-
-def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
-    """A fake tensor of this graph with the shape and dtype of a real one."""
-    with _fake_mode(graph):
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _fake_mode(graph: fx.Graph) -> Any:
-    """The mode that the graph's fake tensors belong to, so that factories give fakes too."""
-    return detect_fake_mode(next(iter(graph.nodes)).meta.get("val")) or nullcontext()

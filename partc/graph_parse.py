@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partc import collectives, ops
 from partc.errors import UsageError
-from partc.graph import Graph, Outputs, Value, run_fake, set_held, set_value, update
+from partc.graph import Graph, Outputs, Value, set_held, set_value, update
+from partc.graph_edits import run_fake
 from partc.mesh import Mesh
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 

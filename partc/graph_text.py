@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, Value, held, typed, value
+from partc.graph import Graph, Value, held, is_tensor, typed, value
 from partc.sharding import DTYPE_NAMES
 
 WIDTH = 44  # columns before a value's type
@@ -122,5 +122,5 @@ def _output_lines(graph: Graph) -> Iterator[str]:
 
 def _is_local(graph: Graph) -> bool:
     """Whether the graph's own shapes are one rank's pieces."""
-    tensors = [n for n in graph.fx.nodes if isinstance(n.meta.get("val"), Tensor)]
+    tensors = [n for n in graph.fx.nodes if is_tensor(n)]
     return any(tuple(held(n).shape) != value(n).shape for n in tensors)

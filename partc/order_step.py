@@ -9,7 +9,8 @@ from torch import fx
 
 from partc import collectives
 from partc.collective_cost import collective_seconds
-from partc.graph import Graph, copied
+from partc.graph import Graph
+from partc.graph_edits import copied
 from partc.mesh import Mesh
 from partc.moves import kind_of
 from partc.passes.bytes import put_in_bytes

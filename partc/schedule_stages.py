@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from partc.early_sums import with_early_sums
 from partc.errors import PlanError
 from partc.folds import likes_of
-from partc.graph import Graph, copied
+from partc.graph import Graph
+from partc.graph_edits import copied
 from partc.memory_limit import memory_limits
 from partc.mesh import Mesh
 from partc.order_step import GAIN, PIECES, call_seconds, fastest, most_gained, start_seconds

@@ -20,13 +20,15 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
-    fake_like,
+    held,
     set_draw,
     set_held,
+    set_like,
     set_value,
     update,
     value,
 )
+from partc.graph_edits import fake_like
 from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
 from partc.passes.fold_layers import Unfolded, confirm, fold_layers
@@ -191,7 +193,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
     for node, kind, name in zip(
         placeholders, kinds, (*names.params, *names.buffers, *inputs), strict=True
     ):
-        fake = node.meta["val"]
+        fake = held(node)
         node._rename(name.replace(".", "_"))
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
@@ -273,7 +275,8 @@ def _number(node: fx.Node, tensor: Tensor) -> fx.Node:
         new = node.graph.call_function(
             torch.ops.aten.full.default, ([], tensor.item()), {"dtype": tensor.dtype}
         )
-    new.meta = {**node.meta, "val": fake_like(node.graph, tensor)}
+    set_like(new, node)
+    set_held(new, fake_like(node.graph, tensor))
     return new
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from partc.errors import TraceError
 from partc.fingerprint import Fingerprint
 from partc.folds import Kept
-from partc.graph import Graph, copied
+from partc.graph import Graph
+from partc.graph_edits import copied
 from partc.trace import trace
 
 State = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]

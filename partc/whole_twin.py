@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import held, is_tensor, results_of, set_held, set_value, value
+from partc.graph import held, is_tensor, results_of, set_held, set_like, set_value, value
 from partc.rules.call import local_call, parameters
 from partc.rules.notation import resolve
 from partc.rules.strategy import applied
@@ -33,7 +33,7 @@ def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
         None if carrier is None else _whole_fake(carrier, fake)
         for carrier, fake in zip(outs, results_of(node), strict=True)
     ]
-    twin.meta = dict(node.meta)
+    set_like(twin, node)
     set_held(twin, results[0] if is_tensor(node) else results)
     entry = find(node.target)
     if entry is not None and (entry.sizes or entry.scales):

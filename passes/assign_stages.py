@@ -19,7 +19,6 @@ from partc.errors import PlanError
 from partc.graph import (
     Graph,
     Outputs,
-    Writer,
     held,
     is_weight,
     set_held,
@@ -28,6 +27,7 @@ from partc.graph import (
     update,
     value,
 )
+from partc.graph_edits import Writer
 from partc.passes.microbatches import given
 
 aten = torch.ops.aten

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from partc.graph import Graph, rename_calls
+from partc.graph import Graph
+from partc.graph_edits import rename_calls
 from partc.passes.cancel_transposes import cancel_transposes
 from partc.passes.drop_noops import drop_noops
 from partc.passes.fold_dropout import fold_dropout

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from partc import collectives, ops
-from partc.graph import Graph, call_before, drop_dead, is_call, picked, shape_of, update, value
+from partc.graph import Graph, is_call, picked, shape_of, update, value
+from partc.graph_edits import call_before, drop_dead
 from partc.passes.open_means import NLL
 from partc.sharding import R
 

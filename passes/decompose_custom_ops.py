@@ -11,7 +11,8 @@ from torch._library.custom_ops import OPDEFS
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import TraceError
-from partc.graph import Graph, held, replace_by, set_held, set_value, value
+from partc.graph import Graph, held, set_held, set_value, value
+from partc.graph_edits import replace_by
 
 OWN = ("aten", "prims", "prim")
 
@@ -52,7 +53,7 @@ def _splice(node: fx.Node, body: fx.Graph) -> None:
     for inner, copy in inputs.items():
         if inner.op == "call_function":
             set_value(copy, value(node))
-            set_held(copy, inner.meta["val"])
+            set_held(copy, held(inner))
     if isinstance(results, fx.Node):
         replace_by(node, results)
         return

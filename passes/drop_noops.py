@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, drop_dead, held, is_tensor, replace_by, shape_of, value
+from partc.graph import Graph, held, is_tensor, shape_of, value
+from partc.graph_edits import drop_dead, replace_by
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from partc import ops
-from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shape_of, value
+from partc.graph import Graph, is_call, shape_of, value
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 EMPTY = (aten.empty_like.default, aten.new_empty.default)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from partc.ancestors import ancestors
-from partc.graph import Graph, drop_dead
+from partc.graph import Graph, held
+from partc.graph_edits import drop_dead
 
 aten = torch.ops.aten
 IS_CAUSAL: dict[Any, int] = {  # attention op -> position of its is_causal argument
@@ -91,7 +92,7 @@ def _evaluate(steps: list[fx.Node]) -> Tensor | None:
     """
     env: dict[fx.Node, Any] = {}
     for node in steps:
-        fake = node.meta["val"]
+        fake = held(node)
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         if node.target is aten.expand.default:
             env[node] = _aligned(env[node.args[0]], fake.dim())  # type: ignore[index]
@@ -116,13 +117,13 @@ class _Expanded(dict[fx.Node, Any]):
         self.env = env
 
     def __missing__(self, node: fx.Node) -> Any:
-        known, fake = self.env[node], node.meta["val"]
+        known, fake = self.env[node], held(node)
         return known.expand(fake.shape) if isinstance(known, Tensor) else known
 
 
 def _elements(node: fx.Node) -> int:
     """The most elements of what a call reads and makes."""
-    fakes = [n.meta["val"] for n in (node, *node.all_input_nodes)]
+    fakes = [held(n) for n in (node, *node.all_input_nodes)]
     return max(prod(fake.shape) for fake in fakes if isinstance(fake, Tensor))
 
 

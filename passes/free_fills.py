@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from partc.graph import Graph, call_before, drop_dead, replace_by, value
+from partc.graph import Graph, value
+from partc.graph_edits import call_before, drop_dead, replace_by
 from partc.passes.microbatches import given
 
 aten = torch.ops.aten

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from partc.errors import TraceError
-from partc.graph import Graph, call_before, drop_dead, held, stand_in, value
+from partc.graph import Graph, held, value
+from partc.graph_edits import call_before, drop_dead, stand_in
 from partc.passes.views import UNDO, Step, step_of
 
 aten = torch.ops.aten

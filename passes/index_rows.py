@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shape_of, value
+from partc.graph import Graph, is_call, shape_of, value
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 WHOLE_NUMBERS = (torch.int32, torch.int64)

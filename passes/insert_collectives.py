@@ -19,12 +19,12 @@ from partc.graph import (
     held,
     picked,
     results_of,
-    run_fake,
     set_held,
     set_value,
     tensor_args,
     value,
 )
+from partc.graph_edits import run_fake
 from partc.mesh import Mesh
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
 from partc.passes.microbatches import MB, check_microbatches, given

@@ -26,17 +26,8 @@ from torch import fx
 
 from partc import collectives
 from partc.collective_cost import collective_seconds
-from partc.graph import (
-    Graph,
-    Value,
-    block_of,
-    first_operand,
-    held,
-    run_on_fakes,
-    set_held,
-    set_value,
-    value,
-)
+from partc.graph import Graph, Value, block_of, first_operand, held, set_held, set_value, value
+from partc.graph_edits import run_on_fakes
 from partc.mesh import Mesh
 from partc.moves import gathers_param, kind_of
 from partc.passes.share_gathers import stretch_of

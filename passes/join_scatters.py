@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shape_of
+from partc.graph import Graph, is_call, shape_of
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 slice_scatter = aten.slice_scatter.default

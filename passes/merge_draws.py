@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, draw_of, drop_dead, replace_by, shape_of, value
+from partc.graph import Graph, draw_of, shape_of, value
+from partc.graph_edits import drop_dead, replace_by
 
 aten = torch.ops.aten
 FILLS = (  # random ops that read nothing but the shape of a tensor argument

@@ -8,17 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from partc.graph import (
-    Graph,
-    Value,
-    drop_dead,
-    held,
-    is_tensor,
-    replace_by,
-    tensor_args,
-    update,
-    value,
-)
+from partc.graph import Graph, Value, held, is_tensor, tensor_args, update, value
+from partc.graph_edits import drop_dead, replace_by
 from partc.passes.microbatches import given
 
 

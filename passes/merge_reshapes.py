@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from partc.graph import Graph, drop_dead, is_call, replace_by, shape_of
+from partc.graph import Graph, is_call, shape_of
+from partc.graph_edits import drop_dead, replace_by
 
 reshape = torch.ops.aten.reshape.default
 

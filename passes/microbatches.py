@@ -16,7 +16,8 @@ from torch import fx
 
 from partc import collectives
 from partc.errors import PlanError
-from partc.graph import Graph, call_before, draw_of, op_word, picked, shape_of, update, value
+from partc.graph import Graph, draw_of, op_word, picked, shape_of, update, value
+from partc.graph_edits import call_before
 from partc.mesh import Mesh
 from partc.passes.open_means import NLL
 

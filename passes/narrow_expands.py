@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shape_of, value
+from partc.graph import Graph, is_call, shape_of, value
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 BINARY = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)

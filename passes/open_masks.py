@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, call_before, drop_dead, held, replace_by, shape_of
+from partc.graph import Graph, held, shape_of
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, call_before, drop_dead, replace_by, shape_of, value
+from partc.graph import Graph, shape_of, value
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # torch's codes for a loss's reduction

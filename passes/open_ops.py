@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, Writer, held, op_word, picked, value
+from partc.graph import Graph, held, op_word, picked, value
+from partc.graph_edits import Writer
 
 aten = torch.ops.aten
 Results = tuple[Any, ...]  # one node (or None) per result of the opened op

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, call_before, drop_dead, held, is_call, replace_by, shape_of
+from partc.graph import Graph, held, is_call, shape_of
+from partc.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from partc.folds import Fold, StageLike
-from partc.graph import Graph, Outputs, Phase, update, value
+from partc.graph import Graph, Outputs, Phase, set_like, update, value
 
 
 def repeat_stages(compiled: Sequence[Graph], whole: Graph) -> list[Graph]:
@@ -37,7 +37,7 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
         if node.op == "output":
             continue
         copy = copies[node] = nodes.node_copy(node, copies.__getitem__)
-        copy.meta = dict(node.meta)
+        set_like(copy, node)
         known = value(copy)
         name = like.moved(known.name) if known.kind in ("param", "buffer") else known.name
         update(copy, name=name, module=like.moved(known.module), stage=number)

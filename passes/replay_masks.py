@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from partc import ops
-from partc.graph import Graph, held, run_fake_of, set_held, set_value, value
+from partc.graph import Graph, held, set_held, set_value, value
+from partc.graph_edits import run_fake_of
 from partc.sharding import REPLICATED
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from partc.graph import Graph, Writer, held, set_held, set_value, update, value
+from partc.graph import Graph, held, set_held, set_value, update, value
+from partc.graph_edits import Writer
 
 aten = torch.ops.aten
 

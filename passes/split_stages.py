@@ -27,6 +27,7 @@ from partc.graph import (
     held,
     is_weight,
     set_held,
+    set_like,
     set_value,
     stage_of,
     value,
@@ -169,7 +170,7 @@ class _Stage:
             self._receive(node)
         for node in calls:
             copy = self.out.node_copy(node, lambda n: self.copies[n])
-            copy.meta = dict(node.meta)
+            set_like(copy, node)
             set_value(copy, replace(value(node), phase=self.phases[node], stage=self.number))
             self.copies[node] = copy
         self.out.output(self._outputs(sent).as_dict())

@@ -12,7 +12,8 @@ from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, copied, held, is_tensor, is_weight, tensor_args, value
+from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
+from partc.graph_edits import copied
 from partc.passes.alike_blocks import blocks_of, prefixes
 from partc.passes.cut_stages import Unit
 from partc.passes.memory import STATE_COPIES

@@ -22,7 +22,8 @@ from torch import fx
 
 from partc import collectives
 from partc.collective_cost import collective_seconds
-from partc.graph import Graph, first_operand, held, run_fake, set_held, set_value, value
+from partc.graph import Graph, first_operand, held, set_held, set_value, value
+from partc.graph_edits import run_fake
 from partc.mesh import Mesh
 from partc.passes.join_collectives import stack_block_of, ways_out
 from partc.passes.reshard import is_innermost

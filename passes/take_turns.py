@@ -21,7 +21,8 @@ from itertools import groupby
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, drop_dead, tensor_args, value
+from partc.graph import Graph, tensor_args, value
+from partc.graph_edits import drop_dead
 from partc.passes.cut_region import Found, Region
 from partc.passes.write_pieces import Pieces, block_of
 

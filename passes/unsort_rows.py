@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from partc import ops
-from partc.graph import Graph, call_before, drop_dead, is_call, replace_by, shape_of
+from partc.graph import Graph, is_call, shape_of
+from partc.graph_edits import call_before, drop_dead, replace_by
 from partc.rules.rows import ascends, mark, quotient
 
 aten = torch.ops.aten

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from partc.errors import TraceError
-from partc.graph import call_before, held, value
+from partc.graph import held, value
+from partc.graph_edits import call_before
 
 aten = torch.ops.aten
 

@@ -16,12 +16,12 @@ from partc.graph import (
     held,
     is_tensor,
     picked,
-    run_fake,
     set_held,
     set_value,
     tensor_args,
     value,
 )
+from partc.graph_edits import run_fake
 from partc.mesh import Mesh
 from partc.passes.cut_region import Region, piece_shape, twin
 from partc.rules import Strategy, localize

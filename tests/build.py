@@ -11,15 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from partc import collectives, ops
-from partc.graph import (
-    Graph,
-    Outputs,
-    Value,
-    run_fake,
-    set_held,
-    set_value,
-    value,
-)
+from partc.graph import Graph, Outputs, Value, set_held, set_value, value
+from partc.graph_edits import run_fake
 from partc.mesh import Mesh
 from partc.sharding import Layout, R, Sharding, U, cut
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from partc.graph import Value, run_fake, set_held, set_value
+from partc.graph import Value, set_held, set_value
+from partc.graph_edits import run_fake
 from partc.rules import Strategy, strategies
 from partc.sharding import Layout
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from partc import collectives
-from partc.graph import Graph, held, run_fake, set_held, tensor_args, typed
+from partc.graph import Graph, held, set_held, tensor_args, typed
+from partc.graph_edits import run_fake
 from partc.moves import moves
 
 aten = torch.ops.aten

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from partc.graph import Graph, drop_dead, value
+from partc.graph import Graph, value
+from partc.graph_edits import drop_dead
 from partc.graph_parse import parse_graph
 from partc.interpret import run_graph
 from partc.passes.canonicalize import PASSES, canonicalize

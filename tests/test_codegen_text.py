@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 from partc.codegen.spell import spell
 from partc.codegen.text import PRODUCT, SUM, WIDTH, Line, Text, block, wrap
-from partc.graph import Value, run_fake, set_held, set_value
+from partc.graph import Value, set_held, set_value
+from partc.graph_edits import run_fake
 
 aten = torch.ops.aten
 

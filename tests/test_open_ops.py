@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from partc.graph import Graph, Value, run_fake, set_held, set_value
+from partc.graph import Graph, Value, set_held, set_value
+from partc.graph_edits import run_fake
 from partc.passes.open_ops import open_op, opens
 
 aten = torch.ops.aten

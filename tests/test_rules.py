@@ -10,7 +10,8 @@ from torch import fx
 
 from partc import ops
 from partc.errors import RuleError
-from partc.graph import Value, held, run_fake, set_held, set_value
+from partc.graph import Value, held, set_held, set_value
+from partc.graph_edits import run_fake
 from partc.rules import Strategy, has_rule, strategies
 from partc.rules.notation import parse, resolve
 from partc.rules.table import RULES, name_of

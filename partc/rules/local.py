@@ -19,7 +19,8 @@ from torch import fx
 
 from partc import ops
 from partc.collectives import axis_index
-from partc.graph import held, results_of, run_fake_of, set_held, set_value, value
+from partc.graph import held, results_of, set_held, set_value, value
+from partc.graph_edits import run_fake_of
 from partc.mesh import Mesh
 from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, whole_call
 from partc.rules.notation import resolve

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from partc import ops
-from partc.graph import results_of, tensor_args, value
+from partc.graph import results_of, tensor_args, update, value
 from partc.rows import Rows
 from partc.rules.table import find
 from partc.sharding import Layout, R, U, cut
@@ -278,4 +278,4 @@ def mark(graph: fx.Graph) -> None:
 
 def _note(node: fx.Node, rows: Rows | None) -> None:
     if value(node).rows != rows:
-        node.meta["value"] = replace(value(node), rows=rows)
+        update(node, rows=rows)

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
-from partc.graph import Value, held, is_tensor, run_fake, set_held, set_value, value
+from partc.graph import Value, held, is_tensor, set_held, set_value, value
+from partc.graph_edits import run_fake
 from partc.rules.table import name_of
 from partc.sharding import DTYPE_NAMES
 

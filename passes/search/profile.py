@@ -17,7 +17,8 @@ import numpy as np
 from torch import Tensor, fx
 
 from partc import collectives
-from partc.graph import Graph, Value, copied, held, picked, tensor_args, value
+from partc.graph import Graph, Value, held, picked, tensor_args, value
+from partc.graph_edits import copied
 from partc.mesh import Mesh
 from partc.moves import kind_of
 from partc.passes import recompute as recomputing
