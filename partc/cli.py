@@ -87,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--stages", metavar="A,B", help="module paths where stages 1, 2, ... begin")
     made.add_argument("--chunks", type=int, help="stages per pipeline rank, where they are chosen")
     made.add_argument(
+        "--recompute", metavar="WHAT",
+        help="in the backward: cheap, none, attention, block, or module paths A,B",
+    )  # fmt: skip
+    made.add_argument(
         "--compile", choices=["none", "inductor"], help="leave computing to torch.compile"
     )
     made.add_argument("--memory-bytes", type=int, help="what a rank may hold at its peak")

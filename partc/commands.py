@@ -39,7 +39,7 @@ def compile_command(args: argparse.Namespace) -> int:
         program = api.compile(
             target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
             microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
-            stages=args.stages.split(",") if args.stages else None,
+            stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
             memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
         )  # fmt: skip
     program.save(args.out)
@@ -53,6 +53,14 @@ def compile_command(args: argparse.Namespace) -> int:
     run = f"run it: torchrun --nproc-per-node {num} {args.out.rstrip('/')}/run.py"
     _tell(args, f"{program.cost}\n{args.out}: {files}\n{run}", told)
     return 0
+
+
+def _recompute(args: argparse.Namespace) -> str | list[str] | None:
+    """A word of the plan's, or a list of module paths."""
+    from partc.plan import RECOMPUTES
+
+    words = (None, *RECOMPUTES)
+    return args.recompute if args.recompute in words else args.recompute.split(",")
 
 
 def explain_command(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from partc.sharding import Layout, R, Sharding, cut
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # axis -> cut
 COMPILERS = ("none", "inductor")  # of what a program computes between transfers
+RECOMPUTES = ("cheap", "none", "attention", "block")  # by the backward, beside modules by path
 _FIELDS = {
     "mesh",
     "preset",
@@ -349,7 +350,7 @@ def _escape(text: str) -> str:
 def _check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
         "batch_norm": ("global", "local"),
-        "recompute": ("cheap", "none", "attention", "block"),
+        "recompute": RECOMPUTES,
         "compile": COMPILERS,
         "reduce": ("step", "microbatch"),
     }

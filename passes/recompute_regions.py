@@ -19,7 +19,7 @@ from partc.moves import gathers_param
 from partc.passes.alike_blocks import blocks_of, prefixes
 from partc.passes.copy_forward import Copies, Home
 from partc.passes.replay_masks import draws_numbers, note_draws
-from partc.plan import Plan, fits
+from partc.plan import RECOMPUTES, Plan, fits
 
 
 def recompute_regions(graph: Graph, plan: Plan) -> Graph:
@@ -70,7 +70,8 @@ def _check_pattern(graph: Graph, pattern: str) -> None:
             where=f"plan, recompute, {pattern!r}",
             what="no module that runs is called so",
             why="a path, or a pattern with *, names the modules whose values are computed again",
-            do=f"Name some of {', '.join([*paths][:8])}.",
+            do=f"Write {', '.join(map(repr, RECOMPUTES))}, or a list with some of "
+            f"{', '.join(filter(None, [*paths][:8]))}.",
         )
 
 

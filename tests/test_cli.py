@@ -168,6 +168,18 @@ def test_compile_writes_a_folder(
     assert main(["check", out]) == 0
 
 
+@pytest.mark.parametrize(("said", "written"), [("block", '"block"'), ("up,down", '["up", "down"]')])
+def test_what_is_computed_again_is_a_word_or_paths(
+    tmp_path: Path, said: str, written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "build"
+    named = ["compile", MODEL, "--mesh", "dp=2", "--plan", "fsdp", "--out", str(out)]
+    assert main([*named, "--recompute", said]) == 0
+    assert f"recompute = {written}" in (out / "plan.toml").read_text()
+    assert main([*named, "--recompute", "blocks"]) == 2
+    assert "'block'" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_one_line_and_writes_nothing(
     tmp_path: Path, compiles: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
