@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from partc import ops
+from partc.codegen.buffers_in_place import SIGNS
 from partc.codegen.helpers import Outlined
 from partc.codegen.inline import is_free, is_pointwise
 from partc.codegen.names import inside
@@ -21,11 +21,9 @@ from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.codegen.transfers import Transfers
 from partc.graph import held, is_tensor, results_of, typed, value
 from partc.passes.storage import GRADS_OF_ACTIVATIONS
-from partc.quoting import comment
+from partc.quoting import comment, literal
 
 INDENT = 2  # levels, of the body of a method
-SIGNS = {torch.ops.aten.add.Tensor: "+", torch.ops.aten.sub.Tensor: "-",
-         torch.ops.aten.mul.Tensor: "*"}  # fmt: skip
 
 
 @dataclass
@@ -102,9 +100,10 @@ class Body(Transfers):
             return self._last_store(node)
         into = self.accumulated.get(node)
         if into is not None and into in self.seen and node.target in SIGNS:
-            rest = next(n for n in node.all_input_nodes if n is not into)
+            rest = next(a for a in node.args if a is not into)
             self.seen[node] = self.seen[into]
-            code = f"{self.seen[node]} {SIGNS[node.target]}= {self.text(rest)}"
+            other = self.text(rest) if isinstance(rest, fx.Node) else literal(rest)
+            code = f"{self.seen[node]} {SIGNS[node.target]}= {other}"
             return Statement([Line(code, comment(typed(node)))], binds=[node])
         if into is not None and into in self.seen and node.target in GRADS_OF_ACTIVATIONS:
             code = written_over(self.expression(node), self.seen[into])

@@ -13,6 +13,7 @@ from partc import collectives
 from partc.codegen.backends import c10d
 from partc.codegen.blocks import Run
 from partc.codegen.body import Body
+from partc.codegen.buffers_in_place import updates
 from partc.codegen.equal import Group, ends_step, made_in_step
 from partc.codegen.expressions import ADDS
 from partc.codegen.frees import Ledger, free_blocks
@@ -313,11 +314,12 @@ class BlockClass:
         }
 
     def _updates(self, side: Interface, body: Body) -> list[Line]:
-        return [
-            Line(f"self.{attribute}.copy_({body.text(node)})")
+        places = {
+            node: f"self.{attribute}"
             for node, attribute in self._written(side.group).items()
             if side.group.nodes.index(node) not in side.listed
-        ]
+        }
+        return updates(places, body.text)
 
     def _returned(self, side: Interface, body: Body) -> str:
         nodes = side.group.nodes

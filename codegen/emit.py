@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop, Run, arrange
+from partc.codegen.buffers_in_place import keep_statistics, updates
 from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.compiled import compiled
 from partc.codegen.equal import made_in_step
@@ -60,6 +61,8 @@ def emit(
     what it computes between transfers is left to torch.compile.
     """
     graph = copied(graph)
+    if not inductor:
+        keep_statistics(graph)
     items, sides = arranged(graph)
     helpers = Helpers(messages=messages)
     items = outlined(graph, items, helpers)
@@ -303,15 +306,12 @@ class RoleText:
         return stored
 
     def buffer_updates(self, body: StepBody) -> list[Line]:
-        lines = []
-        for name, node in self.graph.outputs.buffers.items():
-            if node in body.seen:
-                lines.append(
-                    Line(
-                        f"{read(self.attributes[self.graph.buffers[name]])}.copy_({body.text(node)})"
-                    )
-                )
-        return lines
+        places = {
+            node: read(self.attributes[self.graph.buffers[name]])
+            for name, node in self.graph.outputs.buffers.items()
+            if node in body.seen
+        }
+        return updates(places, body.text)
 
     def _result(self, body: StepBody) -> str:
         outputs = self.graph.outputs

@@ -10,6 +10,7 @@ from torch import fx
 
 from partc import collectives, ops
 from partc.codegen.backends import c10d
+from partc.codegen.buffers_in_place import counted
 from partc.codegen.equal import ends_step
 from partc.codegen.helpers import Helpers, Outlined
 from partc.codegen.inline import inlined
@@ -91,6 +92,7 @@ class Expressions:
             for node, into in sums.items()
             if node not in in_line | self.summed and (is_sum(node) or into not in in_line)
         }
+        self.accumulated |= {} if self.fused else counted(self.graph, {*self.order})
         self.becomes = {into: node for node, into in self.accumulated.items()}
         fixed |= self.becomes.keys()
         self.inlined = inlined(self.order, fixed, self.named, self.accumulated)

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from partc.codegen.alike_stages import declared, given
 from partc.codegen.blocks import Loop, Run
+from partc.codegen.buffers_in_place import keep_statistics, updates
 from partc.codegen.classes import LEFT, BlockClass
 from partc.codegen.compiled import compiled
 from partc.codegen.emit import RoleText, arranged, read
@@ -66,6 +67,8 @@ def stage_text(
     ``inductor`` what it computes between transfers is left to torch.compile.
     """
     graph = copied(graph)
+    if not inductor:
+        keep_statistics(graph)
     if layers is not None:
         graph = count_from_first(graph, layers)
     ends = take_ends(graph)
@@ -242,11 +245,12 @@ class StageText(RoleText):
 
     def _updates(self, body: StepBody) -> list[Line]:
         """New values of buffers that this method makes."""
-        mine = {n: b for n, b in self.graph.outputs.buffers.items() if b in body.place}
-        return [
-            Line(f"{read(self.attributes[self.graph.buffers[n]])}.copy_({body.text(b)})")
-            for n, b in mine.items()
-        ]
+        places = {
+            node: read(self.attributes[self.graph.buffers[name]])
+            for name, node in self.graph.outputs.buffers.items()
+            if node in body.place
+        }
+        return updates(places, body.text)
 
     def _tensor_of(self, phase: Phase) -> str:
         """A tensor on this rank's device that a method can read."""

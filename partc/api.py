@@ -85,13 +85,13 @@ def compile(
     torch's pipelining writes them; without one it is 1f1b, or forward-only for inference),
     ``stages`` the module paths at which stages 1, 2, ... begin; without them stages are cut evenly
     by cost, ``chunks`` on each rank. A program whose predicted peak on any rank, with AdamW's
-    states, is beyond ``memory_bytes`` is refused. ``recompute`` is what the backward computes again
-    instead of reading it (activation checkpointing): "cheap" values, "none", "attention", each whole
-    "block", or what the modules at these paths compute. ``compile="inductor"`` leaves what the program
-    computes between transfers to torch.compile, each block once. ``objective``: what "auto" makes
-    least, the "time" of a step, or "dollars" or "energy" of a token, for which an open mesh may be
-    used in part. Raises a PartcError in four parts: TraceError, PlanError, ShardingError or
-    CheckError.
+    states, is beyond ``memory_bytes`` is refused. ``recompute`` is what the backward computes
+    again instead of reading it (activation checkpointing): "cheap" values, "none", "attention",
+    each whole "block", or what the modules at these paths compute. ``compile="inductor"`` leaves
+    what the program computes between transfers to torch.compile, each block once. ``objective``:
+    what "auto" makes least, the "time" of a step, or "dollars" or "energy" of a token, for which
+    an open mesh may be used in part. Raises a PartcError in four parts: TraceError, PlanError,
+    ShardingError or CheckError.
     """
     wanted = read_plan(plan)
     given: dict[str, Any] = {

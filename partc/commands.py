@@ -59,8 +59,8 @@ def _recompute(args: argparse.Namespace) -> str | list[str] | None:
     """A word of the plan's, or a list of module paths."""
     from partc.plan import RECOMPUTES
 
-    words = (None, *RECOMPUTES)
-    return args.recompute if args.recompute in words else args.recompute.split(",")
+    said: str | None = args.recompute
+    return said if said is None or said in RECOMPUTES else said.split(",")
 
 
 def explain_command(args: argparse.Namespace) -> int:

@@ -1,0 +1,69 @@
+"""New values of buffers are written where the old ones lie, where nobody reads these any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+
+DEEP = 6
+
+
+class Net(nn.Module):
+    """Equal blocks that normalise over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(DEEP)
+        )
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        y: Tensor = self.out(x)
+        return y
+
+
+def squared(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).pow(2).mean()
+    return loss
+
+
+def compiled(mesh: Any, plan: str, **options: Any) -> str:
+    """The program's text; its losses, gradients and buffers are those of the model."""
+    torch.manual_seed(0)
+    model, batch = Net(), (torch.randn(16, 16),)
+    program = partc.compile(model, mesh, batch, loss=squared, plan=plan, **options)
+    partc.verify(program, model, batch, loss=squared).check()
+    return program.source()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [({}, {}), ("pp=2", {"microbatches": 4}), ({}, {"recompute": "none"})],
+)
+def test_the_kernel_writes_running_statistics(mesh: Any, options: dict[str, Any]) -> None:
+    text = compiled(mesh, "ddp", **options)
+    assert "torch.native_batch_norm(" in text
+    assert "num_batches_tracked += 1" in text
+    assert ".copy_(" not in text
+
+
+@pytest.mark.parametrize("mesh", [{}, "pp=2"])
+def test_a_norm_that_is_computed_again_has_none(mesh: Any) -> None:
+    text = compiled(mesh, "ddp", microbatches=2, recompute="block")
+    forward, _, backward = text.partition("def backward")
+    assert "_running_mean, " in forward.split("torch.native_batch_norm(")[1]
+    assert "None, None, training=True" in backward
+
+
+def test_cut_statistics_are_gathered_before_they_are_written() -> None:
+    text = compiled("tp=2", "megatron")
+    assert "_native_batch_norm_legit_functional(" in text
+    assert "running_mean.copy_(" in text
