@@ -91,6 +91,19 @@ def skipping(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
         yield
 
 
+def no_calls(model: nn.Module, folds: Sequence[Fold]) -> str:
+    """A block among those to be left out that cannot be, as it is a list itself that others walk
+    through; "" if there is none.
+    """
+    walked = (
+        f"{path}.{index}"
+        for (path, index), module in members(model)
+        if type(module).forward is nn.Module.forward
+        and any(fold.covers(f"{path}.{index}") for fold in folds)
+    )
+    return next(walked, "")
+
+
 def members(model: nn.Module) -> Iterator[tuple[Owner, nn.Module]]:
     """Every member of an outermost list of modules."""
     for name, module in model.named_modules():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from partc.between_blocks import adopt_between
 from partc.capture import SMALL_BYTES, Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
 from partc.folds import Fold, Kept
@@ -33,7 +34,7 @@ from partc.passes.canonicalize import canonicalize
 from partc.passes.decompose_custom_ops import decompose_custom_ops
 from partc.passes.fold_layers import Unfolded, confirm, fold_layers
 from partc.passes.functionalize import functionalize
-from partc.scan_blocks import skipping, spare_blocks
+from partc.scan_blocks import no_calls, skipping, spare_blocks
 from partc.source_lines import module_of, source_of
 
 
@@ -58,6 +59,8 @@ def trace(
         return _functional(model, inputs, names, objective, train, left_out)
 
     if kept is not None:
+        if path := no_calls(model, kept.left_out):
+            raise Unfolded(path)
         graph = functional(kept.left_out)
         confirm(graph, kept)
     elif fold:
@@ -317,7 +320,6 @@ def _keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]
 # provenance ----------------------------------------------------------------------------------
 def _describe(graph: Graph) -> None:
     """Give every call its Value: module, source, phase, and in the backward its forward node."""
-    forward: dict[int, fx.Node] = {}
     for node in graph.calls():
         noted = node.meta.get("custom", {})
         fake = node.meta.get("val")
@@ -329,10 +331,17 @@ def _describe(graph: Graph) -> None:
         set_value(node, known)
         set_held(node, fake)
         set_draw(node, noted.get("draw", ""))
-        if noted.get("phase") == "B":
+    adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
+    forward: dict[int, fx.Node] = {}
+    for node in graph.calls():
+        if _is_noted_backward(node):
             _describe_backward(node, forward)
         else:
             forward.setdefault(node.meta.get("seq_nr", -1), node)
+
+
+def _is_noted_backward(node: fx.Node) -> bool:
+    return bool(node.meta.get("custom", {}).get("phase") == "B")
 
 
 def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:

@@ -1,0 +1,97 @@
+"""Calls that a model makes in its loop over blocks belong to them, wherever they are written.
+
+``for block in self.blocks: x = x + block(x)`` adds outside of the block. What stands between two
+blocks in the same lines of every turn counts as the end of the one before, and what is left as the
+beginning of the one behind. So blocks are equal and whole, and are printed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+from torch import fx
+
+from partc.graph import literals, update, value
+
+DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
+Calls = Sequence[fx.Node]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A member of a list, and between which places its calls stand."""
+
+    path: str
+    first: int
+    behind: int
+
+
+def adopt_between(forward: Calls) -> None:
+    """Give the calls between blocks to these blocks; ``forward`` has all calls in order."""
+    for depth in DEPTHS:
+        for path, blocks in _lists(forward, depth).items():
+            inside = [forward[b.first : b.behind] for b in blocks]
+            between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
+            loose = [n for calls in (*inside, *between) for n in calls if not _is_in(n, path)]
+            if len(blocks) > 1 and all(_is_above(n, path) for n in loose):
+                _give(blocks, [[n for n in calls if not _is_in(n, path)] for calls in inside])
+                _divide(forward, path, blocks, between)
+
+
+def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
+    """The blocks of each list, if all calls of one come before those of the next."""
+    places: dict[str, dict[int, list[int]]] = {}
+    for place, node in enumerate(forward):
+        parts = value(node).module.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        if len(numbers) >= depth and numbers[depth - 1]:
+            last = numbers[depth - 1]
+            blocks = places.setdefault(".".join(parts[:last]), {})
+            blocks.setdefault(int(parts[last]), []).append(place)
+    lists = {
+        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1) for i in sorted(of)]
+        for path, of in places.items()
+    }
+    in_order = (
+        path for path, of in lists.items() if all(a.behind <= b.first for a, b in pairwise(of))
+    )
+    return {path: lists[path] for path in in_order}
+
+
+def _divide(forward: Calls, path: str, blocks: Sequence[_Block], between: Sequence[Calls]) -> None:
+    """What all turns begin with behind a block is its end; the last block has such an end as well.
+    The rest is the next one's beginning, and the first block's where the same stands before it.
+    """
+    behind = [*takewhile(lambda n: _is_above(n, path), forward[blocks[-1].behind :])]
+    said = [[_says(n) for n in calls] for calls in (*between, behind)]
+    same = takewhile(lambda turns: len(set(turns)) == 1, zip(*said, strict=False))
+    num = len([*same])
+    _give(blocks, [calls[:num] for calls in (*between, behind)])
+    rest = [each[num:] for each in said[:-1]]
+    if rest[0] and all(each == rest[0] for each in rest):
+        first = forward[max(blocks[0].first - len(rest[0]), 0) : blocks[0].first]
+        begins = [_says(n) for n in first] == rest[0]
+        _give(blocks, [first if begins else [], *(calls[num:] for calls in between)])
+
+
+def _is_in(node: fx.Node, path: str) -> bool:
+    return value(node).module.startswith(f"{path}.")
+
+
+def _is_above(node: fx.Node, path: str) -> bool:
+    """Whether the module that makes a call has the list in it."""
+    module = value(node).module
+    return not module or path.startswith(f"{module}.")
+
+
+def _says(node: fx.Node) -> tuple[object, ...]:
+    """What the calls of a line have in common in every turn of a loop."""
+    return node.target, literals(node), value(node).module, value(node).source
+
+
+def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:
+    for block, own in zip(blocks, calls, strict=True):
+        for node in own:
+            update(node, module=block.path)
