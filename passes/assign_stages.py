@@ -46,14 +46,19 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
         update(node, stage=ANYWHERE)
     stage = 0
     named = {value(node).name or node.name: node for node in graph.calls()}
+    lines: dict[tuple[str, str], int] = {}  # by module and source: where its forward runs
     for node in graph.calls():
+        line = value(node).module, value(node).source
         stage += sum(node is start for start in starts)
         if node in free or is_weight(node):
             update(node, stage=ANYWHERE)
         elif value(node).phase == "F":
             update(node, stage=stage)
+            lines[line] = stage
         else:
-            update(node, stage=_backward_stage(node, named.get(value(node).forward), len(points)))
+            forward = named.get(value(node).forward)
+            wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
+            update(node, stage=_backward_stage(node, wish, len(points)))
     _check_order(points, starts)
     return untie(graph)
 
@@ -94,20 +99,32 @@ def _check_order(points: Sequence[str], starts: Sequence[fx.Node]) -> None:
             )
 
 
-def _backward_stage(node: fx.Node, forward: fx.Node | None, last: int) -> int:
-    """Where its forward stands, as far as its operands allow: saved values and gradients must be
-    there."""
+def _backward_stage(node: fx.Node, wish: int, last: int) -> int:
+    """Where its forward stands, the ``wish``, as far as its operands allow: saved values and
+    gradients must be there. PlanError if they are nowhere at once.
+    """
     placed = [o for o in node.all_input_nodes if o.op == "call_function" and stage_of(o) >= 0]
     saved = max((stage_of(o) for o in placed if value(o).phase == "F"), default=None)
     flowing = min((stage_of(o) for o in placed if value(o).phase == "B"), default=last)
-    wish = stage_of(forward) if forward is not None else ANYWHERE
     if not placed and wish == ANYWHERE:  # of weights alone: where the forward reads them last
         weights = [o for o in ancestors(node) if value(o).kind == "param"]
         return max((s for weight in weights for s in _stages_reading(weight)), default=last)
     lowest = 0 if saved is None else saved
     if lowest <= wish <= flowing:
         return wish
-    return min(flowing, saved) if saved is not None else flowing
+    if lowest > flowing:
+        raise _apart(node, lowest, flowing)
+    return flowing if saved is None else saved
+
+
+def _apart(node: fx.Node, saved: int, flowing: int) -> PlanError:
+    known = value(node)
+    return PlanError(
+        where=" ".join(filter(None, [known.module, f"({known.source})"])),
+        what=f"its backward reads what stage {saved} saved and a gradient of stage {flowing}",
+        why="values are sent to later stages, gradients to earlier ones",
+        do="Let the stages begin elsewhere, so that what belongs together is in one of them.",
+    )
 
 
 # tied parameters ----------------------------------------------------------------------------------
