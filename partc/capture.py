@@ -111,7 +111,7 @@ def record(
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
     with (
         untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
-        _portable_kernels(), mode,
+        converted_to_themselves(), _portable_kernels(), mode,
     ):  # fmt: skip
         make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
         recording.module = make(params, buffers, fakes)
@@ -230,6 +230,29 @@ class _Origins(TorchDispatchMode):
             origin["draw"] = hashlib.sha256(state).hexdigest()
         with provenance.annotate(origin):
             return func(*args, **(kwargs or {}))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What two tensors have in common that share their memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def converted_to_themselves() -> Iterator[None]:
+    """``module.to(dtype)`` in a forward may give what the module has: torch swaps fake parameters
+    for what comes of them, and refuses where others hold them.
+    """
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_others(one: Tensor, other: Tensor) -> None:
+        if one.dtype != other.dtype or storage_of(one) != storage_of(other):
+            swap(one, other)
+
+    torch.utils.swap_tensors = swap_others
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 @contextmanager

@@ -30,10 +30,13 @@ from torch.utils._pytree import tree_flatten
 from partc.capture import (
     SMALL_BYTES,
     Objective,
+    converted_to_themselves,
     fake_of,
     named_results,
     names_of,
     quiet_generator,
+    quiet_log,
+    storage_of,
     untouched,
 )
 from partc.fake_calls import call_on_fakes
@@ -201,6 +204,8 @@ def _run(
     with ExitStack() as stack:
         for entered in (
             quiet_generator(),
+            quiet_log(),
+            converted_to_themselves(),
             untouched(model),
             skipping(model, folds),
             watch.members(model),
@@ -329,7 +334,7 @@ class _Watch(TorchDispatchMode):
         for i, known in enumerate(func._schema.arguments):
             arg = args[i] if i < len(args) else kwargs.get(known.name)
             if known.is_write and isinstance(arg, Tensor):
-                owner = self.storage.get(_storage(arg))
+                owner = self.storage.get(storage_of(arg))
                 if owner != self.running and self.running != OUTSIDE:
                     self.forward.unsafe.add(self.running)
 
@@ -343,11 +348,7 @@ class _Watch(TorchDispatchMode):
     def _put(self, tensor: Tensor, at: _At) -> None:
         self.at[id(tensor)] = at
         self.alive.append(tensor)
-        self.storage.setdefault(_storage(tensor), at.owner)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        self.storage.setdefault(storage_of(tensor), at.owner)
 
 
 def _kind(fake: Any) -> Any:

@@ -288,6 +288,26 @@ class Asks(nn.Module):
         return y.sum()
 
 
+class Converts(nn.Module):
+    """Asks for the dtype that it has, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        y: Tensor = self.router(x)
+        return y.sum()
+
+
+def test_a_module_may_be_converted_to_what_it_is() -> None:
+    model = Converts()
+    weight = model.router.weight
+    assert set(trace(model, (torch.randn(2, 4),)).grads) == {"router.weight", "router.bias"}
+    assert model.router.weight is weight
+
+
 @pytest.mark.parametrize(
     ("ask", "what"),
     [
