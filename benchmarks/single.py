@@ -58,12 +58,15 @@ _VIT = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "i
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
 _RESNET = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2],
            "layer_type": "basic", "num_labels": CLASSES}  # fmt: skip
+_SMALL_RESNET = {"embedding_size": 16, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2],
+                 "layer_type": "bottleneck", "num_labels": CLASSES}  # fmt: skip
 MODELS = {
     "llama": Model(AutoModelForCausalLM, 8, _LLAMA),
     "gpt2": Model(AutoModelForCausalLM, 8, _GPT),
     "t5": Model(AutoModelForSeq2SeqLM, 8, _T5),
     "vit": Model(AutoImageModel, 16, _VIT),
     "resnet": Model(AutoImageModel, 8, _RESNET),
+    "resnet-small": Model(AutoImageModel, 8, _SMALL_RESNET),
     "llama-12": Model(AutoModelForCausalLM, 8, _LLAMA | {"num_hidden_layers": 12}),
     "llama-32": Model(AutoModelForCausalLM, 8, _LLAMA | {"num_hidden_layers": 32}),
 }

@@ -185,7 +185,7 @@ def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:
     """Whether a value is given back only as gradients or new buffers of the block's own."""
     outputs = graph.outputs
     names = [name for name, n in (*outputs.grads.items(), *outputs.buffers.items()) if n is node]
-    if node in (outputs.loss, *outputs.results.values()):
+    if node in (outputs.loss, *outputs.results.values(), *outputs.sent.values()):
         return False
     return all(name.startswith(f"{group.layer}.") for name in names) and all(
         writable_in(graph, group, name) for name, n in outputs.buffers.items() if n is node

@@ -35,7 +35,7 @@ def adopt_between(forward: Calls) -> None:
             inside = [forward[b.first : b.behind] for b in blocks]
             between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
             loose = [n for calls in (*inside, *between) for n in calls if not _is_in(n, path)]
-            if len(blocks) > 1 and all(_is_above(n, path) for n in loose):
+            if len(blocks) > 1 and all(_is_loose(n, path) for n in loose):
                 _give(blocks, [[n for n in calls if not _is_in(n, path)] for calls in inside])
                 _divide(forward, path, blocks, between)
 
@@ -64,7 +64,7 @@ def _divide(forward: Calls, path: str, blocks: Sequence[_Block], between: Sequen
     """What all turns begin with behind a block is its end; the last block has such an end as well.
     The rest is the next one's beginning, and the first block's where the same stands before it.
     """
-    behind = [*takewhile(lambda n: _is_above(n, path), forward[blocks[-1].behind :])]
+    behind = [*takewhile(lambda n: _is_loose(n, path), forward[blocks[-1].behind :])]
     said = [[_says(n) for n in calls] for calls in (*between, behind)]
     same = takewhile(lambda turns: len(set(turns)) == 1, zip(*said, strict=False))
     num = len([*same])
@@ -80,10 +80,13 @@ def _is_in(node: fx.Node, path: str) -> bool:
     return value(node).module.startswith(f"{path}.")
 
 
-def _is_above(node: fx.Node, path: str) -> bool:
-    """Whether the module that makes a call has the list in it."""
+def _is_loose(node: fx.Node, path: str) -> bool:
+    """Whether a call may stand in a block: one of the module that has the list, or of another one
+    that all turns may share, as it has nothing to learn there.
+    """
     module = value(node).module
-    return not module or path.startswith(f"{module}.")
+    above = not module or path.startswith(f"{module}.")
+    return above or not any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def _says(node: fx.Node) -> tuple[object, ...]:

@@ -4,6 +4,8 @@ out.
 
 from __future__ import annotations
 
+from math import prod
+
 from partc.graph import Graph
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
@@ -12,7 +14,7 @@ from partc.passes.count_whole import count_whole
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.local_batch_norm import check_statistics, has_batch_norm
-from partc.passes.microbatches import count_targets, layout_mesh
+from partc.passes.microbatches import MB, count_targets, layout_mesh
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
@@ -28,6 +30,9 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
     if full.microbatches > 1:
         count_targets(graph)
         full = with_local_statistics(full, graph)
+    if full.batch_norm == "local":
+        axes = {axis for cuts in full.inputs.values() for axis in cuts} - {MB}
+        check_statistics(graph, prod(map(graph.mesh.size, axes)), full.microbatches)
     warnings = [*full.notes, *_untrained(graph)]
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))
@@ -56,6 +61,5 @@ def with_local_statistics(plan: Plan, graph: Graph) -> Plan:
     """Batch statistics cannot be those of microbatches that have not run yet; the plan says so."""
     if not has_batch_norm(graph):
         return plan
-    check_statistics(graph, plan.microbatches)
     note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
     return plan.changed(batch_norm="local", notes=(*plan.notes, note))

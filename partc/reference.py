@@ -46,6 +46,19 @@ class Reference:
         return {name: param.detach() for name, param in held.items()}
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """How a batch is cut where batch statistics are those of a piece: into ``microbatches``, each
+    of these between ``ranks``.
+    """
+
+    ranks: int = 1
+    microbatches: int = 1
+
+
+WHOLE = Pieces()
+
+
 def take_step(params: Sequence[Tensor], optimizer: str, lr: float) -> None:
     """One step of a named optimizer."""
     OPTIMIZERS[optimizer](params, lr=lr).step()
@@ -57,12 +70,12 @@ def eager(
     loss: Loss | None = None,
     dtype: torch.dtype | None = torch.float64,
     train: bool = True,
-    microbatches: int = 1,
+    pieces: Pieces = WHOLE,
 ) -> Reference:
     """Run a copy of the model, in ``dtype`` or (None) as it is; the model is left as it was.
 
-    With ``microbatches`` the batch runs in so many turns and the loss is their mean: what a model
-    with batch statistics means by microbatches.
+    In several ``pieces`` of the batch the loss is their mean, and buffers are the first rank's:
+    what a model with batch statistics means by microbatches, and by ranks under DDP.
     """
     _check_values(model)
     mine = copy.deepcopy(model)
@@ -73,7 +86,7 @@ def eager(
     weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
     before = torch.get_rng_state()
     with raised_model(model) if dtype == torch.float64 else nullcontext():
-        outcome = _trained(mine, batch, loss, microbatches) if train else {}
+        outcome = _trained(mine, batch, loss, pieces) if train else {}
         outcome = outcome or _results(mine, batch, loss)
     _check_random(before, model)
     params = dict(mine.named_parameters())
@@ -88,14 +101,18 @@ def eager(
 
 
 def _trained(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, microbatches: int
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces
 ) -> dict[str, Tensor]:
-    """The mean loss of all turns, after its backward."""
-    losses = []
-    for turn in zip(*(x.chunk(microbatches) for x in inputs), strict=True):
-        each = _objective(model, turn, loss)["loss"] / microbatches
+    """The mean loss of all pieces, after its backward."""
+    num, losses = pieces.ranks * pieces.microbatches, []
+    for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        each = _objective(model, piece, loss)["loss"] / num
         each.backward()
         losses.append(each.detach())
+        if i % pieces.ranks:
+            for name, buffer in model.named_buffers():
+                buffer.data.copy_(before[name])
     return {"loss": torch.stack(losses).sum()}
 
 

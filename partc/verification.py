@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from partc.plan import Plan
 from partc.precision import Raised, convert, converted, raised_text
 from partc.processes import Processes
 from partc.program import Program, SavedCost
-from partc.reference import OPTIMIZERS, Loss, Reference, Tensors, eager, take_step
+from partc.reference import OPTIMIZERS, WHOLE, Loss, Pieces, Reference, Tensors, eager, take_step
 from partc.role import RankMesh, Role, Shard
 from partc.threads import ThreadMesh, run_ranks
 
@@ -121,11 +121,11 @@ def verify(
 
     In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
     model and program in their own precision. ``reference`` replaces the eager run, which takes
-    the batch in turns where each microbatch has batch statistics of its own.
+    the batch in pieces where each rank's, or each microbatch, has batch statistics of its own.
     """
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
-    reference = reference or eager(model, inputs, loss, dtype, train, _turns(program))
+    reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program))
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
@@ -143,13 +143,13 @@ def verify(
     return Report(title, (*rows, *_held_nowhere(reference, rows)))
 
 
-def _turns(program: Program) -> int:
-    """In how many microbatches the model itself runs as the program does. Batch statistics of a
-    rank's own piece are no statistics of a single device.
-    """
+def _pieces(program: Program) -> Pieces:
+    """The pieces of the batch in which the model itself computes what the program does."""
     plan = Plan.parse(program.plan)
-    axes = {axis for cuts in plan.inputs.values() for axis in cuts}
-    return plan.microbatches if plan.batch_norm == "local" and axes <= {MB} else 1
+    if plan.batch_norm != "local":
+        return WHOLE
+    axes = {axis for cuts in plan.inputs.values() for axis in cuts} - {MB}
+    return Pieces(prod(program.mesh.size(axis) for axis in axes), plan.microbatches)
 
 
 @dataclass(frozen=True)

@@ -46,19 +46,23 @@ def of_each_microbatch(node: fx.Node, arriving: Layout) -> Strategy | None:
     return Strategy(local.ins, (cut(0), R, R, R, R)[: len(local.outs)], VARIANT)
 
 
-def check_statistics(graph: Graph, microbatches: int) -> None:
-    """PlanError where a microbatch has one value per channel, which torch refuses to train with."""
+def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
+    """PlanError where one of the ``ranks`` that share a microbatch has one value per channel, which
+    torch refuses to train with.
+    """
+    pieces = ranks * microbatches
+    of = f"{ranks} pieces of each of " if ranks > 1 else ""
     for node in graph.calls():
         if node.target is not _FORWARD:
             continue
         known, shape = value(node), value(tensor_args(node)[0]).shape
-        if prod(shape) // shape[1] // microbatches < 2:
+        if prod(shape) // shape[1] // pieces < 2:
             raise PlanError(
                 where=" ".join(filter(None, [known.module, f"({known.source})"])),
                 what="BatchNorm has one value per channel, and so no variance",
-                why=f"{microbatches} microbatches of {list(shape)} have "
-                f"{shape[0] // microbatches} sample each",
-                do="Take fewer microbatches, or a larger batch.",
+                why=f"{of}{microbatches} microbatches of {list(shape)} have "
+                f"{shape[0] // pieces} sample each",
+                do="Take fewer microbatches or data ranks, or a larger batch.",
             )
 
 

@@ -108,3 +108,31 @@ def test_stages_of_deeper_models_are_as_long(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize(("mesh", "options"), [({}, {}), ("pp=2", {"microbatches": 2})])
 def test_turns_that_differ_stay_apart(mesh: Any, options: dict[str, Any]) -> None:
     assert num_lines(Uneven, MANY, mesh, "ddp", **options)
+
+
+class Skips(nn.Module):
+    """What the blocks of one list give, those of another read, the last one first; both share an
+    activation.
+    """
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(16, 16) for _ in range(num))
+        self.up = nn.ModuleList(nn.Linear(16, 16) for _ in range(num))
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for layer in self.down:
+            x = self.act(layer(x))
+            made.append(x)
+        for layer in self.up:
+            x = self.act(layer(x) + made.pop())
+        return x
+
+
+@pytest.mark.parametrize(("mesh", "options"), [({}, {}), ("pp=2", {"microbatches": 2})])
+def test_blocks_that_others_read_are_as_long(mesh: Any, options: dict[str, Any]) -> None:
+    """In a pipeline each of them is sent to the next stage."""
+    few, many = (num_lines(Skips, num, mesh, "ddp", **options) for num in (FEW, MANY))
+    assert abs(few - many) <= 3 * WRAPPED  # names of what is sent

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.errors import PlanError
 
 DEEP = 6
 
@@ -67,3 +68,23 @@ def test_cut_statistics_are_gathered_before_they_are_written() -> None:
     text = compiled("tp=2", "megatron")
     assert "_native_batch_norm_legit_functional(" in text
     assert "running_mean.copy_(" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "options"),
+    [
+        ("dp=2", "fsdp", {"batch_norm": "local"}),
+        ("dp=2", "zero1", {"microbatches": 2}),
+        ("pp=2,dp=2", "ddp", {"microbatches": 2, "schedule": "zb-v"}),
+    ],
+)
+def test_statistics_of_pieces_are_those_of_the_model_in_pieces(
+    mesh: str, plan: str, options: dict[str, Any]
+) -> None:
+    """Those kept are the first rank's."""
+    assert "== 0 else torch.zeros_like(running_mean" in compiled(mesh, plan, **options)
+
+
+def test_a_piece_needs_a_variance() -> None:
+    with pytest.raises(PlanError, match=r"2 pieces of each of 8 microbatches of \[16, 16\]"):
+        compiled("dp=2", "ddp", microbatches=8)
