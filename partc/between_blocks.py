@@ -7,6 +7,7 @@ beginning of the one behind. So blocks are equal and whole, and are printed once
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -36,7 +37,7 @@ def adopt_between(forward: Calls) -> None:
             between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
             loose = [n for calls in (*inside, *between) for n in calls if not _is_in(n, path)]
             if len(blocks) > 1 and all(_is_loose(n, path) for n in loose):
-                _give(blocks, [[n for n in calls if not _is_in(n, path)] for calls in inside])
+                _fill(blocks, [[n for n in calls if not _is_in(n, path)] for calls in inside])
                 _divide(forward, path, blocks, between)
 
 
@@ -58,6 +59,12 @@ def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
         path for path, of in lists.items() if all(a.behind <= b.first for a, b in pairwise(of))
     )
     return {path: lists[path] for path in in_order}
+
+
+def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:
+    """What stands in the middle of every block is its own."""
+    if len({tuple(map(_says, calls)) for calls in inside}) == 1:
+        _give(blocks, inside)
 
 
 def _divide(forward: Calls, path: str, blocks: Sequence[_Block], between: Sequence[Calls]) -> None:
@@ -91,7 +98,8 @@ def _is_loose(node: fx.Node, path: str) -> bool:
 
 def _says(node: fx.Node) -> tuple[object, ...]:
     """What the calls of a line have in common in every turn of a loop."""
-    return node.target, literals(node), value(node).module, value(node).source
+    module = re.sub(r"\d+", "#", value(node).module)
+    return node.target, literals(node), module, value(node).source
 
 
 def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:
