@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,11 +19,7 @@ from partc.precision import convert, converted, raised_model
 
 Loss = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": torch.optim.SGD,
-    # the first step is g / (|g| + eps): near |g| = eps it magnifies rounding by 1 / (4 eps)
-    "AdamW": partial(torch.optim.AdamW, eps=1e-5),
-}
+OPTIMIZERS = ("SGD", "AdamW")
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,29 @@ class Reference:
     buffers: Tensors = field(default_factory=dict)
     results: Tensors = field(default_factory=dict)
 
+    @cached_property
+    def eps(self) -> Mapping[str, float]:
+        """AdamW's eps for each parameter: the largest entry of its gradient, of rounding noise that
+        of all gradients.
+
+        The first step is g / (|g| + eps): with an eps far below the gradient it knows signs alone,
+        and where |g| is near eps it magnifies rounding by 1 / (4 eps).
+        """
+        largest = {
+            name: float(g.abs().max()) if g.numel() else 0.0 for name, g in self.grads.items()
+        }
+        most = max(largest.values(), default=0.0)
+        return {
+            name: (most if is_noise(size, most, self.grads[name].dtype) else size) or 1.0
+            for name, size in largest.items()
+        }
+
     def stepped(self, optimizer: str, lr: float) -> dict[str, Tensor]:
         """The trainable parameters after one optimizer step."""
         held = {n: nn.Parameter(self.weights[n].clone()) for n in self.grads}
         for name, param in held.items():
             param.grad = self.grads[name].clone()
-        take_step(list(held.values()), optimizer, lr)
+        take_step(held, optimizer, lr, self.eps)
         return {name: param.detach() for name, param in held.items()}
 
 
@@ -59,9 +72,22 @@ class Pieces:
 WHOLE = Pieces()
 
 
-def take_step(params: Sequence[Tensor], optimizer: str, lr: float) -> None:
+def is_noise(size: float, most: float, dtype: torch.dtype) -> bool:
+    """Whether a tensor, zero in exact arithmetic, has rounding noise; ``most`` is the largest entry
+    of all tensors of its kind.
+    """
+    return dtype.is_floating_point and size <= torch.finfo(dtype).eps ** (2 / 3) * most
+
+
+def take_step(params: Tensors, optimizer: str, lr: float, eps: Mapping[str, float]) -> None:
     """One step of a named optimizer."""
-    OPTIMIZERS[optimizer](params, lr=lr).step()
+    made: torch.optim.Optimizer
+    if optimizer == "SGD":
+        made = torch.optim.SGD(params.values(), lr=lr)
+    else:
+        groups = [{"params": [param], "eps": eps.get(name, 1.0)} for name, param in params.items()]
+        made = torch.optim.AdamW(groups, lr=lr)
+    made.step()
 
 
 def eager(

@@ -25,7 +25,17 @@ from partc.plan import Plan
 from partc.precision import Raised, convert, converted, raised_text
 from partc.processes import Processes
 from partc.program import Program, SavedCost
-from partc.reference import OPTIMIZERS, WHOLE, Loss, Pieces, Reference, Tensors, eager, take_step
+from partc.reference import (
+    OPTIMIZERS,
+    WHOLE,
+    Loss,
+    Pieces,
+    Reference,
+    Tensors,
+    eager,
+    is_noise,
+    take_step,
+)
 from partc.role import RankMesh, Role, Shard
 from partc.threads import ThreadMesh, run_ranks
 
@@ -238,7 +248,8 @@ class _Rank:
         held = self._held()
         trained = [s for s in self.role.params if held[s.name].grad is not None]
         if trained:
-            take_step([held[s.name] for s in trained], optimizer, self.job.lr)
+            stepped = {s.name: held[s.name] for s in trained}
+            take_step(stepped, optimizer, self.job.lr, self.job.reference.eps)
         yield from self._pieces(
             f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained
         )
@@ -292,9 +303,7 @@ def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
     most = max(sizes.values(), default=0.0)
     scales = {}
     for name, size in sizes.items():
-        dtype = expected[name].dtype
-        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        noise = dtype.is_floating_point and size <= eps ** (2 / 3) * most
+        noise = is_noise(size, most, expected[name].dtype)
         scales[name] = ((most if noise else size) or 1.0, noise and size > 0)
     return scales
 
