@@ -15,13 +15,13 @@ from torch import fx
 
 from partc import collectives
 from partc.codegen.equal import Equal, Group, Owner, ends_step
+from partc.folds import DEPTHS, layer_path
 from partc.graph import Graph, Phase, is_backward, is_forward, value
 from partc.moves import gathers_param
 from partc.passes.microbatches import MB
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 LATER: tuple[Phase, ...] = ("B", "W")
-DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,17 +91,6 @@ def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
         sorted(order[n] for n in g.nodes)[len(g.nodes) // 2] for g in (groups[0], groups[-1])
     )
     return first > last
-
-
-def layer_path(module: str, depth: int) -> str:
-    """The path up to and including its ``depth``-th number, or "".
-
-    >>> layer_path("h.3.mlp.experts.1.fc", 1)
-    'h.3'
-    """
-    parts = module.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else ""
 
 
 def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owner]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from partc.codegen.storage import alike
 from partc.codegen.text import Line, Text
 from partc.graph import Graph, held, is_call, set_held
 
@@ -69,10 +70,9 @@ def counted(graph: Graph, order: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     for name, node in graph.outputs.buffers.items():
         old = buffers[name]
         ends = node in order and all(user.op == "output" for user in node.users)
-        if ends and node.target in SIGNS and not node.kwargs and node.args[0] is old:
-            alike = held(node).shape == held(old).shape and held(node).dtype == held(old).dtype
-            if alike and set(old.users) == {node} and node.args[1] is not old:
-                found[node] = old
+        adds = node.target in SIGNS and not node.kwargs and node.args[0] is old is not node.args[1]
+        if ends and adds and alike(node, old) and set(old.users) == {node}:
+            found[node] = old
     return found
 
 

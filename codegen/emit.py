@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from partc.codegen.blocks import Item, Loop, Run, arrange
-from partc.codegen.buffers_in_place import keep_statistics, updates
+from partc.codegen.buffers_in_place import updates
 from partc.codegen.classes import BlockClass, class_names
 from partc.codegen.compiled import compiled
 from partc.codegen.equal import made_in_step
@@ -60,9 +60,7 @@ def emit(
     ``messages`` ranks send each other what gloo would gather, or sum and scatter; with ``inductor``
     what it computes between transfers is left to torch.compile.
     """
-    graph = copied(graph)
-    if not inductor:
-        keep_statistics(graph)
+    graph = copied(graph, fused=inductor)
     items, sides = arranged(graph)
     helpers = Helpers(messages=messages)
     items = outlined(graph, items, helpers)

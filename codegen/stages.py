@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from partc.codegen.alike_stages import declared, given
 from partc.codegen.blocks import Loop, Run
-from partc.codegen.buffers_in_place import keep_statistics, updates
+from partc.codegen.buffers_in_place import updates
 from partc.codegen.classes import LEFT, BlockClass
 from partc.codegen.compiled import compiled
 from partc.codegen.emit import RoleText, arranged, read
@@ -66,9 +66,7 @@ def stage_text(
     Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
     ``inductor`` what it computes between transfers is left to torch.compile.
     """
-    graph = copied(graph)
-    if not inductor:
-        keep_statistics(graph)
+    graph = copied(graph, fused=inductor)
     if layers is not None:
         graph = count_from_first(graph, layers)
     ends = take_ends(graph)

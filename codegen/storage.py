@@ -117,7 +117,7 @@ def accumulations(
         if node.target is aten._log_softmax.default and num_bytes(node) <= biggest // BIG:
             continue
         for into in _overwritten_by(node):
-            if _alike(node, into) and memory.is_free(into, node):
+            if alike(node, into) and memory.is_free(into, node):
                 viewed = node.target is aten._log_softmax.default
                 found.setdefault(node, owner(into) if viewed else into)
     return found
@@ -169,7 +169,7 @@ class _Memory:
         return before and not sent and self.kept.isdisjoint(family)
 
 
-def _alike(a: fx.Node, b: fx.Node) -> bool:
+def alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether tensors have one shape and one dtype."""
     return bool(held(a).shape == held(b).shape and held(a).dtype == held(b).dtype)
 

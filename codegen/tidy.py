@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from partc.codegen.buffers_in_place import keep_statistics
 from partc.codegen.inline import is_free
 from partc.codegen.names import known_as
 from partc.graph import (
@@ -25,11 +26,12 @@ from partc.graph_edits import drop_dead
 aten = torch.ops.aten
 
 
-def copied(graph: Graph) -> Graph:
+def copied(graph: Graph, *, fused: bool = False) -> Graph:
     """The same graph on nodes of its own.
 
     Running statistics that a backward ignores are left out, and what nobody reads: a view that is
-    made again where it is needed. A few calls that repeat a value become the one that says so.
+    made again where it is needed. A few calls that repeat a value become the one that says so, and
+    kernels write where they can, unless what is written is ``fused`` by torch.compile.
     """
     nodes = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -45,6 +47,8 @@ def copied(graph: Graph) -> Graph:
     _as_one(copy)
     drop_dead(copy)
     _mark_again(copy)
+    if not fused:
+        keep_statistics(copy)
     return copy
 
 

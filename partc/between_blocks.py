@@ -14,9 +14,9 @@ from itertools import pairwise, takewhile
 
 from torch import fx
 
+from partc.folds import DEPTHS, layer_path
 from partc.graph import literals, update, value
 
-DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 Calls = Sequence[fx.Node]
 
 
@@ -33,11 +33,13 @@ def adopt_between(forward: Calls) -> None:
     """Give the calls between blocks to these blocks; ``forward`` has all calls in order."""
     for depth in DEPTHS:
         for path, blocks in _lists(forward, depth).items():
-            inside = [forward[b.first : b.behind] for b in blocks]
+            inside = [
+                [n for n in forward[b.first : b.behind] if not _is_in(n, path)] for b in blocks
+            ]
             between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
-            loose = [n for calls in (*inside, *between) for n in calls if not _is_in(n, path)]
+            loose = (n for calls in (*inside, *between) for n in calls)
             if len(blocks) > 1 and all(_is_loose(n, path) for n in loose):
-                _fill(blocks, [[n for n in calls if not _is_in(n, path)] for calls in inside])
+                _fill(blocks, inside)
                 _divide(forward, path, blocks, between)
 
 
@@ -45,20 +47,18 @@ def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
     """The blocks of each list, if all calls of one come before those of the next."""
     places: dict[str, dict[int, list[int]]] = {}
     for place, node in enumerate(forward):
-        parts = value(node).module.split(".")
-        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-        if len(numbers) >= depth and numbers[depth - 1]:
-            last = numbers[depth - 1]
-            blocks = places.setdefault(".".join(parts[:last]), {})
-            blocks.setdefault(int(parts[last]), []).append(place)
+        path, _, index = layer_path(value(node).module, depth).rpartition(".")
+        if path:
+            places.setdefault(path, {}).setdefault(int(index), []).append(place)
     lists = {
         path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1) for i in sorted(of)]
         for path, of in places.items()
     }
-    in_order = (
-        path for path, of in lists.items() if all(a.behind <= b.first for a, b in pairwise(of))
-    )
-    return {path: lists[path] for path in in_order}
+    return {path: blocks for path, blocks in lists.items() if _in_order(blocks)}
+
+
+def _in_order(blocks: Sequence[_Block]) -> bool:
+    return all(a.behind <= b.first for a, b in pairwise(blocks))
 
 
 def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:

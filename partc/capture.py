@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from partc.fake_calls import storage_of
 from partc.folds import Fold
 from partc.known_numbers import READS, UnknownNumberError, known_number
 from partc.source_lines import calls_here, source_here
@@ -230,11 +231,6 @@ class _Origins(TorchDispatchMode):
             origin["draw"] = hashlib.sha256(state).hexdigest()
         with provenance.annotate(origin):
             return func(*args, **(kwargs or {}))
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What two tensors have in common that share their memory."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager

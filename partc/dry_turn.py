@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.fake_calls import storage_of
 from partc.live_memory import Lines, LiveMemory, Peak, Piece, Place
 
 THEN = "then"  # the place behind a call, where its results are sent on
@@ -144,7 +145,7 @@ def turn_since(
     ]
     places: dict[int, int] = {}
     for place, tensor in enumerate((*results, *operands, *(x for _, x in appended))):
-        places.setdefault(_key(tensor), place)
+        places.setdefault(storage_of(tensor), place)
     held = _held(stage, i)
     new = {key: piece for key, piece in alive.items() if before.alive.get(key) is not piece}
     own = [key for key in held if key not in places and (key in before.held or key in new)]
@@ -152,7 +153,7 @@ def turn_since(
     for piece in (alive[key] for key in own):
         kept[piece.line] += piece.num_bytes
     grads = {at: x for at, x in _grads(stage).items() if at not in before.grads}
-    given = {_key(x) for x in grads.values()} & {*new} - {*held, *places}
+    given = {storage_of(x) for x in grads.values()} & {*new} - {*held, *places}
     found = {*held, *places, *given}
     return Turn(
         results=tuple(_made(x, operands, alive) for x in results),
@@ -183,20 +184,16 @@ def _beside(before: State, live: LiveMemory, peak: Peak) -> Peak:
 def _held(stage: Any, i: int) -> dict[int, None]:
     """The memory of what a stage holds of a microbatch."""
     entries = [table[i] for table in _tables(stage).values() if i in table]
-    return {_key(tensor): None for tensor in _deep(entries)}
+    return {storage_of(tensor): None for tensor in _deep(entries)}
 
 
 def _made(tensor: Tensor, operands: Sequence[Tensor], alive: Mapping[int, Piece]) -> Made:
     for place, operand in enumerate(operands):
         if operand is tensor:
             return Made(operand=place)
-    piece = alive.get(_key(tensor))
+    piece = alive.get(storage_of(tensor))
     line = piece.line if piece else 0
     return Made(-1, tuple(tensor.shape), tensor.stride(), tensor.dtype, line)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tables(stage: Any) -> dict[str, dict[int, Any]]:

@@ -168,3 +168,8 @@ def _again(made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedSt
         parts = [_again(each, operands, memories) for each in made]
         return parts if isinstance(made, list) else tuple(parts)
     return made
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What two tensors have in common that share their memory."""
+    return int(tensor.untyped_storage()._cdata)

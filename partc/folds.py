@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
+DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 
 @dataclass(frozen=True)
@@ -105,3 +106,14 @@ def list_member(path: str) -> tuple[str, int]:
         if part.isdigit() and i:
             return ".".join(parts[:i]), int(part)
     return "", 0
+
+
+def layer_path(module: str, depth: int) -> str:
+    """The path up to and including its ``depth``-th number, or "".
+
+    >>> layer_path("h.3.mlp.experts.1.fc", 1)
+    'h.3'
+    """
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else ""

@@ -14,7 +14,7 @@ from partc.passes.count_whole import count_whole
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.local_batch_norm import check_statistics, has_batch_norm
-from partc.passes.microbatches import MB, count_targets, layout_mesh
+from partc.passes.microbatches import count_targets, layout_mesh
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
@@ -31,8 +31,7 @@ def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, G
         count_targets(graph)
         full = with_local_statistics(full, graph)
     if full.batch_norm == "local":
-        axes = {axis for cuts in full.inputs.values() for axis in cuts} - {MB}
-        check_statistics(graph, prod(map(graph.mesh.size, axes)), full.microbatches)
+        check_statistics(graph, prod(map(graph.mesh.size, full.batch_axes)), full.microbatches)
     warnings = [*full.notes, *_untrained(graph)]
     choices = propagate(graph, full, strict=strict, warnings=warnings)
     full = full.changed(notes=tuple(dict.fromkeys(warnings)))

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from partc.errors import PlanError
 from partc.mesh import Mesh
-from partc.passes.microbatches import layout_mesh
+from partc.passes.microbatches import MB, layout_mesh
 from partc.plan_values import Lies, Values, read_value, write_value
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.sharding import Layout, R, Sharding, cut
@@ -183,6 +183,11 @@ class Plan:
         if name in self.values:
             return self.values[name]
         return next((lies for pattern, lies in self.values.items() if fits(pattern, name)), None)
+
+    @property
+    def batch_axes(self) -> set[str]:
+        """The axes that cut inputs, microbatches apart."""
+        return {axis for cuts in self.inputs.values() for axis in cuts} - {MB}
 
     @property
     def recompute_paths(self) -> tuple[str, ...]:

@@ -132,13 +132,13 @@ def _trained(
     """The mean loss of all pieces, after its backward."""
     num, losses = pieces.ranks * pieces.microbatches, []
     for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        others = i % pieces.ranks > 0
+        before = {n: b.clone() for n, b in model.named_buffers()} if others else {}
         each = _objective(model, piece, loss)["loss"] / num
         each.backward()
         losses.append(each.detach())
-        if i % pieces.ranks:
-            for name, buffer in model.named_buffers():
-                buffer.data.copy_(before[name])
+        for name, buffer in before.items():
+            model.get_buffer(name).data.copy_(buffer)
     return {"loss": torch.stack(losses).sum()}
 
 

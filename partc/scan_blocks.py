@@ -36,10 +36,9 @@ from partc.capture import (
     names_of,
     quiet_generator,
     quiet_log,
-    storage_of,
     untouched,
 )
-from partc.fake_calls import call_on_fakes
+from partc.fake_calls import call_on_fakes, storage_of
 from partc.folds import Fold, list_member
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index

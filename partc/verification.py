@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from partc.cpp_compiler import check_compiler
 from partc.errors import CheckError
-from partc.passes.microbatches import MB
 from partc.plan import Plan
 from partc.precision import Raised, convert, converted, raised_text
 from partc.processes import Processes
@@ -158,8 +157,7 @@ def _pieces(program: Program) -> Pieces:
     plan = Plan.parse(program.plan)
     if plan.batch_norm != "local":
         return WHOLE
-    axes = {axis for cuts in plan.inputs.values() for axis in cuts} - {MB}
-    return Pieces(prod(program.mesh.size(axis) for axis in axes), plan.microbatches)
+    return Pieces(prod(map(program.mesh.size, plan.batch_axes)), plan.microbatches)
 
 
 @dataclass(frozen=True)
