@@ -17,8 +17,8 @@ from partc import collectives
 from partc.codegen.equal import Equal, Group, Owner, ends_step
 from partc.folds import DEPTHS, layer_path
 from partc.graph import Graph, Phase, is_backward, is_forward, value
+from partc.mesh import MB
 from partc.moves import gathers_param
-from partc.passes.microbatches import MB
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 LATER: tuple[Phase, ...] = ("B", "W")

@@ -26,8 +26,7 @@ from partc.codegen.stages import StageText, stage_text
 from partc.codegen.text import Line, block
 from partc.codegen.turns import turn_lines
 from partc.graph import Graph, value
-from partc.mesh import PP, Mesh
-from partc.passes.microbatches import MB
+from partc.mesh import MB, PP, Mesh
 from partc.quoting import docstring, identifier, literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring

@@ -13,7 +13,7 @@ from torch import fx
 from partc import ops
 from partc.codegen.text import Line
 from partc.graph import Graph, value
-from partc.passes.microbatches import MB
+from partc.mesh import MB
 
 
 def generator(graph: Graph, mask: fx.Node) -> str:

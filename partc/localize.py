@@ -7,6 +7,7 @@ from __future__ import annotations
 from math import prod
 
 from partc.graph import Graph
+from partc.mesh import layout_mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
 from partc.passes.choose_stages import choose_schedule, choose_stages
@@ -14,7 +15,7 @@ from partc.passes.count_whole import count_whole
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.local_batch_norm import check_statistics, has_batch_norm
-from partc.passes.microbatches import count_targets, layout_mesh
+from partc.passes.microbatches import count_targets
 from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias

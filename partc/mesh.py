@@ -16,6 +16,7 @@ from partc.errors import PlanError
 from partc.topology import Topology
 
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
+MB = "mb"  # microbatches, as an axis that runs in time
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
 
 
@@ -257,3 +258,20 @@ def _check_axis(name: str, size: int) -> None:
             why="an axis has one rank or more",
             do="Give a whole number from 1.",
         )
+
+
+def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
+    """The axes that values are laid out on: those of one stage's ranks, then ``mb``.
+
+    As the last axis it cuts a batch first, so that whatever ranks exchange stays within a
+    microbatch. Pipeline stages hold different values, so ``pp`` is none of them.
+    """
+    if MB in mesh.names:
+        raise PlanError(
+            where=f"mesh {mesh}",
+            what=f"an axis is called {MB!r}",
+            why="this name stands for microbatches",
+            do="Rename the axis, for example to dp.",
+        )
+    turns = ((MB, microbatches),) if microbatches > 1 else ()
+    return Mesh((*mesh.without_pipeline().axes, *turns))

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.errors import PlanError
-from partc.mesh import Mesh
-from partc.passes.microbatches import MB, layout_mesh
+from partc.mesh import MB, Mesh, layout_mesh
 from partc.plan_values import Lies, Values, read_value, write_value
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 from partc.sharding import Layout, R, Sharding, cut

@@ -12,10 +12,9 @@ from torch import fx
 
 from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
-from partc.mesh import Mesh
+from partc.mesh import MB, Mesh, layout_mesh
 from partc.passes.cut_weights import cut_weights
 from partc.passes.exchange_rows import with_travelling_rows
-from partc.passes.microbatches import MB, layout_mesh
 from partc.passes.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut

@@ -20,8 +20,7 @@ from torch import fx
 
 from partc.collective_cost import collective_seconds
 from partc.graph import Graph, tensor_args, value
-from partc.mesh import Mesh
-from partc.passes.microbatches import MB
+from partc.mesh import MB, Mesh
 from partc.passes.value_names import value_names
 from partc.plan import Cuts, Plan
 from partc.plan_values import Lies

@@ -25,9 +25,9 @@ from partc.graph import (
     value,
 )
 from partc.graph_edits import run_fake
-from partc.mesh import Mesh
+from partc.mesh import MB, Mesh
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
-from partc.passes.microbatches import MB, check_microbatches, given
+from partc.passes.microbatches import check_microbatches, given
 from partc.passes.price import Choices
 from partc.passes.propagate import pinned, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost

@@ -18,29 +18,10 @@ from partc import collectives
 from partc.errors import PlanError
 from partc.graph import Graph, draw_of, op_word, picked, shape_of, update, value
 from partc.graph_edits import call_before
-from partc.mesh import Mesh
+from partc.mesh import MB
 from partc.passes.open_means import NLL
 
 aten = torch.ops.aten
-
-MB = "mb"
-
-
-def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
-    """The axes that values are laid out on: those of one stage's ranks, then ``mb``.
-
-    As the last axis it cuts a batch first, so that whatever ranks exchange stays within a
-    microbatch. Pipeline stages hold different values, so ``pp`` is none of them.
-    """
-    if MB in mesh.names:
-        raise PlanError(
-            where=f"mesh {mesh}",
-            what=f"an axis is called {MB!r}",
-            why="this name stands for microbatches",
-            do="Rename the axis, for example to dp.",
-        )
-    turns = ((MB, microbatches),) if microbatches > 1 else ()
-    return Mesh((*mesh.without_pipeline().axes, *turns))
 
 
 def given(graph: Graph) -> set[fx.Node]:

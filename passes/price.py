@@ -13,8 +13,7 @@ from math import prod
 from torch import fx
 
 from partc.graph import Graph, Outputs, is_weight, results_of, value
-from partc.mesh import Mesh
-from partc.passes.microbatches import MB
+from partc.mesh import MB, Mesh
 from partc.passes.reshard import transition_cost
 from partc.plan import Plan
 from partc.rules import Strategy

@@ -32,10 +32,11 @@ from partc.graph import (
     stage_of,
     value,
 )
+from partc.mesh import MB
 from partc.passes.assign_stages import COPY
 from partc.passes.fold_layers import Unfolded
 from partc.passes.local_batch_norm import NOTE
-from partc.passes.microbatches import MB, given
+from partc.passes.microbatches import given
 from partc.plan import Plan
 from partc.sharding import R
 

@@ -10,8 +10,8 @@ from torch import fx
 from partc import collectives
 from partc.codegen.helpers import Helpers
 from partc.codegen.text import ATOM, COMPARE, NONE, Text
+from partc.mesh import MB
 from partc.moves import Move, gathers_param, kind_of
-from partc.passes.microbatches import MB
 from partc.passes.propagate import is_zero
 
 WEIGHTS_AND_GRADS = {
