@@ -16,6 +16,7 @@ from torch import fx
 
 from partc.ancestors import ancestors
 from partc.errors import PlanError
+from partc.given import given
 from partc.graph import (
     Graph,
     Outputs,
@@ -28,7 +29,6 @@ from partc.graph import (
     value,
 )
 from partc.graph_edits import Writer
-from partc.passes.microbatches import given
 
 aten = torch.ops.aten
 ANYWHERE = -1

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from partc.given import given
 from partc.graph import Graph, picked, tensor_args
-from partc.passes.microbatches import given
 from partc.passes.price import Choices, Prices
 from partc.plan import Plan
 from partc.rules import strategies

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from partc.given import given
 from partc.graph import Graph, value
 from partc.graph_edits import call_before, drop_dead, replace_by
-from partc.passes.microbatches import given
 
 aten = torch.ops.aten
 FILLS = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from partc import collectives
+from partc.given import given
 from partc.graph import (
     Graph,
     Outputs,
@@ -27,7 +28,7 @@ from partc.graph import (
 from partc.graph_edits import run_fake
 from partc.mesh import MB, Mesh
 from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
-from partc.passes.microbatches import check_microbatches, given
+from partc.passes.microbatches import check_microbatches
 from partc.passes.price import Choices
 from partc.passes.propagate import pinned, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost

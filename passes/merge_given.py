@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from partc.given import given
 from partc.graph import Graph, Value, held, is_tensor, tensor_args, update, value
 from partc.graph_edits import drop_dead, replace_by
-from partc.passes.microbatches import given
 
 
 def merge_given(graph: Graph) -> None:

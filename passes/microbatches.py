@@ -16,28 +16,12 @@ from torch import fx
 
 from partc import collectives
 from partc.errors import PlanError
-from partc.graph import Graph, draw_of, op_word, picked, shape_of, update, value
+from partc.graph import Graph, op_word, picked, shape_of, update, value
 from partc.graph_edits import call_before
 from partc.mesh import MB
 from partc.passes.open_means import NLL
 
 aten = torch.ops.aten
-
-
-def given(graph: Graph) -> set[fx.Node]:
-    """What follows from the step's inputs alone (masks, positions, labels, counts of tokens)."""
-    updated = {graph.buffers[name] for name in graph.outputs.buffers}
-    known: set[fx.Node] = set()
-    for node in graph.fx.nodes:
-        placed = node.op == "placeholder" and value(node).kind != "param" and node not in updated
-        drawn = node.op == "call_function" and bool(draw_of(node))
-        if placed or (
-            node.op == "call_function"
-            and not drawn
-            and all(operand in known for operand in node.all_input_nodes)
-        ):
-            known.add(node)
-    return known
 
 
 def check_microbatches(local: Graph) -> None:

@@ -19,6 +19,7 @@ from torch import fx
 
 from partc import collectives
 from partc.errors import PlanError
+from partc.given import given
 from partc.graph import (
     Graph,
     is_weight,
@@ -34,7 +35,6 @@ from partc.mesh import MB
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.cut_given import cut_given
 from partc.passes.local_batch_norm import local_batch_norm, of_each_microbatch
-from partc.passes.microbatches import given
 from partc.passes.open_ops import open_op, opens
 from partc.passes.price import Choices, Prices
 from partc.passes.value_names import value_names

@@ -19,6 +19,7 @@ from partc import collectives
 from partc.ancestors import ancestors
 from partc.errors import PlanError
 from partc.folds import list_member
+from partc.given import given
 from partc.graph import (
     Graph,
     Outputs,
@@ -36,7 +37,6 @@ from partc.mesh import MB
 from partc.passes.assign_stages import COPY
 from partc.passes.fold_layers import Unfolded
 from partc.passes.local_batch_norm import NOTE
-from partc.passes.microbatches import given
 from partc.plan import Plan
 from partc.sharding import R
 

@@ -12,12 +12,12 @@ from math import prod
 
 from torch import fx
 
+from partc.given import given
 from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
 from partc.graph_edits import copied
 from partc.passes.alike_blocks import blocks_of, prefixes
 from partc.passes.cut_stages import Unit
 from partc.passes.memory import STATE_COPIES
-from partc.passes.microbatches import given
 from partc.passes.recompute import recompute
 from partc.passes.storage import Replay, Storage, replay
 from partc.plan import Plan

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from partc.collective_cost import collective_seconds
+from partc.given import given
 from partc.graph import Graph, held, is_backward, tensor_args, value
 from partc.graph_parse import parse_graph
 from partc.mesh import Mesh
 from partc.passes.flops import node_flops
-from partc.passes.microbatches import given
 from partc.passes.propagate import whole_strategy
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for

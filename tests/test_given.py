@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 import partc
 from partc import collectives
 from partc.api import read_plan
+from partc.given import given
 from partc.graph import Graph, tensor_args, value
 from partc.localize import localize
 from partc.mesh import Mesh
-from partc.passes.microbatches import given
 from partc.sharding import R, cut
 from partc.trace import trace
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from partc.folds import Fold
+from partc.given import given
 from partc.graph import Graph, held, is_backward, is_tensor, tensor_args, value
-from partc.passes.microbatches import given
 from partc.passes.recompute import recomputable
 from partc.passes.search.call_costs import is_view
 from partc.passes.value_names import value_names
