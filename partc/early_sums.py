@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from partc import collectives
+from partc.early import Early
 from partc.early_cost import EarlyBytes
 from partc.errors import CheckError
 from partc.folds import list_member
@@ -30,22 +31,10 @@ Chain = tuple[fx.Node, ...]  # collectives in order
 REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
 
 
-@dataclass(frozen=True)
-class Early:
-    """Gradients of blocks that one collective finishes, of this kind, over this axis and scattered
-    along this dim, leave in the backward (or the weight gradients) of microbatch ``last``.
-    """
-
-    kind: str
-    axis: str
-    dim: int
-    outer: int
-    last: int
-
-    @classmethod
-    def of(cls, end: fx.Node, last: int) -> Early:
-        dim, outer = int(str(end.kwargs.get("dim", 0))), int(str(end.kwargs.get("outer", 1)))
-        return cls(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
+def early_of(end: fx.Node, last: int) -> Early:
+    """The sums that this collective finishes, leaving in microbatch ``last``."""
+    dim, outer = int(str(end.kwargs.get("dim", 0))), int(str(end.kwargs.get("outer", 1)))
+    return Early(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
 
 
 def with_early_sums(
@@ -116,7 +105,7 @@ def leaving(graph: Graph, early: Early, chains: Mapping[str, tuple[fx.Node, Chai
     final = "W" if at_work["W"] is not None else "B"
     start = at_work[final]
     for name, (made, chain) in chains.items():
-        if [Early.of(end, early.last) for end in chain] != [early]:
+        if [early_of(end, early.last) for end in chain] != [early]:
             continue
         block, known = list_member(name), value(made)
         if block[0] and list_member(known.module) == block:
@@ -142,7 +131,7 @@ def _early(
     sizes: dict[Early, int] = defaultdict(int)
     for _, chain in chains.values():
         if len(chain) == 1 and chain[0].target in REDUCTIONS:
-            early = Early.of(chain[0], last)
+            early = early_of(chain[0], last)
             sizes[early] += graph.times(chain[0]) * put_in_bytes(chain[0])
     if not sizes or last < 0 or "E" not in cost.spent:
         return None, cost

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -20,13 +20,11 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 import partc.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
+from partc.early import Early
 from partc.folds import Fold, Kept
 from partc.mesh import Mesh
 from partc.rows import Rows
 from partc.sharding import REPLICATED, Layout, Sharding
-
-if TYPE_CHECKING:
-    from partc.early_sums import Early
 
 Kind = Literal["param", "buffer", "input", "received", "op"]
 # forward, backward; of a pipeline stage also: once before and once after all microbatches, and the
