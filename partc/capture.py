@@ -7,7 +7,6 @@ nodes, each annotated with module path, source line, phase and, if it is random,
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from partc.fake_calls import storage_of
+from partc.fake_calls import quiet_log, storage_of
 from partc.folds import Fold
 from partc.known_numbers import READS, UnknownNumberError, known_number
 from partc.source_lines import calls_here, source_here
@@ -259,14 +258,3 @@ def quiet_generator() -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(state)
-
-
-@contextmanager
-def quiet_log() -> Iterator[None]:
-    """Keep torch from logging a traceback for an error that a TraceError will explain."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = disabled

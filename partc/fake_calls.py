@@ -8,7 +8,9 @@ measure, with the same views of the operands' memory and new memory where the fi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -173,3 +175,14 @@ def _again(made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedSt
 def storage_of(tensor: Tensor) -> int:
     """What two tensors have in common that share their memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def quiet_log() -> Iterator[None]:
+    """Keep torch from logging a traceback for an error that a TraceError will explain."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled

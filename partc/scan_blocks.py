@@ -35,10 +35,9 @@ from partc.capture import (
     named_results,
     names_of,
     quiet_generator,
-    quiet_log,
     untouched,
 )
-from partc.fake_calls import call_on_fakes, storage_of
+from partc.fake_calls import call_on_fakes, quiet_log, storage_of
 from partc.folds import Fold, list_member
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index

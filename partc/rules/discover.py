@@ -11,8 +11,8 @@ from math import prod
 
 from torch import Tensor, fx
 
-from partc.capture import quiet_log
 from partc.errors import RuleError
+from partc.fake_calls import quiet_log
 from partc.graph import results_of, tensor_args, value
 from partc.rules.experiment import (
     Refused,
