@@ -14,9 +14,9 @@ from partc import collectives, ops
 from partc.folds import list_member
 from partc.graph import Graph, first_operand, held, is_backward, is_tensor, value
 from partc.moves import gathers_param, kind_of
+from partc.passes.alike_blocks import outermost_block
 from partc.passes.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.passes.storage import Replay
-from partc.passes.write_pieces import block_of
 from partc.roofline import call_of, dtype_of
 from partc.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
 
@@ -35,7 +35,7 @@ class _Calls:
 def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
     """The step of a scheduled graph of one stage; runs are labelled by the block they stand in."""
     calls = (node for node in graph.calls() if not _finishes(node))
-    found = ((block, list(run)) for block, run in groupby(calls, key=block_of))
+    found = ((block, list(run)) for block, run in groupby(calls, key=outermost_block))
     runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
     recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True)
     return replace(recorder.tape(runs), prefetch=prefetch)

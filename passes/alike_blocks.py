@@ -1,9 +1,14 @@
-"""Which modules of a list are alike, so that they count as the blocks of a model."""
+"""Which modules of a list are alike, so that they count as the blocks of a model, and in which of
+them a call stands.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from torch import fx
+
+from partc.folds import list_member
 from partc.graph import Graph, value
 
 
@@ -33,3 +38,9 @@ def prefixes(path: str) -> Iterator[str]:
     """``"h"``, ``"h.0"``, ``"h.0.mlp"`` of ``"h.0.mlp"``."""
     parts = path.split(".") if path else []
     return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def outermost_block(node: fx.Node) -> str:
+    """The member of an outermost list of modules in which a call stands, "" if in none."""
+    path, index = list_member(value(node).module)
+    return f"{path}.{index}" if path else ""

@@ -23,8 +23,9 @@ from torch import fx
 from partc import collectives
 from partc.graph import Graph, tensor_args, value
 from partc.graph_edits import drop_dead
+from partc.passes.alike_blocks import outermost_block
 from partc.passes.cut_region import Found, Region
-from partc.passes.write_pieces import Pieces, block_of
+from partc.passes.write_pieces import Pieces
 
 Place = tuple[str, str, int]  # block, phase and stage
 
@@ -38,7 +39,7 @@ def take_turns(graph: Graph, num: int) -> Graph:
     """
     pieces, found = Pieces(graph, num), Found()
     for run in _runs(graph):
-        region = Region(run, num, graph.mesh, pieces.at_hand(block_of(run[0])), found)
+        region = Region(run, num, graph.mesh, pieces.at_hand(outermost_block(run[0])), found)
         for start in _awaited(run):
             region.grow_from(start)
         if region.ways:
@@ -69,7 +70,7 @@ def _runs(graph: Graph) -> Iterator[list[fx.Node]]:
 
 
 def _place(node: fx.Node) -> Place:
-    return block_of(node), value(node).phase, value(node).stage
+    return outermost_block(node), value(node).phase, value(node).stage
 
 
 def _awaited(run: Sequence[fx.Node]) -> Iterator[fx.Node]:

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from partc import collectives
-from partc.folds import list_member
 from partc.graph import (
     Graph,
     Value,
@@ -23,6 +22,7 @@ from partc.graph import (
 )
 from partc.graph_edits import run_fake
 from partc.mesh import Mesh
+from partc.passes.alike_blocks import outermost_block
 from partc.passes.cut_region import Region, piece_shape, twin
 from partc.rules import Strategy, localize
 from partc.sharding import Layout
@@ -56,7 +56,7 @@ class Pieces:
     def at_hand(self, block: str) -> dict[fx.Node, Layout]:
         """How the pieces lie that earlier runs of a block have left."""
         here = ((node, layout) for node, (layout, _) in self.kept.items())
-        return {node: layout for node, layout in here if block_of(node) == block}
+        return {node: layout for node, layout in here if outermost_block(node) == block}
 
     def write(self, region: Region) -> None:
         """Put pieces in place of a region's calls; what others read of them is joined."""
@@ -143,7 +143,7 @@ class _Writer:
         if (node, layout) not in self.parts:
             source = self._whole(node) if node in self.replaced else node
             made_as, pieces = self.kept.get(source, (None, []))
-            if made_as != layout or block_of(source) != block_of(reader):
+            if made_as != layout or outermost_block(source) != outermost_block(reader):
                 pieces = self._taken(source, layout, reader)
             self.parts[node, layout] = pieces
         return self.parts[node, layout]
@@ -207,9 +207,3 @@ class _Writer:
         set_value(new, known)
         set_held(new, run_fake(target, args, kwargs or {}))
         return new
-
-
-def block_of(node: fx.Node) -> str:
-    """The member of an outermost list of modules in which a call stands, "" if in none."""
-    path, index = list_member(value(node).module)
-    return f"{path}.{index}" if path else ""
