@@ -13,13 +13,13 @@ from benchmarks.published_models import Dims, build, example, loss_of
 from benchmarks.published_rows import Row
 from partc.collective_cost import collective_seconds
 from partc.graph import Graph
+from partc.lowering import trace
 from partc.mesh import PP, Mesh
 from partc.passes.search.candidate import Candidate
 from partc.passes.search.estimate import Estimator, UnitTimes
 from partc.passes.search.laws import BACKWARD, FORWARD, TP, Profile
 from partc.passes.search.profile import profile, touched_values
 from partc.topology import Topology
-from partc.trace import trace
 
 TRACED_LAYERS = 6  # equal ones: the laws of one hold for all
 KERNELS = {"eager": touched_values, "by hand": by_hand_values, "compiled": compiled_values}

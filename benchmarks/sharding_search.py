@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from benchmarks.machine import machine
 from partc.graph import Graph
+from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.passes.search.milp import milp
 from partc.passes.search.shardings import joint_problem, search_shardings
 from partc.passes.search.solve import solve
 from partc.topology import Topology
-from partc.trace import trace
 from tests.random_steps import BruteForce, random_step
 
 CLOSE = 1e-9  # relative

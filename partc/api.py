@@ -24,7 +24,7 @@ from partc.fingerprint import Fingerprint
 from partc.folds import likes_of
 from partc.graph import Graph, value
 from partc.graph_edits import copied
-from partc.localize import localize, staged_plan
+from partc.lowering import localize, staged_plan
 from partc.memory_limit import Peak, check_memory, fits, memory_limits
 from partc.mesh import PP, Mesh
 from partc.messages import with_messages

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from partc.api import partition
 from partc.cost import CostReport, cost_report
 from partc.graph import Graph
+from partc.lowering import trace
 from partc.passes.symbolic import symbolic_costs
 from partc.plan import Plan
 from partc.prediction import Prediction
 from partc.program import Program
-from partc.trace import trace
 
 
 def cost_with_formulas(

@@ -1,13 +1,14 @@
-"""Trace a model and its loss into one canonical Graph of forward and backward.
+"""Record a model and its loss as one Graph of forward and backward.
 
-In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of
-functional ATen ops whose values know their module, source line, phase and forward counterpart.
+In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of ATen
+ops as recorded, whose values know their module, source line, phase and forward counterpart.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, fx, nn
 from partc.between_blocks import adopt_between
 from partc.capture import SMALL_BYTES, Objective, Recording, names_of, record
 from partc.errors import PartcError, TraceError
-from partc.folds import Fold, Kept
+from partc.folds import Fold
 from partc.graph import (
     Graph,
     Outputs,
@@ -30,75 +31,55 @@ from partc.graph import (
     value,
 )
 from partc.graph_edits import fake_like
-from partc.passes.canonicalize import canonicalize
-from partc.passes.decompose_custom_ops import decompose_custom_ops
-from partc.passes.fold_layers import Unfolded, confirm, fold_layers
-from partc.passes.functionalize import functionalize
-from partc.scan_blocks import no_calls, skipping, spare_blocks
+from partc.scan_blocks import skipping, spare_blocks
 from partc.source_lines import module_of, source_of
 
 
-def trace(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
-    fold: bool = False, kept: Kept | None = None,
-) -> Graph:  # fmt: skip
-    """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
+@dataclass(frozen=True)
+class Source:
+    """What is traced: a model, its inputs, and what of them is the loss."""
 
-    Without a loss the model's own result is the loss (or has one as ``.loss``); under
-    ``torch.no_grad()`` it is then the forward alone, with every tensor of the result by name.
-    With ``fold`` the middle of a stack of equal blocks is left out; ``graph.folds`` says which.
-    ``kept`` leaves out what a folded graph has shown to be equal to the rest; Unfolded if the
-    backward tells it apart.
-    """
-    inputs = _checked(inputs)
-    train = loss is not None or torch.is_grad_enabled()
-    objective = _scalar(loss or _own_loss) if train else _call
-    names = _input_names(model, inputs, loss)
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    names: list[str]  # of the inputs
+    objective: Objective
+    train: bool  # with a backward
 
-    def functional(left_out: Sequence[Fold]) -> Graph:
-        return _functional(model, inputs, names, objective, train, left_out)
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> Source:
+        """What ``trace`` is given. Without a loss the model's own result is the loss (or has one as
+        ``.loss``); under ``torch.no_grad()`` it is then the forward alone, with every tensor of the
+        result by name.
+        """
+        checked = _checked(inputs)
+        train = loss is not None or torch.is_grad_enabled()
+        objective = _scalar(loss or _own_loss) if train else _call
+        return cls(model, checked, _input_names(model, checked, loss), objective, train)
 
-    if kept is not None:
-        if path := no_calls(model, kept.left_out):
-            raise Unfolded(path)
-        graph = functional(kept.left_out)
-        confirm(graph, kept)
-    elif fold:
-        graph = _folded(functional, spare_blocks(model, inputs, objective, train))
-    else:
-        graph = functional(())
-    canonicalize(graph)
-    return graph
-
-
-def _folded(functional: Callable[[Sequence[Fold]], Graph], skipped: Sequence[Fold]) -> Graph:
-    """A folded graph, in which blocks were skipped where their backward is equal too."""
-    while True:
-        graph = functional(skipped)
+    def recorded(self, left_out: Sequence[Fold]) -> Graph:
+        """The graph as recorded, some blocks left out: ops may write in place."""
         try:
-            fold_layers(graph, skipped)
-            return graph
-        except Unfolded as unequal:
-            skipped = [fold for fold in skipped if not fold.covers(str(unequal))]
+            with skipping(self.model, left_out):
+                recording = record(self.model, self.inputs, self.objective, self.train, left_out)
+        except PartcError:
+            raise
+        except Exception as error:
+            raise _explain(error, self.model) from error
+        return _build(recording, self.model, self.names, self.train)
+
+    def spare_blocks(self) -> tuple[Fold, ...]:
+        """The blocks that need not be recorded, as the forward tells."""
+        return spare_blocks(self.model, self.inputs, self.objective, self.train)
 
 
-def _functional(
-    model: nn.Module, inputs: Sequence[Tensor], names: list[str], objective: Objective,
-    train: bool, left_out: Sequence[Fold],
-) -> Graph:  # fmt: skip
-    """The graph without ops that write in place, or ops of the user's own, and some blocks."""
-    try:
-        with skipping(model, left_out):
-            recording = record(model, inputs, objective, train, left_out)
-    except PartcError:
-        raise
-    except Exception as error:
-        raise _explain(error, model) from error
-    graph = _build(recording, model, names, train)
-    decompose_custom_ops(graph)
-    functionalize(graph)
-    _keep_known_buffers(graph, model, left_out)
-    return graph
+def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]) -> None:
+    """Values of small buffers that the step does not change are known when compiling."""
+    changed = graph.outputs.buffers
+    for name, buffer in names_of(model).buffers.items():
+        fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
+        alike = next((fold.twin(name) for fold in left_out if fold.covers(name)), name)
+        if fits and alike not in changed and type(buffer) is Tensor and not buffer.is_meta:
+            graph.constants[name] = buffer.detach().cpu().clone()
 
 
 # what is traced ------------------------------------------------------------------------------
@@ -305,16 +286,6 @@ def _refuse_trainable(tensor: Tensor) -> None:
 def _computes(module: nn.Module) -> bool:
     """Whether a module does something of its own: it is no list of others."""
     return not type(module).__module__.startswith("torch.nn.modules.container")
-
-
-def _keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]) -> None:
-    """Values of small buffers that the step does not change are known when compiling."""
-    changed = graph.outputs.buffers
-    for name, buffer in names_of(model).buffers.items():
-        fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
-        alike = next((fold.twin(name) for fold in left_out if fold.covers(name)), name)
-        if fits and alike not in changed and type(buffer) is Tensor and not buffer.is_meta:
-            graph.constants[name] = buffer.detach().cpu().clone()
 
 
 # provenance ----------------------------------------------------------------------------------

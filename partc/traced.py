@@ -14,7 +14,7 @@ from partc.fingerprint import Fingerprint
 from partc.folds import Kept
 from partc.graph import Graph
 from partc.graph_edits import copied
-from partc.trace import trace
+from partc.lowering import trace
 
 State = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
 Wanted = tuple[bool, Kept | None, bool]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from partc.graph import Graph
 from partc.interpret import run_graph
-from partc.trace import trace
+from partc.lowering import trace
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 NOISE = 1e-6  # gradients below this part of the largest are compared with that part

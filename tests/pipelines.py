@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import partc
 from partc.check import check
 from partc.graph import Graph, value
-from partc.localize import localize
+from partc.lowering import localize
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.precision import Raised

@@ -14,6 +14,7 @@ import partc
 from partc.cost import CostReport
 from partc.errors import PlanError
 from partc.graph import Graph
+from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.passes.search.candidate import Candidate
 from partc.passes.search.choose_plan import Choice, choose_plan
@@ -21,7 +22,6 @@ from partc.passes.search.shardings import search_shardings
 from partc.plan import Plan
 from partc.schedules import NAMES
 from partc.topology import Topology
-from partc.trace import trace
 
 AUTO = Plan(preset="auto")
 pytestmark = pytest.mark.usefixtures("laws_once")

@@ -16,11 +16,11 @@ from partc.api import partition
 from partc.check import check
 from partc.errors import CheckError
 from partc.graph import Graph, tensor_args, update
+from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.sharding import R, U, cut
 from partc.simulate import simulate
-from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.mutate import NUMERIC, STATIC, mutants
 from tests.zoo import MODELS

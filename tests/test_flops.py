@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from partc.graph import Graph, value
 from partc.interpret import run_graph
+from partc.lowering import trace
 from partc.passes.flops import FORMULAS, node_flops, op_name, total_flops
-from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.zoo import MODELS, Case
 

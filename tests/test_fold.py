@@ -23,9 +23,9 @@ from partc.cost import cost_report
 from partc.errors import CheckError
 from partc.folds import Fold
 from partc.graph import Graph
+from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.plan import Plan
-from partc.trace import trace
 from tests.pipelines import toy
 from tests.zoo import FAMILIES, Case
 

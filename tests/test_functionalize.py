@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import TraceError
-from partc.trace import trace
+from partc.lowering import trace
 from tests.compare import check
 
 

@@ -13,10 +13,9 @@ from partc import collectives
 from partc.api import read_plan
 from partc.given import given
 from partc.graph import Graph, tensor_args, value
-from partc.localize import localize
+from partc.lowering import localize, trace
 from partc.mesh import Mesh
 from partc.sharding import R, cut
-from partc.trace import trace
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import nn
 from partc.errors import UsageError
 from partc.graph import held, value
 from partc.graph_parse import parse_graph
-from partc.trace import trace
+from partc.lowering import trace
 from tests.zoo import MODELS
 
 LOCAL = """\

@@ -12,7 +12,7 @@ import pytest
 import partc
 from partc.errors import MemoryLimitError
 from partc.graph import Graph
-from partc.localize import staged_plan
+from partc.lowering import staged_plan
 from partc.memory_limit import memory_limits, usable
 from partc.mesh import Mesh
 from partc.other_machines import pipeline_step

@@ -18,12 +18,12 @@ from partc.api import partition
 from partc.check import check
 from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, held, tensor_args, value
+from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.moves import kind_of
 from partc.plan import Plan
 from partc.reference import eager
 from partc.sharding import cut
-from partc.trace import trace
 from tests.zoo import MODELS, Case
 
 Golden = Callable[..., None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from partc.graph import is_tensor, tensor_args
+from partc.lowering import trace
 from partc.rules import strategies
 from partc.rules.prove import prove
 from partc.rules.signature import Signature
-from partc.trace import trace
 from tests.zoo import FAMILIES
 
 PROVED: set[Signature] = set()  # calls of earlier families, which need no second proof

@@ -12,11 +12,11 @@ from partc import ops
 from partc.errors import RuleError
 from partc.graph import Value, held, set_held, set_value
 from partc.graph_edits import run_fake
+from partc.lowering import trace
 from partc.rules import Strategy, has_rule, strategies
 from partc.rules.notation import parse, resolve
 from partc.rules.table import RULES, name_of
 from partc.sharding import M, R, cut
-from partc.trace import trace
 from tests.calls import Calls
 from tests.zoo import MODELS
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from partc.folds import Fold
+from partc.lowering import trace
 from partc.scan_blocks import spare_blocks
-from partc.trace import trace
 
 WHOLE = (Fold("blocks", 2, 6),)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from partc.graph import Graph
+from partc.lowering import trace
 from partc.passes.bytes import total_moved_bytes, traffic
 from partc.passes.flops import total_flops
 from partc.passes.memory import memory_curve, state_bytes
 from partc.passes.symbolic import Samples, symbolic_costs
-from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.zoo import MODELS
 

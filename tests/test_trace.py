@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from partc import ops
 from partc.errors import TraceError
 from partc.graph import Graph, value
-from partc.trace import trace
+from partc.lowering import trace
 from tests.compare import check, distance, run
 from tests.zoo import FAMILIES, MODELS
 

@@ -10,7 +10,7 @@ import partc
 import partc.traced
 from partc.errors import TraceError
 from partc.graph import Graph
-from partc.trace import trace
+from partc.lowering import trace
 
 BATCH = torch.randn(8, 6), torch.randn(8, 4)
 

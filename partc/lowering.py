@@ -1,17 +1,26 @@
-"""A traced graph and a plan in; the complete plan and one rank's graph, its waits not yet placed,
-out.
+"""A model in, its joint graph out; a joint graph and a plan in, the complete plan and one rank's
+graph, its waits not yet placed, out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
+from torch import Tensor, nn
+
+from partc.capture import Objective
+from partc.folds import Fold, Kept
 from partc.graph import Graph
 from partc.mesh import layout_mesh
 from partc.passes.apply_preset import complete
 from partc.passes.assign_stages import assign_stages
+from partc.passes.canonicalize import canonicalize
 from partc.passes.choose_stages import choose_schedule, choose_stages
 from partc.passes.count_whole import count_whole
+from partc.passes.decompose_custom_ops import decompose_custom_ops
+from partc.passes.fold_layers import Unfolded, confirm, fold_layers
+from partc.passes.functionalize import functionalize
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.local_batch_norm import check_statistics, has_batch_norm
@@ -20,6 +29,55 @@ from partc.passes.propagate import propagate
 from partc.passes.recompute import recompute
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.plan import Plan
+from partc.scan_blocks import no_calls
+from partc.trace import Source, keep_known_buffers
+
+
+def trace(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
+    fold: bool = False, kept: Kept | None = None,
+) -> Graph:  # fmt: skip
+    """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
+
+    Without a loss the model's own result is the loss (or has one as ``.loss``); under
+    ``torch.no_grad()`` it is then the forward alone, with every tensor of the result by name.
+    With ``fold`` the middle of a stack of equal blocks is left out; ``graph.folds`` says which.
+    ``kept`` leaves out what a folded graph has shown to be equal to the rest; Unfolded if the
+    backward tells it apart.
+    """
+    source = Source.of(model, inputs, loss)
+    if kept is not None:
+        if path := no_calls(model, kept.left_out):
+            raise Unfolded(path)
+        graph = _functional(source, kept.left_out)
+        confirm(graph, kept)
+    elif fold:
+        graph = _folded(source)
+    else:
+        graph = _functional(source, ())
+    canonicalize(graph)
+    return graph
+
+
+def _folded(source: Source) -> Graph:
+    """A folded graph, in which blocks were skipped where their backward is equal too."""
+    skipped: Sequence[Fold] = source.spare_blocks()
+    while True:
+        graph = _functional(source, skipped)
+        try:
+            fold_layers(graph, skipped)
+            return graph
+        except Unfolded as unequal:
+            skipped = [fold for fold in skipped if not fold.covers(str(unequal))]
+
+
+def _functional(source: Source, left_out: Sequence[Fold]) -> Graph:
+    """The graph without ops that write in place, or ops of the user's own, and some blocks."""
+    graph = source.recorded(left_out)
+    decompose_custom_ops(graph)
+    functionalize(graph)
+    keep_known_buffers(graph, source.model, left_out)
+    return graph
 
 
 def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
