@@ -125,7 +125,7 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
         return (
             known.kind, layers.relative(known.name) if stored else "", known.shape, known.dtype,
             str(known.sharding), layers.relative(known.module), graph.classes.get(known.module),
-            known.source, known.calls, known.phase, forward.get(known.forward), known.note, drawn,
+            known.source, known.calls, known.phase, forward.get(known.forward), known.remark, drawn,
         )  # fmt: skip
 
     def call(node: fx.Node) -> tuple[Any, ...]:

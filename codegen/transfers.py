@@ -56,7 +56,7 @@ class Transfers(Expressions):
             lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
         if overwrites and self._waited(node) is None and self._next_wait(node) is not None:
-            remark = f"{typed(node)}; {value(node).note or 'exposed'}"
+            remark = f"{typed(node)}; {value(node).remark or 'exposed'}"
             lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
             self.at_once.add(node)
             return Statement(lines, binds=[node])
@@ -147,8 +147,8 @@ class Transfers(Expressions):
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
         """What is computed between start and wait."""
-        if value(start).note:
-            return value(start).note
+        if value(start).remark:
+            return value(start).remark
         if start not in self.place:
             return "started by the caller"
         between = self.order[self.place[start] + 1 : self.place[wait]]

@@ -19,6 +19,7 @@ from partc.check_rows import check_order, check_rows, rows_made
 from partc.errors import CheckError
 from partc.graph import (
     Graph,
+    Origin,
     held,
     is_tensor,
     layout_on,
@@ -31,7 +32,7 @@ from partc.graph import (
 )
 from partc.mesh import Mesh
 from partc.moves import Move, moves, results
-from partc.passes.local_batch_norm import NOTE, fits_locally
+from partc.passes.local_batch_norm import fits_locally
 from partc.rules import strategies_for
 from partc.rules.rows import SORTS, alike, has_rows, rows_known
 from partc.rules.table import name_of
@@ -74,7 +75,7 @@ def _circumstances(node: fx.Node) -> Hashable:
         None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
     )
     windows = tuple(windows_of(node).items())
-    is_local = value(node).note == NOTE
+    is_local = value(node).origin is Origin.LOCAL_STATISTICS
     rows = alike([*rows_known(node), *rows_made(result_nodes(node))]) if has_rows(node) else ()
     return node.target, literals(node), operands, outs, results, windows, is_local, rows
 
@@ -168,7 +169,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
             for s in strategies_for(whole_twin(node, outs), mesh.size(axis), seen)
             if _fits(s.ins, ins) and _fits(s.outs, noted)
         ]
-        if value(node).note == NOTE and fits_locally(node, ins, noted):
+        if value(node).origin is Origin.LOCAL_STATISTICS and fits_locally(node, ins, noted):
             continue
         if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
             raise _unruled(node, axis, ins, noted, bool(fitting), axis in windows)

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from partc.check_calls import wrong
-from partc.graph import Graph, held, tensor_args, value
-from partc.passes.write_pieces import NOTE
+from partc.graph import Graph, Origin, held, tensor_args, value
 
 SLICE, CAT, ADD = (
     torch.ops.aten.slice.Tensor,
@@ -31,7 +30,11 @@ def check_turns(graph: Graph) -> None:
             held_by[node] = (mine,)
         elif turns:
             in_order = turns == tuple(range(len(turns)))
-            if value(node).note != NOTE or node.target not in (CAT, ADD) or not in_order:
+            if (
+                value(node).origin is not Origin.PIECES
+                or node.target not in (CAT, ADD)
+                or not in_order
+            ):
                 why = f"it reads pieces {list(turns)} and is none"
                 raise wrong(node, why, "Join them in their order first.")
             ends = node.target is CAT or not any(_adds_to(node, user) for user in node.users)
@@ -40,13 +43,15 @@ def check_turns(graph: Graph) -> None:
 
 def _adds_to(node: fx.Node, user: fx.Node) -> bool:
     """Whether a sum of pieces goes on with the next one."""
-    joins = user.op == "call_function" and user.target is ADD and value(user).note == NOTE
+    joins = (
+        user.op == "call_function" and user.target is ADD and value(user).origin is Origin.PIECES
+    )
     return joins and value(user).turn is None and user.args[0] is node
 
 
 def is_piecewise(node: fx.Node) -> bool:
     """Whether a call is noted as one that takes out or joins pieces; sums follow their own rule."""
-    return value(node).note == NOTE and node.target in (SLICE, CAT)
+    return value(node).origin is Origin.PIECES and node.target in (SLICE, CAT)
 
 
 def check_piece(node: fx.Node) -> None:

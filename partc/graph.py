@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -30,6 +31,14 @@ Kind = Literal["param", "buffer", "input", "received", "op"]
 # forward, backward; of a pipeline stage also: once before and once after all microbatches, and the
 # part of the backward that no other stage waits for
 Phase = Literal["F", "B", "S", "E", "W"]
+
+
+class Origin(Enum):
+    """Why a call stands in the graph, where passes and checks treat it apart; its text is shown."""
+
+    MODEL = ""  # the model's own, or a collective
+    LOCAL_STATISTICS = "statistics of this rank's piece of the batch"
+    PIECES = "of a block's pieces"  # takes pieces out of a value, or joins them
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,14 @@ class Value:
     rows: Rows | None = None  # of what lies in an order that a sort made
     opened: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
+    origin: Origin = Origin.MODEL
     turn: int | None = None  # which piece, of a block that is computed in several
     again: bool = False  # made of forward values alone in the backward, and no gradient
+
+    @property
+    def remark(self) -> str:
+        """What is shown beside the call, "" for nothing."""
+        return self.note or self.origin.value
 
 
 @dataclass

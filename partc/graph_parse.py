@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partc import collectives, ops
 from partc.errors import UsageError
-from partc.graph import Graph, Outputs, Value, set_held, set_value, update
+from partc.graph import Graph, Origin, Outputs, Value, set_held, set_value, update
 from partc.graph_edits import run_fake
 from partc.mesh import Mesh
 from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
@@ -22,6 +22,7 @@ from partc.sharding import DTYPE_NAMES, Layout, Sharding, cut
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 WORDS = {"inf": float("inf"), "nan": float("nan"), **DTYPES}
 _TYPE = re.compile(r"(\w+)\[(.*)\]((?:\{[UM]:\w+\})*)\Z")
+_ORIGINS = {origin.value for origin in Origin} - {""}
 _NAME = re.compile(r"(?:%|\b[A-Za-z_])\w*(?:\.\w+)*")  # % marks a name that starts with a digit
 
 
@@ -120,7 +121,9 @@ class _Reader:
         with self.mode:
             fake = run_fake(target, args, kwargs)
         self._keep(name.strip(), node, known, fake)
-        if note:
+        if note in _ORIGINS:
+            update(node, origin=Origin(note))
+        elif note:
             update(node, note=note)
 
     def _keep(self, name: str, node: fx.Node, known: Value, fake: Any) -> None:

@@ -62,7 +62,7 @@ def _section(known: Value) -> str:
 
 def _call_line(node: fx.Node) -> str:
     known = value(node)
-    note = f"  # {known.note}" if known.note else ""
+    note = f"  # {known.remark}" if known.remark else ""
     return f"  {node.name + ' = ' + _call(node):<{WIDTH}} : {_types(node)}{note}"
 
 

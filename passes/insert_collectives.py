@@ -13,6 +13,7 @@ from partc import collectives
 from partc.given import given
 from partc.graph import (
     Graph,
+    Origin,
     Outputs,
     Value,
     block_of,
@@ -27,7 +28,7 @@ from partc.graph import (
 )
 from partc.graph_edits import run_fake
 from partc.mesh import MB, Mesh
-from partc.passes.local_batch_norm import NOTE, VARIANT, keeps_first
+from partc.passes.local_batch_norm import VARIANT, keeps_first
 from partc.passes.microbatches import check_microbatches
 from partc.passes.price import Choices
 from partc.passes.propagate import pinned, placed
@@ -102,7 +103,7 @@ class _Partition:
         """
         known = value(node)
         new = self._localized(node, self.choices.get(node, {}))
-        set_value(new, replace(known, name=known.name or node.name, note=value(new).note))
+        set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
 
     def _localized(self, node: fx.Node, chosen: dict[str, Strategy]) -> fx.Node:
@@ -117,8 +118,9 @@ class _Partition:
                 local_of.append(next(iter(self.copies[operand].values())))
         new = localize(self.out, node, local_of, chosen, self.graph.mesh)
         known = value(node)
-        note = NOTE if any(s.variant == VARIANT for s in chosen.values()) else known.note
-        set_value(new, replace(known, name=known.name or node.name, note=note))
+        own = any(s.variant == VARIANT for s in chosen.values())
+        origin = Origin.LOCAL_STATISTICS if own else known.origin
+        set_value(new, replace(known, name=known.name or node.name, origin=origin))
         return new
 
     def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:

@@ -19,7 +19,6 @@ from partc.rules import Strategy
 from partc.sharding import Layout, R, U, cut
 
 aten = torch.ops.aten
-NOTE = "statistics of this rank's piece of the batch"
 VARIANT = "local"  # result sums marked U are this rank's own: only the first rank's count
 _FORWARD = aten._native_batch_norm_legit_functional.default
 _BACKWARD = aten.native_batch_norm_backward.default

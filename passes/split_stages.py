@@ -22,6 +22,7 @@ from partc.folds import list_member
 from partc.given import given
 from partc.graph import (
     Graph,
+    Origin,
     Outputs,
     Phase,
     block_of,
@@ -36,7 +37,6 @@ from partc.graph import (
 from partc.mesh import MB
 from partc.passes.assign_stages import COPY
 from partc.passes.fold_layers import Unfolded
-from partc.passes.local_batch_norm import NOTE
 from partc.plan import Plan
 from partc.sharding import R
 
@@ -91,7 +91,8 @@ def _made_once(local: Graph) -> set[fx.Node]:
     spectral norms, averages of weights): a step gives each buffer one new value. Batches that are
     normalised one by one are counted one by one.
     """
-    one_by_one = {value(node).module for node in local.calls() if value(node).note == NOTE}
+    local_statistics = (n for n in local.calls() if value(n).origin is Origin.LOCAL_STATISTICS)
+    one_by_one = {value(node).module for node in local_statistics}
     found: set[fx.Node] = set()
     for new in local.outputs.buffers.values():
         made_of = ancestors(new)

@@ -11,6 +11,7 @@ from torch import fx
 from partc import collectives
 from partc.graph import (
     Graph,
+    Origin,
     Value,
     held,
     is_tensor,
@@ -28,7 +29,6 @@ from partc.rules import Strategy, localize
 from partc.sharding import Layout
 
 aten = torch.ops.aten
-NOTE = "of a block's pieces"  # of what takes pieces out of a value, or joins them
 AXIS = "turn"
 
 Wanted = tuple[fx.Node, Layout]
@@ -36,12 +36,12 @@ Wanted = tuple[fx.Node, Layout]
 
 def joins_pieces(node: fx.Node) -> bool:
     """Whether a call makes the whole of pieces."""
-    return value(node).note == NOTE and value(node).turn is None
+    return value(node).origin is Origin.PIECES and value(node).turn is None
 
 
 def taken_from(node: fx.Node) -> fx.Node | None:
     """The value that a call takes a piece of; None for other calls."""
-    takes = value(node).note == NOTE and value(node).turn is not None
+    takes = value(node).origin is Origin.PIECES and value(node).turn is not None
     return node.all_input_nodes[0] if takes else None
 
 
@@ -154,7 +154,7 @@ class _Writer:
         size = held(node).shape[layout.dim] // self.num
         like = replace(
             known, kind="op", shape=self._shape(node, layout), module=at.module, source=at.source,
-            calls=at.calls, phase=at.phase, stage=at.stage, note=NOTE,
+            calls=at.calls, phase=at.phase, stage=at.stage, origin=Origin.PIECES,
         )  # fmt: skip
         found = []
         for turn in range(self.num):
@@ -165,7 +165,7 @@ class _Writer:
     def _whole(self, node: fx.Node) -> fx.Node:
         """The pieces of a call side by side, or their sum."""
         if node not in self.wholes:
-            like = replace(value(node), note=NOTE)
+            like = replace(value(node), origin=Origin.PIECES)
             if node in self.sums:
                 first, *rest = self.sums[node]
                 for part in rest:
