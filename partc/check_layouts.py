@@ -32,8 +32,8 @@ from partc.graph import (
 )
 from partc.mesh import Mesh
 from partc.moves import Move, moves, results
-from partc.passes.local_batch_norm import fits_locally
 from partc.rules import strategies_for
+from partc.rules.local_batch_norm import fits_locally
 from partc.rules.rows import SORTS, alike, has_rows, rows_known
 from partc.rules.table import name_of
 from partc.sharding import Layout, M, R, Sharding, U, cut

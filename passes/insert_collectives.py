@@ -28,13 +28,13 @@ from partc.graph import (
 )
 from partc.graph_edits import run_fake
 from partc.mesh import MB, Mesh
-from partc.passes.local_batch_norm import VARIANT, keeps_first
 from partc.passes.microbatches import check_microbatches
 from partc.passes.price import Choices
 from partc.passes.propagate import pinned, placed
 from partc.passes.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
 from partc.rules import Strategy, localize
+from partc.rules.local_batch_norm import VARIANT, keeps_first
 from partc.sharding import R, Sharding, U
 
 

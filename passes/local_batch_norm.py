@@ -7,40 +7,21 @@ there).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
-import torch
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, results_of, tensor_args, value
+from partc.graph import Graph, tensor_args, value
 from partc.rules import Strategy
-from partc.sharding import Layout, R, U, cut
-
-aten = torch.ops.aten
-VARIANT = "local"  # result sums marked U are this rank's own: only the first rank's count
-_FORWARD = aten._native_batch_norm_legit_functional.default
-_BACKWARD = aten.native_batch_norm_backward.default
-
-
-def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
-    """The strategy for a batch normalisation whose operand arrives cut along the batch; None for
-    other calls.
-    """
-    if node.target not in (_FORWARD, _BACKWARD) or arriving != cut(0):
-        return None
-    images = 1 if node.target is _FORWARD else 2  # operands with a batch: x, or d_y and x
-    ins = tuple(cut(0) if i < images else R for i in range(len(tensor_args(node))))
-    # y, mean, rstd, new running mean and variance; or d_x, d_weight, d_bias
-    outs = (cut(0), R, R, U, U) if node.target is _FORWARD else (cut(0), U, U)
-    return Strategy(ins, outs[: len(results_of(node))], VARIANT)
+from partc.rules.local_batch_norm import FORWARD, VARIANT, local_batch_norm
+from partc.sharding import Layout, R, cut
 
 
 def of_each_microbatch(node: fx.Node, arriving: Layout) -> Strategy | None:
     """As ``local_batch_norm`` along microbatches: each updates the running statistics in turn."""
     local = local_batch_norm(node, arriving)
-    if local is None or node.target is not _FORWARD:
+    if local is None or node.target is not FORWARD:
         return local
     return Strategy(local.ins, (cut(0), R, R, R, R)[: len(local.outs)], VARIANT)
 
@@ -52,7 +33,7 @@ def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
     pieces = ranks * microbatches
     of = f"{ranks} pieces of each of " if ranks > 1 else ""
     for node in graph.calls():
-        if node.target is not _FORWARD:
+        if node.target is not FORWARD:
             continue
         known, shape = value(node), value(tensor_args(node)[0]).shape
         if prod(shape) // shape[1] // pieces < 2:
@@ -66,28 +47,4 @@ def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
 
 
 def has_batch_norm(graph: Graph) -> bool:
-    return any(node.target is _FORWARD for node in graph.calls())
-
-
-def fits_locally(node: fx.Node, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> bool:
-    """Whether a call lies as local statistics have it; None for results that nothing reads.
-
-    The running statistics are each rank's own until all but the first rank's are zeroed.
-    """
-    local = local_batch_norm(node, ins[0])
-    if local is None or local.ins != tuple(ins):
-        return False
-    made = [R if keeps_first(node, local, i) else out for i, out in enumerate(local.outs)]
-    return all(out in (None, mine) for out, mine in zip(outs, made, strict=True))
-
-
-def keeps_first(node: fx.Node, strategy: Strategy | None, result: int) -> bool:
-    """Whether this result has to be zeroed on all ranks but the first, so that the sum is the
-    first rank's.
-    """
-    return (
-        strategy is not None
-        and strategy.variant == VARIANT
-        and node.target is _FORWARD
-        and strategy.outs[result] == U
-    )
+    return any(node.target is FORWARD for node in graph.calls())

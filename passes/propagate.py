@@ -34,7 +34,7 @@ from partc.graph import (
 from partc.mesh import MB
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.cut_given import cut_given
-from partc.passes.local_batch_norm import local_batch_norm, of_each_microbatch
+from partc.passes.local_batch_norm import of_each_microbatch
 from partc.passes.open_ops import open_op, opens
 from partc.passes.price import Choices, Prices
 from partc.passes.value_names import value_names
@@ -42,6 +42,7 @@ from partc.plan import Plan
 from partc.plan_values import Lies, lies_on, write_value
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
+from partc.rules.local_batch_norm import local_batch_norm
 from partc.rules.rows import alike, rows_known
 from partc.rules.table import name_of
 from partc.sharding import Layout, R, Sharding, U
