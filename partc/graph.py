@@ -32,6 +32,8 @@ Kind = Literal["param", "buffer", "input", "received", "op"]
 # part of the backward that no other stage waits for
 Phase = Literal["F", "B", "S", "E", "W"]
 
+ANYWHERE = -1  # the pipeline stage of what each stage computes for itself
+
 
 class Origin(Enum):
     """Why a call stands in the graph, where passes and checks treat it apart; its text is shown."""
@@ -59,7 +61,7 @@ class Value:
     source: str = ""  # "model.py:14" and the source line's text after ": "
     calls: tuple[tuple[str, int], ...] = ()  # the user's functions in that module, and their lines
     phase: Phase = "F"
-    stage: int = 0  # of the pipeline; -1: wherever it is read
+    stage: int = 0  # of the pipeline, or ANYWHERE: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
     rows: Rows | None = None  # of what lies in an order that a sort made
     opened: str = ""  # the op that was written as several calls, this one among them
@@ -288,7 +290,7 @@ def typed(node: fx.Node) -> str:
 
 
 def stage_of(node: fx.Node) -> int:
-    """The pipeline stage that computes a value; -1 for what each stage computes for itself."""
+    """The pipeline stage that computes a value, or ANYWHERE."""
     return value(node).stage
 
 

@@ -18,6 +18,7 @@ from partc.ancestors import ancestors
 from partc.errors import PlanError
 from partc.given import given
 from partc.graph import (
+    ANYWHERE,
     Graph,
     Outputs,
     held,
@@ -31,7 +32,6 @@ from partc.graph import (
 from partc.graph_edits import Writer
 
 aten = torch.ops.aten
-ANYWHERE = -1
 COPY = "#"  # between a tied parameter's name and the stage of a copy
 
 

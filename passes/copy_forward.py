@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.graph import Graph, held, set_held, set_value, stage_of, tensor_args, value
-from partc.passes.assign_stages import ANYWHERE
+from partc.graph import ANYWHERE, Graph, held, set_held, set_value, stage_of, tensor_args, value
 from partc.passes.replay_masks import Draw, replayed
 
 Home = Callable[[fx.Node], str]
