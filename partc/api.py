@@ -45,9 +45,10 @@ from partc.prediction import Work, trained_bytes
 from partc.prefetch import prefetches
 from partc.program import Program
 from partc.record_tape import record_phases, record_step
-from partc.role import Role, dtype_name
+from partc.role import Role
 from partc.schedule_stages import Stages, stage_ways
 from partc.schedules.csv_form import write_csv
+from partc.sharding import dtype_name
 from partc.tape import Tape
 from partc.traced import Traced
 

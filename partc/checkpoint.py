@@ -24,9 +24,9 @@ from torch import Tensor
 from partc.errors import LoadError, RunError
 from partc.holders import exchange_texts
 from partc.mesh import PP, Mesh
-from partc.role import Shard, dtype_name, dtype_of
+from partc.role import Shard, dtype_of
 from partc.runtime import Stage
-from partc.sharding import cut, join_pieces
+from partc.sharding import cut, dtype_name, join_pieces
 from partc.tensorfile import TensorFile, write_tensors
 
 MANIFEST = "checkpoint.json"

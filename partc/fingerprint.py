@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from partc.role import dtype_name
+from partc.sharding import dtype_name
 
 Kind = Literal["param", "buffer", "unsaved buffer"]
 KINDS: tuple[Kind, ...] = ("param", "buffer", "unsaved buffer")

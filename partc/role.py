@@ -134,11 +134,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _shards(table: Mapping[str, tuple[str, tuple[int, ...], str, Any]]) -> tuple[Shard, ...]:
     return tuple(
         Shard(key, name, tuple(shape), dtype_of(dtype), tuple(map(tuple, cuts)))

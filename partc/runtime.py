@@ -15,7 +15,8 @@ from partc.cpp_compiler import check_compiler
 from partc.errors import RunError
 from partc.program import Program
 from partc.rank_tensors import RankTensors, Unmatched
-from partc.role import Role, Shard, dtype_name
+from partc.role import Role, Shard
+from partc.sharding import dtype_name
 from partc.weights import Source, whole_tensors
 
 

@@ -188,3 +188,8 @@ def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
     parts = [piece.unflatten(layout.dim, (outer, -1)) for piece in pieces]
     whole = torch.cat(parts, layout.dim + 1)
     return whole.flatten(layout.dim, layout.dim + 1)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
