@@ -14,10 +14,10 @@ from benchmarks.published_rows import Row
 from partc.collective_cost import collective_seconds
 from partc.graph import Graph
 from partc.lowering import trace
-from partc.mesh import PP, Mesh
+from partc.mesh import PP, TP, Mesh
 from partc.passes.search.candidate import Candidate
 from partc.passes.search.estimate import Estimator, UnitTimes
-from partc.passes.search.laws import BACKWARD, FORWARD, TP, Profile
+from partc.passes.search.laws import BACKWARD, FORWARD, Profile
 from partc.passes.search.profile import profile, touched_values
 from partc.topology import Topology
 

@@ -15,6 +15,7 @@ from typing import Any
 from partc.errors import PlanError
 from partc.topology import Topology
 
+DP, TP = "dp", "tp"
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
 MB = "mb"  # microbatches, as an axis that runs in time
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)

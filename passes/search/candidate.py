@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Literal, TypeVar
 
 from partc.errors import PlanError
-from partc.mesh import PP, Mesh
-from partc.passes.search.laws import TP, is_searched
+from partc.mesh import PP, TP, Mesh
+from partc.passes.search.laws import is_searched
 from partc.schedules import NAMES
 from partc.topology import Topology
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from partc.mesh import PP, Mesh
+from partc.mesh import PP, TP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.search.candidate import REPLICATE, SHARD, Candidate, Data, Recompute, can_have
-from partc.passes.search.laws import TP, searched_word
+from partc.passes.search.laws import searched_word
 from partc.schedules import needs_of
 
 WORDS = ("megatron-sp", "megatron")

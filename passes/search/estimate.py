@@ -17,12 +17,12 @@ from math import inf
 import numpy as np
 
 from partc.collective_cost import collective_seconds
-from partc.mesh import PP, Mesh
+from partc.mesh import PP, TP, Mesh
 from partc.passes.apply_preset import DATA_AXES
 from partc.passes.memory import STATE_COPIES
 from partc.passes.search.call_times import call_seconds
 from partc.passes.search.candidate import REPLICATE, Candidate
-from partc.passes.search.laws import BACKWARD, FORWARD, TP, Floats, Profile
+from partc.passes.search.laws import BACKWARD, FORWARD, Floats, Profile
 from partc.passes.search.turns import (
     bubble_s,
     cut_evenly,

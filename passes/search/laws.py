@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-DP, TP = "dp", "tp"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 FORWARD, BACKWARD = 0, 1

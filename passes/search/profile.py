@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from partc import collectives
 from partc.graph import Graph, Value, held, picked, tensor_args, value
 from partc.graph_edits import copied
-from partc.mesh import Mesh
+from partc.mesh import DP, TP, Mesh
 from partc.moves import kind_of
 from partc.passes import recompute as recomputing
 from partc.passes.alike_blocks import blocks_of
@@ -31,17 +31,7 @@ from partc.passes.fuse_loss import fuse_loss
 from partc.passes.insert_collectives import insert_collectives
 from partc.passes.memory import Buffer, MemoryCurve, memory_curve
 from partc.passes.propagate import propagate
-from partc.passes.search.laws import (
-    BACKWARD,
-    DP,
-    FORWARD,
-    TP,
-    Calls,
-    Profile,
-    Sizes,
-    Transfer,
-    Weights,
-)
+from partc.passes.search.laws import BACKWARD, FORWARD, Calls, Profile, Sizes, Transfer, Weights
 from partc.passes.split_bias import fuse_bias, split_bias
 from partc.passes.storage import replay
 from partc.plan import Plan

@@ -15,14 +15,13 @@ from typing import TypeVar
 from torch import fx
 
 from partc.graph import Graph, tensor_args
-from partc.mesh import Mesh
+from partc.mesh import DP, TP, Mesh
 from partc.passes.apply_preset import complete
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.price import Choices
 from partc.passes.propagate import propagate, whole_strategy
 from partc.passes.search.decided import Decided, Life
 from partc.passes.search.decode import copy_graph, entries_on
-from partc.passes.search.laws import DP, TP
 from partc.passes.search.pins import Pins
 from partc.passes.search.sharding_problem import ShardingProblem
 from partc.passes.search.solve import How, Solution, solve
