@@ -6,12 +6,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from partc import __version__, collectives
+from partc import collectives
 from partc.graph import Graph, held, tensor_args
 from partc.moves import kind_of
 from partc.plan import Plan
 from partc.quoting import comment
 from partc.schedules import Schedule
+from partc.version import __version__
 
 _KEY, _WIDTH = 10, 100
 FEW = 4  # stages that stand in a row each

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from partc.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from partc.api import compile, partition
     from partc.errors import PartcError
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from partc.traced import Traced
     from partc.verification import verify
 
-__version__ = "0.1.0"
 __all__ = [
     "Mesh", "PartcError", "Plan", "Program", "Topology", "Traced", "compile", "load", "partition",
     "verify",
