@@ -341,6 +341,24 @@ def test_other_refusals() -> None:
         trace(nn.Linear(4, 4), (x, 3))  # type: ignore[arg-type]
 
 
+class Grouped(nn.Module):
+    """Calls an op that fails in its backward, where no line of the user's is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        grouped: Tensor = torch._grouped_mm(x, self.weight, None)
+        return grouped.sum()
+
+
+def test_a_failure_blames_no_line_of_ours() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Grouped(), (torch.randn(3, 8),))
+    assert caught.value.where == "Grouped"
+
+
 def test_what_follows_from_constants_alone_is_known() -> None:
     """``nn.Transformer`` asks whether its mask is causal; writes through views are seen."""
 

@@ -89,7 +89,10 @@ def name_of(target: Any) -> str:
     """``aten.add.Tensor`` of an ATen op, ``partc.ops.weight_grad`` of a function."""
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
-    return f"{target.__module__.removeprefix('_')}.{target.__name__}"
+    module = str(target.__module__)
+    if module.startswith("partc."):  # an op's name does not say which room its module stands in
+        module = f"partc.{module.rpartition('.')[2]}"
+    return f"{module.removeprefix('_')}.{target.__name__}"
 
 
 def find(target: Any) -> Rule | None:
