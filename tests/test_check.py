@@ -19,10 +19,10 @@ from partc.graph import Graph, tensor_args, update
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.sharding import R, U, cut
-from partc.simulate import simulate
 from partc.trace import trace
 from tests.build import Build, aten, mlp
 from tests.mutate import NUMERIC, STATIC, mutants
+from tests.simulate import simulate
 from tests.zoo import MODELS
 
 

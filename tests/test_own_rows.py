@@ -14,7 +14,6 @@ from partc.api import partition
 from partc.check import check
 from partc.errors import CheckError
 from partc.graph import Graph, update, value
-from partc.interpret import run_graph
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.rows import Rows
@@ -25,6 +24,7 @@ from partc.rules.signature import Signature, f
 from partc.rules.strategy import letter_cut, strategies
 from partc.sharding import Layout, R, Sharding, cut
 from partc.trace import trace
+from tests.interpret import run_graph
 
 aten = torch.ops.aten
 TOKENS, WIDTH, HIDDEN, EXPERTS, PICKS = 12, 16, 24, 4, 2
