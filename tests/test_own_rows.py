@@ -17,7 +17,6 @@ from partc.graph import Graph, update, value
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.rows import Rows
-from partc.rules.cases import cases_by_rule
 from partc.rules.experiment import Refused, is_random, joined_error, whole_run
 from partc.rules.rows import rows_known, way_of
 from partc.rules.signature import Signature, f
@@ -25,6 +24,7 @@ from partc.rules.strategy import letter_cut, strategies
 from partc.sharding import Layout, R, Sharding, cut
 from partc.trace import trace
 from tests.interpret import run_graph
+from tests.rule_cases.cases import cases_by_rule
 
 aten = torch.ops.aten
 TOKENS, WIDTH, HIDDEN, EXPERTS, PICKS = 12, 16, 24, 4, 2
