@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.joint_shardings import joint_problem, search_shardings
 from benchmarks.machine import machine
 from partc.graph import Graph
 from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.passes.search.milp import milp
-from partc.passes.search.shardings import joint_problem, search_shardings
 from partc.passes.search.solve import solve
 from partc.topology import Topology
 from tests.random_steps import BruteForce, random_step

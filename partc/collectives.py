@@ -1,8 +1,8 @@
 """The communication ops that a partitioned graph holds, as functions of one rank's tensors.
 
 In a graph they are call targets; the keyword ``axis`` names the mesh axis. Under fake tensors they
-give the right local shape, which is how a partitioned graph is checked. ``Ranks`` in
-``partc.simulate`` gives them their meaning for all ranks at once, and ``codegen`` their text.
+give the right local shape, which is how a partitioned graph is checked. ``codegen`` gives them
+their text; what each means for all ranks at once stands in ``tests/simulate.py``.
 A ``joined`` one moves several tensors of one dtype in one transfer; getitem nodes pick its results.
 ``wait`` marks where a started collective's result is first needed; until a graph is scheduled the
 collective's own node is its result.

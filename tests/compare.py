@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from partc.graph import Graph
-from partc.interpret import run_graph
 from partc.lowering import trace
+from tests.interpret import run_graph
 
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 NOISE = 1e-6  # gradients below this part of the largest are compared with that part

@@ -25,7 +25,7 @@ from partc.program import Program
 from partc.reference import Reference, eager
 from partc.schedule_stages import stage_graphs
 from partc.schedules import NAMES
-from partc.simulate import simulate_stages
+from tests.simulate import simulate_stages
 from tests.zoo import FAMILIES, Case
 
 BATCH = 24  # rows: 3 or 8 microbatches, of which 3 leave an even number to each of two ranks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import partc
+from benchmarks.joint_shardings import search_shardings
 from partc.cost import CostReport
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -18,7 +19,6 @@ from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.passes.search.candidate import Candidate
 from partc.passes.search.choose_plan import Choice, choose_plan
-from partc.passes.search.shardings import search_shardings
 from partc.plan import Plan
 from partc.schedules import NAMES
 from partc.topology import Topology

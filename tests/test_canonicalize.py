@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from partc.graph import Graph, value
 from partc.graph_edits import drop_dead
 from partc.graph_parse import parse_graph
-from partc.interpret import run_graph
 from partc.lowering import trace
 from partc.passes.canonicalize import PASSES, canonicalize
 from partc.passes.fold_dropout import fold_dropout
 from tests.canonical import CASES
 from tests.compare import distance
+from tests.interpret import run_graph
 from tests.zoo import MODELS
 
 

@@ -20,9 +20,9 @@ from partc.lowering import trace
 from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.sharding import R, U, cut
-from partc.simulate import simulate
 from tests.build import Build, aten, mlp
 from tests.mutate import NUMERIC, STATIC, mutants
+from tests.simulate import simulate
 from tests.zoo import MODELS
 
 

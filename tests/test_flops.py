@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from partc.graph import Graph, value
-from partc.interpret import run_graph
 from partc.lowering import trace
 from partc.passes.flops import FORMULAS, node_flops, op_name, total_flops
 from tests.build import Build, aten, mlp
+from tests.interpret import run_graph
 from tests.zoo import MODELS, Case
 
 NOT_COUNTED_BY_TORCH = ("scaled_dot_product", "grouped_mm")

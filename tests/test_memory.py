@@ -12,13 +12,13 @@ import partc
 from partc import collectives
 from partc.errors import UsageError
 from partc.graph import Graph
-from partc.interpret import run_graph
 from partc.lowering import trace
 from partc.passes.memory import memory_curve, state_bytes
 from partc.passes.storage import replay
 from partc.plan import Plan
 from partc.sharding import U, cut
 from tests.build import Build, aten, mlp
+from tests.interpret import run_graph
 from tests.measure import allocations, measured_peak_bytes
 from tests.zoo import MODELS
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from partc.rules import Strategy
-from partc.rules.cases import cases_by_rule, why_not_run
 from partc.rules.experiment import cut_whole, piece_sizes, take_apart
 from partc.rules.prove import Claims, prove
-from partc.rules.report import as_json, proofs_of, prove_rule, rules_table
 from partc.rules.signature import Operand, Signature, Spec, b, f, i
 from partc.sharding import Layout, M, R, U, cut, join_pieces, take_piece
+from tests.rule_cases.cases import cases_by_rule, why_not_run
+from tests.rule_cases.report import as_json, proofs_of, prove_rule, rules_table
 
 aten = torch.ops.aten
 call = Signature.call
@@ -76,7 +76,7 @@ def always(strategy: Strategy) -> Claims:
 @pytest.mark.parametrize("name", CASES)
 def test_rule_holds_on_its_cases(name: str) -> None:
     cases = CASES[name]
-    assert cases or why_not_run(name), f"{name} has a rule and no case in partc/rules"
+    assert cases or why_not_run(name), f"{name} has a rule and no case in tests/rule_cases"
     proofs = proofs_of(cases)
     assert [str(proof) for proof in proofs if not proof.holds] == []
 
@@ -153,7 +153,7 @@ def test_doubling_reaches_dtype_literals() -> None:
 
 def test_table_of_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     some = {"aten.mm": [call(aten.mm.default, X, f(24, 36))], "aten.nonzero": []}
-    monkeypatch.setattr("partc.rules.report.cases_by_rule", lambda: some)
+    monkeypatch.setattr("tests.rule_cases.report.cases_by_rule", lambda: some)
     told: list[str] = []
     table = rules_table(lambda name, number, total: told.append(f"{name} {number}/{total}"))
     heads, mm, nonzero = table.splitlines()[1:]
@@ -168,6 +168,6 @@ def test_table_of_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_names_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Strategy((U,), (U,))
-    monkeypatch.setattr("partc.rules.report.strategies", lambda node, num, seen: [wrong])
+    monkeypatch.setattr("tests.rule_cases.report.strategies", lambda node, num, seen: [wrong])
     line = prove_rule("aten.hardswish", [call(aten.hardswish.default, X)])
     assert line.result.startswith("FAILS 3 times, first: aten.hardswish.default(f32[12,24]) on 2")

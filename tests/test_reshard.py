@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from partc import simulate
 from partc.mesh import Mesh
 from partc.passes.reshard import reshard_steps
 from partc.sharding import Layout, R, Sharding, U, cut
+from tests import simulate
 
 MESH = Mesh.of("dp=2,tp=3")
 LAYOUTS = [R, U, cut(0), cut(1), cut(0, 2), cut(1, 3)]

@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from partc.graph import results_of
 from partc.rules import Strategy, strategies
-from partc.rules.cases import cases_by_rule
 from partc.rules.signature import Signature
 from partc.sharding import Layout, M, R, U, cut
+from tests.rule_cases.cases import cases_by_rule
 
 THEIRS = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
 # What DTensor has beyond our table, by op.

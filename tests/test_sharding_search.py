@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from benchmarks.joint_shardings import Found, search_shardings
 from partc.mesh import Mesh
 from partc.passes.propagate import propagate, whole_strategy
 from partc.passes.search.decode import copy_graph
-from partc.passes.search.shardings import Found, search_shardings
 from partc.passes.search.transfers import Transfers
 from partc.plan import Plan
 from partc.sharding import R, U, cut

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from partc.rules import cases_dense as dense
-from partc.rules import cases_shape as shape
-from partc.rules.schema_cases import elementwise_cases, functional_overloads
 from partc.rules.signature import Signature
 from partc.rules.table import RULES, name_of
+from tests.rule_cases import cases_dense as dense
+from tests.rule_cases import cases_shape as shape
+from tests.rule_cases.schema_cases import elementwise_cases, functional_overloads
 
 BY_HAND = (
     *dense.MATMUL, *dense.LINALG, *dense.NORM, *dense.ATTENTION, *dense.EMBEDDING, *dense.LOSS,

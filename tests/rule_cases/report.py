@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from partc.rules.call import whole_call
-from partc.rules.cases import cases_by_rule, why_not_run
 from partc.rules.prove import SEEDS, Proof, prove
 from partc.rules.signature import Signature
 from partc.rules.strategy import strategies
 from partc.rules.table import RULES
 from partc.sharding import Layout, cut
+from tests.rule_cases.cases import cases_by_rule, why_not_run
 
 NUMS = (2, 3, 4)
 Progress = Callable[[str, int, int], None]  # rule, its number, how many there are
