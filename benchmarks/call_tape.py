@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.timed_calls import Function, replaced_calls, start_call
+from partc.measure.timed_calls import Function, replaced_calls, start_call
 
 MESSAGES = ("irecv", "isend")
 

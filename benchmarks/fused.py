@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from partc import collectives
-from partc.graph import Graph, block_of, tensor_args, value
-from partc.passes.bytes import moved_bytes
-from partc.passes.flops import node_flops, op_name
-from partc.passes.storage import Replay, replay
+from partc.cost.bytes import moved_bytes
+from partc.cost.flops import node_flops, op_name
+from partc.cost.storage import Replay, replay
+from partc.graph import Graph, block_of, collectives, tensor_args, value
 
 Kernel = tuple[str, str, int]  # block, phase, and how many other kernels must run before
 Values = Mapping[fx.Node, Sequence[fx.Node]]

@@ -6,21 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from partc.collective_cost import collective_seconds
+from partc.cost.collective_cost import collective_seconds
 from partc.errors import PlanError
 from partc.graph import Graph
-from partc.mesh import Mesh
-from partc.passes.fuse_loss import fuse_loss
-from partc.passes.search.decided import Decided, Life
-from partc.passes.search.decode import copy_graph, plan_of
-from partc.passes.search.pins import Pins
-from partc.passes.search.sharding_problem import MEMORY, ShardingProblem
-from partc.passes.search.solve import How, Solution, solve
-from partc.passes.search.step_values import StepValues
-from partc.passes.search.transfers import Transfers
-from partc.passes.search.ways import CallWays
-from partc.passes.split_bias import split_bias
+from partc.passes.search.shardings.decided import Decided, Life
+from partc.passes.search.shardings.decode import copy_graph, plan_of
+from partc.passes.search.shardings.pins import Pins
+from partc.passes.search.shardings.sharding_problem import MEMORY, ShardingProblem
+from partc.passes.search.shardings.step_values import StepValues
+from partc.passes.search.shardings.transfers import Transfers
+from partc.passes.search.shardings.ways import CallWays
+from partc.passes.search.solver.solve import How, Solution, solve
+from partc.passes.shard.fuse_loss import fuse_loss
+from partc.passes.shard.split_bias import split_bias
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 
 _ROUNDS = 4  # over all axes, each decided anew given the others
 _SLOWNESS_BYTES = 1e8

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.workload import build_optimizer, norm_of
-from partc.resident import peak_resident_bytes, process_table, resident_bytes
+from partc.measure.resident import peak_resident_bytes, process_table, resident_bytes
 
 
 @dataclass

@@ -24,9 +24,9 @@ from benchmarks.overlap_table import Round, Row, table
 from benchmarks.peers import TOLERANCE
 from benchmarks.workload import SIZES, Reference, Size, reference
 from partc.errors import PartcError
-from partc.mesh import Mesh
+from partc.machines.topology import Topology
 from partc.plan import Plan
-from partc.topology import Topology
+from partc.plan.mesh import Mesh
 
 EFFICIENCY = 0.94  # of a link: what TCP leaves of it
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 import partc
-from partc.mesh import Mesh
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.schedules import NAMES
-from partc.verification import TOLERANCE
+from partc.verification.verification import TOLERANCE
 from tests.zoo import FAMILIES, Case
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "parity_pipeline.md"

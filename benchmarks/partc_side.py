@@ -8,7 +8,7 @@ from torch import Tensor
 import partc
 from benchmarks.measure import Side, norm_over_ranks
 from benchmarks.workload import Pipeline, Size, build_batch, build_model, loss_of, stage_starts
-from partc.mesh import Mesh
+from partc.plan.mesh import Mesh
 
 
 def compile_to(

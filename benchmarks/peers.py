@@ -25,8 +25,8 @@ from benchmarks.machine import machine
 from benchmarks.measure import Sample, Side, Trial, peak_bytes, sample, trial
 from benchmarks.peer_table import Measured, ratio_table, side_table
 from benchmarks.workload import SIZES, Pipeline, Size, reference
-from partc.processes import Processes
-from partc.resident import free_at_once, give_back_freed
+from partc.measure.resident import free_at_once, give_back_freed
+from partc.verification.processes import Processes
 
 Build = Callable[[], Side]
 Made = TypeVar("Made")

@@ -28,13 +28,13 @@ from benchmarks import partc_side
 from benchmarks.machine import machine
 from benchmarks.measure import peak_bytes, sample
 from benchmarks.workload import SIZES, Pipeline, Size, reference
-from partc.calibrate import calibrate
-from partc.mesh import Mesh
+from partc.machines.topology import Topology
+from partc.measure.calibrate import calibrate
+from partc.measure.resident import free_at_once
 from partc.plan import Plan
-from partc.processes import Processes
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.resident import free_at_once
-from partc.topology import Topology
+from partc.verification.processes import Processes
 
 WARM_UP = 2  # steps before the first that counts
 TIMEOUT_S = 900.0

@@ -19,11 +19,11 @@ import partc
 from benchmarks.published_models import build, example, loss_of
 from benchmarks.published_peer import Peer, laws
 from benchmarks.published_rows import GIB, Row, rows
-from partc.passes.search.candidate import Candidate
-from partc.passes.search.estimate import Estimator
+from partc.machines.topology import Device, Topology
+from partc.passes.search.plans.candidate import Candidate
+from partc.passes.search.plans.estimate import Estimator
 from partc.plan import Plan
 from partc.program import Program
-from partc.topology import Device, Topology
 
 GOAL_TIME, GOAL_MEMORY = 0.10, 0.05
 DOCUMENT = Path(__file__).parents[1] / "docs" / "published.md"

@@ -11,15 +11,15 @@ import numpy as np
 from benchmarks.fused import by_hand_values, compiled_values
 from benchmarks.published_models import Dims, build, example, loss_of
 from benchmarks.published_rows import Row
-from partc.collective_cost import collective_seconds
+from partc.cost.collective_cost import collective_seconds
 from partc.graph import Graph
 from partc.lowering import trace
-from partc.mesh import PP, TP, Mesh
-from partc.passes.search.candidate import Candidate
-from partc.passes.search.estimate import Estimator, UnitTimes
-from partc.passes.search.laws import BACKWARD, FORWARD, Profile
-from partc.passes.search.profile import profile, touched_values
-from partc.topology import Topology
+from partc.machines.topology import Topology
+from partc.passes.search.plans.candidate import Candidate
+from partc.passes.search.plans.estimate import Estimator, UnitTimes
+from partc.passes.search.plans.laws import BACKWARD, FORWARD, Profile
+from partc.passes.search.plans.profile import profile, touched_values
+from partc.plan.mesh import PP, TP, Mesh
 
 TRACED_LAYERS = 6  # equal ones: the laws of one hold for all
 KERNELS = {"eager": touched_values, "by hand": by_hand_values, "compiled": compiled_values}

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from partc.codegen import messages, printed
+from partc.codegen.helpers import messages, printed
 
 NUMELS = tuple(4**i * 256 for i in range(8))  # f32, 1 KB to 16.8 MB
 ROUNDS = 9

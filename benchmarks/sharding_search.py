@@ -22,10 +22,10 @@ from benchmarks.joint_shardings import joint_problem, search_shardings
 from benchmarks.machine import machine
 from partc.graph import Graph
 from partc.lowering import trace
-from partc.mesh import Mesh
-from partc.passes.search.milp import milp
-from partc.passes.search.solve import solve
-from partc.topology import Topology
+from partc.machines.topology import Topology
+from partc.passes.search.solver.milp import milp
+from partc.passes.search.solver.solve import solve
+from partc.plan.mesh import Mesh
 from tests.random_steps import BruteForce, random_step
 
 CLOSE = 1e-9  # relative

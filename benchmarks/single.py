@@ -25,8 +25,8 @@ from benchmarks.machine import machine
 from benchmarks.measure import Side, first_steps, peak_bytes, sample
 from benchmarks.peer_table import ratio
 from benchmarks.workload import norm_of
-from partc.processes import Processes
-from partc.resident import free_at_once
+from partc.measure.resident import free_at_once
+from partc.verification.processes import Processes
 
 NUM_CHECKED, WARM_UP = 2, 2
 TOLERANCE = 1e-4  # f32, sums in another order

@@ -21,7 +21,7 @@ import partc
 from benchmarks import single
 from benchmarks.measure import Side, first_steps, sample
 from benchmarks.peer_table import ratio
-from partc.processes import Processes
+from partc.verification.processes import Processes
 
 OURS, THEIRS = "partc, inductor", "torch.compile"
 HEADS = ("model", "partc ms", "torch.compile ms", "partc/torch.compile", "partc, no compiler ms",

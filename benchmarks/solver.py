@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.machine import machine
-from partc.passes.search.milp import milp
-from partc.passes.search.problem import Costs, Factor, Problem, Variable
-from partc.passes.search.solve import solve
+from partc.passes.search.solver.milp import milp
+from partc.passes.search.solver.problem import Costs, Factor, Problem, Variable
+from partc.passes.search.solver.solve import solve
 
 # One layer of a decoder: values, and what each is made of. A gradient also reads the operands of
 # its op, unless the op is linear in them all ("+"). w_* are weights.

@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # so that it runs from a fresh clone too
 
 import partc  # noqa: E402
-from partc.resident import free_at_once, peak_resident_bytes, resident_bytes  # noqa: E402
+from partc.measure.resident import free_at_once, peak_resident_bytes, resident_bytes  # noqa: E402
 
 MESH, PLAN, NUM_RANKS = "dp=2,tp=2", "fsdp+megatron", 4
 BATCH, SEQ, NUM_STEPS = 8, 128, 16

@@ -8,12 +8,12 @@ from partc.version import __version__ as __version__
 if TYPE_CHECKING:
     from partc.api import compile, partition
     from partc.errors import PartcError
-    from partc.mesh import Mesh
+    from partc.machines.topology import Topology
     from partc.plan import Plan
+    from partc.plan.mesh import Mesh
     from partc.program import Program, load
-    from partc.topology import Topology
     from partc.traced import Traced
-    from partc.verification import verify
+    from partc.verification.verification import verify
 
 __all__ = [
     "Mesh", "PartcError", "Plan", "Program", "Topology", "Traced", "compile", "load", "partition",
@@ -23,16 +23,16 @@ __all__ = [
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
 # module may bear a name of this table, since importing it would then hide the function.
 _MODULES = {
-    "Mesh": "mesh",
+    "Mesh": "plan.mesh",
     "PartcError": "errors",
     "Plan": "plan",
     "Program": "program",
-    "Topology": "topology",
+    "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
     "load": "program",
     "partition": "api",
-    "verify": "verification",
+    "verify": "verification.verification",
 }
 
 

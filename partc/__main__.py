@@ -1,6 +1,6 @@
 """`python -m partc ...` is the command line."""
 
-from partc.cli import main
+from partc.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

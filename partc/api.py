@@ -11,45 +11,45 @@ from typing import Any
 
 from torch import nn
 
-from partc.basis import Basis
-from partc.check import check
-from partc.check_complete import check_complete, trained
-from partc.codegen.emit import emit
-from partc.codegen.header import header, stage_header
-from partc.codegen.pipeline import Pipeline, file_name
+from partc.checks.local_graph import check
+from partc.codegen.files.emit import emit
+from partc.codegen.files.header import header, stage_header
+from partc.codegen.files.pipeline import Pipeline, file_name
 from partc.collecting import no_collecting
-from partc.cost import cost_report
+from partc.cost.memory_limit import Peak, check_memory, fits, memory_limits
+from partc.cost.prediction import Work, trained_bytes
+from partc.cost.record_tape import record_phases, record_step
+from partc.cost.storage import replay
+from partc.cost.tape import Tape
 from partc.errors import MemoryLimitError, PlanError
-from partc.fingerprint import Fingerprint
-from partc.folds import likes_of
 from partc.graph import Graph, value
-from partc.graph_edits import copied
+from partc.graph.folds import likes_of
+from partc.graph.graph_edits import copied
 from partc.lowering import localize, staged_plan
-from partc.memory_limit import Peak, check_memory, fits, memory_limits
-from partc.mesh import PP, Mesh
-from partc.messages import with_messages
-from partc.objective import Objective, objective_of
-from partc.order_step import order_step
-from partc.passes.choose_stages import is_pipeline
-from partc.passes.fold_layers import Unfolded, check_plan
-from partc.passes.keep_stages import keep_stages
-from partc.passes.search.choose_plan import AUTO_PLAN, can_search, choose_plan
-from partc.passes.search.infeasible import too_large
-from partc.passes.search.plans_by_hand import by_hand
-from partc.passes.search.search_plans import Taken
-from partc.passes.storage import replay
-from partc.passes.take_turns import in_turns
-from partc.pipeline_cost import pipeline_cost, trained_bytes_of
+from partc.machines.objective import Objective, objective_of
+from partc.passes.canonical.fold_layers import Unfolded, check_plan
+from partc.passes.overlap.messages import with_messages
+from partc.passes.overlap.order_step import order_step
+from partc.passes.overlap.prefetch import prefetches
+from partc.passes.overlap.take_turns import in_turns
+from partc.passes.search.plans.choose_plan import AUTO_PLAN, can_search, choose_plan
+from partc.passes.search.plans.infeasible import too_large
+from partc.passes.search.plans.plans_by_hand import by_hand
+from partc.passes.search.plans.search_plans import Taken
+from partc.passes.stages.choose_stages import is_pipeline
+from partc.passes.stages.keep_stages import keep_stages
+from partc.passes.stages.schedule_stages import Stages, stage_ways
 from partc.plan import COMPILERS, Plan
-from partc.prediction import Work, trained_bytes
-from partc.prefetch import prefetches
+from partc.plan.mesh import PP, Mesh
+from partc.plan.sharding import dtype_name
 from partc.program import Program
-from partc.record_tape import record_phases, record_step
-from partc.role import Role
-from partc.schedule_stages import Stages, stage_ways
+from partc.program.basis import Basis
+from partc.program.check_complete import check_complete, trained
+from partc.program.role import Role
+from partc.reports.cost import cost_report
+from partc.reports.pipeline_cost import pipeline_cost, trained_bytes_of
 from partc.schedules.csv_form import write_csv
-from partc.sharding import dtype_name
-from partc.tape import Tape
+from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 
 ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file

@@ -9,28 +9,28 @@ from math import prod
 
 from torch import Tensor, nn
 
-from partc.capture import Objective
-from partc.folds import Fold, Kept
 from partc.graph import Graph
-from partc.mesh import layout_mesh
-from partc.passes.apply_preset import complete
-from partc.passes.assign_stages import assign_stages
-from partc.passes.canonicalize import canonicalize
-from partc.passes.choose_stages import choose_schedule, choose_stages
-from partc.passes.count_whole import count_whole
-from partc.passes.decompose_custom_ops import decompose_custom_ops
-from partc.passes.fold_layers import Unfolded, confirm, fold_layers
-from partc.passes.functionalize import functionalize
-from partc.passes.fuse_loss import fuse_loss
-from partc.passes.insert_collectives import insert_collectives
-from partc.passes.local_batch_norm import check_statistics, has_batch_norm
-from partc.passes.microbatches import count_targets
-from partc.passes.propagate import propagate
-from partc.passes.recompute import recompute
-from partc.passes.split_bias import fuse_bias, split_bias
+from partc.graph.folds import Fold, Kept
+from partc.passes.canonical.canonicalize import canonicalize
+from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
+from partc.passes.canonical.fold_layers import Unfolded, confirm, fold_layers
+from partc.passes.canonical.functionalize import functionalize
+from partc.passes.recompute.choose import recompute
+from partc.passes.shard.apply_preset import complete
+from partc.passes.shard.count_whole import count_whole
+from partc.passes.shard.fuse_loss import fuse_loss
+from partc.passes.shard.insert_collectives import insert_collectives
+from partc.passes.shard.local_batch_norm import check_statistics, has_batch_norm
+from partc.passes.shard.microbatches import count_targets
+from partc.passes.shard.propagate import propagate
+from partc.passes.shard.split_bias import fuse_bias, split_bias
+from partc.passes.stages.assign_stages import assign_stages
+from partc.passes.stages.choose_stages import choose_schedule, choose_stages
 from partc.plan import Plan
-from partc.scan_blocks import no_calls
-from partc.trace import Source, keep_known_buffers
+from partc.plan.mesh import layout_mesh
+from partc.trace.capture import Objective
+from partc.trace.record import Source, keep_known_buffers
+from partc.trace.scan_blocks import no_calls
 
 
 def trace(

@@ -1,6 +1,6 @@
 """A registry maps names to what was registered under them, and says what exists on a miss."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from difflib import get_close_matches
 from typing import Generic, TypeVar
 
@@ -36,6 +36,10 @@ class Registry(Generic[T]):
         known = f"Known: {', '.join(self) or 'none'}."
         do = f"Did you mean {' or '.join(near)}?" if near else known
         raise UsageError(where=self.kind, what=f"no {self.kind} is named {name!r}", why="", do=do)
+
+    def items(self) -> ItemsView[str, T]:
+        """Every name with what is registered under it."""
+        return self._entries.items()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from partc.errors import TraceError
-from partc.fingerprint import Fingerprint
-from partc.folds import Kept
 from partc.graph import Graph
-from partc.graph_edits import copied
+from partc.graph.folds import Kept
+from partc.graph.graph_edits import copied
 from partc.lowering import trace
+from partc.trace.fingerprint import Fingerprint
 
 State = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
 Wanted = tuple[bool, Kept | None, bool]

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from partc import collectives, ops
-from partc.graph import Graph, Outputs, Value, set_held, set_value, value
-from partc.graph_edits import run_fake
-from partc.mesh import Mesh
-from partc.sharding import Layout, R, Sharding, U, cut
+from partc.graph import Graph, Outputs, Value, collectives, ops, set_held, set_value, value
+from partc.graph.graph_edits import run_fake
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, R, Sharding, U, cut
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from partc.graph import Value, set_held, set_value
-from partc.graph_edits import run_fake
+from partc.graph.graph_edits import run_fake
+from partc.plan.sharding import Layout
 from partc.rules import Strategy, strategies
-from partc.sharding import Layout
 
 MODE = FakeTensorMode()
 

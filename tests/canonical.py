@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from partc.graph import Graph
-from partc.passes.cancel_transposes import cancel_transposes
-from partc.passes.drop_noops import drop_noops
-from partc.passes.fold_linear import fold_linear
-from partc.passes.fold_masks import fold_masks
-from partc.passes.free_fills import free_fills
-from partc.passes.index_rows import index_rows
-from partc.passes.join_scatters import join_scatters
-from partc.passes.merge_given import merge_given
-from partc.passes.merge_reshapes import merge_reshapes
-from partc.passes.narrow_expands import narrow_expands
-from partc.passes.open_masks import open_masks
-from partc.passes.open_means import open_means
-from partc.passes.open_strides import open_strides
-from partc.passes.pad_slices import pad_slices
-from partc.passes.squeeze_sums import squeeze_sums
+from partc.passes.canonical.cancel_transposes import cancel_transposes
+from partc.passes.canonical.drop_noops import drop_noops
+from partc.passes.canonical.fold_linear import fold_linear
+from partc.passes.canonical.fold_masks import fold_masks
+from partc.passes.canonical.free_fills import free_fills
+from partc.passes.canonical.index_rows import index_rows
+from partc.passes.canonical.join_scatters import join_scatters
+from partc.passes.canonical.merge_given import merge_given
+from partc.passes.canonical.merge_reshapes import merge_reshapes
+from partc.passes.canonical.narrow_expands import narrow_expands
+from partc.passes.canonical.open_masks import open_masks
+from partc.passes.canonical.open_means import open_means
+from partc.passes.canonical.open_strides import open_strides
+from partc.passes.canonical.pad_slices import pad_slices
+from partc.passes.canonical.squeeze_sums import squeeze_sums
 
 CASES: dict[str, tuple[Callable[[Graph], None], str]] = {
     "drop_noops": (

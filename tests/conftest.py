@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from partc.graph import Graph
-from partc.passes.search.candidate import Recompute
-from partc.passes.search.search_plans import Profiles, profiles_of
+from partc.passes.search.plans.candidate import Recompute
+from partc.passes.search.plans.search_plans import Profiles, profiles_of
 
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -46,7 +46,7 @@ def laws_once() -> Iterator[None]:
             known[key] = graph, profiles_of(graph, words, ways)
         return dict(known[key][1])
 
-    with patch("partc.passes.search.choose_plan.profiles_of", once):
+    with patch("partc.passes.search.plans.choose_plan.profiles_of", once):
         yield
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from partc.api import partition
-from partc.codegen.emit import emit
+from partc.codegen.files.emit import emit
 from partc.graph import Graph
 from partc.lowering import trace
-from partc.mesh import Mesh
 from partc.plan import Plan
-from partc.role import Role
-from partc.sharding import take_piece
-from partc.threads import ThreadMesh, run_ranks
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import take_piece
+from partc.program.role import Role
+from partc.verification.threads import ThreadMesh, run_ranks
 
 Loss = Callable[..., Any]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partc.fingerprint import Fingerprint
-from partc.mesh import Mesh
+from partc.plan.mesh import Mesh
 from partc.program import Program
+from partc.trace.fingerprint import Fingerprint
 
 BATCH, WIDTH, HIDDEN = 12, 8, 12
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc import collectives
-from partc.graph import Graph, held, set_held, tensor_args, typed
-from partc.graph_edits import run_fake
-from partc.moves import moves
+from partc.graph import Graph, collectives, held, set_held, tensor_args, typed
+from partc.graph.graph_edits import run_fake
+from partc.graph.moves import moves
 
 aten = torch.ops.aten
 Mutator = Callable[[Graph, fx.Node], bool]  # changes the graph at a node; False where it cannot

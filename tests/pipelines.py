@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.check import check
+from partc.checks.local_graph import check
 from partc.graph import Graph, value
 from partc.lowering import localize
-from partc.mesh import Mesh
+from partc.passes.stages.schedule_stages import stage_graphs
 from partc.plan import Plan
-from partc.precision import Raised
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.reference import Reference, eager
-from partc.schedule_stages import stage_graphs
 from partc.schedules import NAMES
+from partc.verification.precision import Raised
+from partc.verification.reference import Reference, eager
 from tests.simulate import simulate_stages
 from tests.zoo import FAMILIES, Case
 

@@ -14,16 +14,16 @@ from functools import cache
 import torch
 from torch import fx
 
-from partc.collective_cost import collective_seconds
-from partc.given import given
+from partc.cost.collective_cost import collective_seconds
+from partc.cost.flops import node_flops
 from partc.graph import Graph, held, is_backward, tensor_args, value
-from partc.graph_parse import parse_graph
-from partc.mesh import Mesh
-from partc.passes.flops import node_flops
-from partc.passes.propagate import whole_strategy
+from partc.graph.given import given
+from partc.graph.graph_parse import parse_graph
+from partc.passes.shard.propagate import whole_strategy
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import DTYPE_NAMES, Layout, R, cut
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
-from partc.sharding import DTYPE_NAMES, Layout, R, cut
 
 OPS = (
     "matmul({a}, {b})",

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc import collectives
-from partc.graph import Graph, value
-from partc.mesh import Mesh
-from partc.moves import moves
-from partc.sharding import Layout, cut, join_pieces, take_piece
+from partc.graph import Graph, collectives, value
+from partc.graph.moves import moves
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, cut, join_pieces, take_piece
 
 Pieces = list[Any]  # what each rank holds, in rank order
 

@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from partc.api import compile
-from partc.codegen import attention
-from partc.codegen.attention import (
+from partc.codegen.helpers import attention
+from partc.codegen.helpers.attention import (
     efficient_attention,
     efficient_attention_backward,
     flash_attention,

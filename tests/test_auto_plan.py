@@ -12,16 +12,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import partc
 from benchmarks.joint_shardings import search_shardings
-from partc.cost import CostReport
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.lowering import trace
-from partc.mesh import Mesh
-from partc.passes.search.candidate import Candidate
-from partc.passes.search.choose_plan import Choice, choose_plan
+from partc.machines.topology import Topology
+from partc.passes.search.plans.candidate import Candidate
+from partc.passes.search.plans.choose_plan import Choice, choose_plan
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
+from partc.reports.cost import CostReport
 from partc.schedules import NAMES
-from partc.topology import Topology
 
 AUTO = Plan(preset="auto")
 pytestmark = pytest.mark.usefixtures("laws_once")
@@ -145,7 +145,7 @@ def test_few_samples_on_many_devices_cut_tensors_inside_a_machine(large: Graph) 
 
 def test_bounds_leave_out_nothing_better(large: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     found = best(large, "dgx-h100", 16)
-    monkeypatch.setattr("partc.passes.search.choose_plan.KEPT", 10**6)
+    monkeypatch.setattr("partc.passes.search.plans.choose_plan.KEPT", 10**6)
     every = best(large, "dgx-h100", 16)
     assert len(every.ranked) > 100
     assert every.ranked[: len(found.ranked)] == found.ranked
@@ -158,7 +158,7 @@ def test_pins_stay(large: Graph) -> None:
     assert {str(r.candidate.mesh(None)) for r in found.ranked} == {"dp=4 tp=2"}
 
 
-@pytest.mark.parametrize("schedule", sorted(NAMES.keys() - {"forward-only"}))
+@pytest.mark.parametrize("schedule", sorted({*NAMES} - {"forward-only"}))
 def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
     mesh = Mesh((("pp", 4), ("dp", 2)), Mesh.load("dgx-h100", 8).topology)
     found = choose_plan(large, mesh, AUTO.changed(schedule=schedule))

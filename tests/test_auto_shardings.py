@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.explanation import explain_program
-from partc.mesh import Mesh
-from partc.passes.search.choose_plan import choose_plan
+from partc.machines.topology import Topology
+from partc.passes.search.plans.choose_plan import choose_plan
 from partc.plan import Plan
-from partc.plan_values import Lies
-from partc.topology import Topology
-from partc.verification import verify
+from partc.plan.mesh import Mesh
+from partc.plan.plan_values import Lies
+from partc.reports.explanation import explain_program
+from partc.verification.verification import verify
 from tests.test_auto_plan import AUTO, llama, traced
 
 WIDTH, LENGTH, BATCH = 64, 48, 8

@@ -18,10 +18,10 @@ from torch import nn
 
 from partc import program as program_module
 from partc.errors import LoadError, PartcError, RunError, UsageError
-from partc.manifest import _digest_of
-from partc.processes import Processes
 from partc.program import load
-from partc.tensorfile import TensorFile
+from partc.program.manifest import _digest_of
+from partc.program.tensorfile import TensorFile
+from partc.verification.processes import Processes
 from tests.example_program import example_model, example_program
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import partc
-from partc.bench import bench
-from partc.cli import main
+from partc.cli.main import main
+from partc.cost.roofline import BLOCKS, WAIT
 from partc.errors import UsageError
-from partc.roofline import BLOCKS, WAIT
-from partc.timed_step import time_step
+from partc.measure.bench import bench
+from partc.measure.timed_step import time_step
 
 COLLECTIVES = partc.Plan(preset="fsdp", messages=False)
 

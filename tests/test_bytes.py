@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from partc import collectives
-from partc.graph import Graph
-from partc.passes.bytes import moved_bytes, sent_bytes, total_moved_bytes, traffic
-from partc.passes.storage import replay
-from partc.sharding import U, cut
+from partc.cost.bytes import moved_bytes, sent_bytes, total_moved_bytes, traffic
+from partc.cost.storage import replay
+from partc.graph import Graph, collectives
+from partc.plan.sharding import U, cut
 from tests.build import Build, aten, mlp
 
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partc.calibrate import Scale, calibrate
-from partc.calibrate_links import MIB, SIZES, level_groups
-from partc.calibrated import Found, check_found, fitted_topology
-from partc.collective_cost import collective_seconds
+from partc.cost.collective_cost import collective_seconds
 from partc.errors import RunError, UsageError
-from partc.measured import Measured, fit_line
-from partc.mesh import Mesh
-from partc.stopwatch import Effort
-from partc.topology import COLLECTIVES, Topology
+from partc.machines.topology import COLLECTIVES, Topology
+from partc.measure.calibrate import Scale, calibrate
+from partc.measure.calibrate_links import MIB, SIZES, level_groups
+from partc.measure.calibrated import Found, check_found, fitted_topology
+from partc.measure.measured import Measured, fit_line
+from partc.measure.stopwatch import Effort
+from partc.plan.mesh import Mesh
 
 TRUE = {  # seconds and seconds per byte put in, per collective of 4 ranks
     "all_reduce": (6e-4, 3e-9), "all_gather": (4e-4, 5e-9), "reduce_scatter": (7e-4, 4e-9),
@@ -192,7 +192,7 @@ def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
     script = tmp_path / "calibrates.py"
     script.write_text(
         "import os\n"
-        "from partc.calibrate import calibrate\n"
+        "from partc.measure.calibrate import calibrate\n"
         "from tests.test_calibrate import TINY\n"
         "found = calibrate(keep_noisy=True, scale=TINY)\n"
         "line = f\"{os.environ['RANK']} {found.topology.num_devices}\\n\"\n"

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from partc.graph import Graph, value
-from partc.graph_edits import drop_dead
-from partc.graph_parse import parse_graph
+from partc.graph.graph_edits import drop_dead
+from partc.graph.graph_parse import parse_graph
 from partc.lowering import trace
-from partc.passes.canonicalize import PASSES, canonicalize
-from partc.passes.fold_dropout import fold_dropout
+from partc.passes.canonical.canonicalize import PASSES, canonicalize
+from partc.passes.canonical.fold_dropout import fold_dropout
 from tests.canonical import CASES
 from tests.compare import distance
 from tests.interpret import run_graph

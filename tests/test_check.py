@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partc import collectives, ops
 from partc.api import partition
-from partc.check import check
+from partc.checks.local_graph import check
 from partc.errors import CheckError
-from partc.graph import Graph, tensor_args, update
+from partc.graph import Graph, collectives, ops, tensor_args, update
 from partc.lowering import trace
-from partc.mesh import Mesh
 from partc.plan import Plan
-from partc.sharding import R, U, cut
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import R, U, cut
 from tests.build import Build, aten, mlp
 from tests.mutate import NUMERIC, STATIC, mutants
 from tests.simulate import simulate

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from partc import checkpoint
-from partc.checkpoint import latest, load_checkpoint, save_checkpoint
 from partc.errors import LoadError, RunError
-from partc.processes import Processes
-from partc.runtime import Stage
+from partc.program import checkpoint
+from partc.program.checkpoint import latest, load_checkpoint, save_checkpoint
+from partc.program.runtime import Stage
+from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_model, example_program
 
 pytestmark = pytest.mark.gloo

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from partc.cli import main
+from partc.cli.main import main
+from partc.cli.models import Sizes, find_model, parameters_on_meta
 from partc.errors import UsageError
-from partc.models import Sizes, find_model, parameters_on_meta
 from tests.example_program import example_batch, example_loss, example_model, example_program
 
 MODEL = "tests.example_program:cli_target"
@@ -125,7 +125,7 @@ def test_errors_have_a_code_and_four_parts(
 def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
     asked = f"""
 import sys
-from partc.cli import main
+from partc.cli.main import main
 try:
     code = main({arguments})
 except SystemExit as exit:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from partc.codegen.spell import spell
+from partc.codegen.calls.spell import spell
 from partc.codegen.text import PRODUCT, SUM, WIDTH, Line, Text, block, wrap
 from partc.graph import Value, set_held, set_value
-from partc.graph_edits import run_fake
+from partc.graph.graph_edits import run_fake
 
 aten = torch.ops.aten
 

@@ -10,12 +10,12 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partc.collective_cost import cheapest, collective_seconds, estimates, symbolic_seconds
-from partc.collective_formulas import FORMULAS, Group
+from partc.cost.collective_cost import cheapest, collective_seconds, estimates, symbolic_seconds
 from partc.errors import UsageError
-from partc.mesh import Mesh
-from partc.topology import Level, Topology
-from partc.topology_text import shipped
+from partc.machines.collective_formulas import FORMULAS, Group
+from partc.machines.topology import Level, Topology
+from partc.machines.topology_text import shipped
+from partc.plan.mesh import Mesh
 
 KINDS = sorted(FORMULAS)
 MIB = 2**20

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import partc
-from partc.tape import LAST, START, Tape
+from partc.cost.tape import LAST, START, Tape
 from tests.zoo import FAMILIES
 
 LAYERS, BATCH, SEQ, HIDDEN, FFN, VOCAB = 4, 8, 12, 64, 96, 1024

@@ -14,7 +14,7 @@ import partc
 from partc.codegen.safety import check_source
 from partc.errors import CheckError, PlanError, RunError
 from partc.program import Program
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.emitted import loaded
 from tests.test_emit import toy
 from tests.zoo import MODELS

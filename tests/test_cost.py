@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from partc.cost import cost_report
-from partc.passes.symbolic import SymbolicCosts, symbolic_costs
+from partc.cost.symbolic import SymbolicCosts, symbolic_costs
+from partc.reports.cost import cost_report
 from tests.build import mlp
 
 

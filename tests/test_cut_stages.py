@@ -11,8 +11,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from partc.errors import PlanError
-from partc.passes.cut_stages import Unit, balance
-from partc.passes.cut_virtual_stages import balance_ranks
+from partc.passes.stages.cut_stages import Unit, balance
+from partc.passes.stages.cut_virtual_stages import balance_ranks
 from partc.schedules.actions import looped, v_shaped
 
 Rank = tuple[float, int, float]  # slowest stage, bytes over boundaries, minus the fastest stage

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import RuleError
+from partc.plan.sharding import M, R, U, cut
 from partc.rules import Strategy, strategies
 from partc.rules.discover import discover, strategies_for
 from partc.rules.isolate import answers_of
 from partc.rules.signature import Signature, Spec, b, f, i
-from partc.sharding import M, R, U, cut
 
 aten = torch.ops.aten
 call = Signature.call

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.mesh import Mesh
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.threads import ThreadMesh, run_ranks
+from partc.verification.threads import ThreadMesh, run_ranks
 
 MESH = Mesh.of("dp=2,tp=2")
 ROWS, WIDTH, P = 8, 512, 0.25

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import partc
-from partc.dry_layers import most_of_all
-from partc.dry_run import Known, depth, dry_run, dry_run_all
-from partc.live_memory import Lines, LiveMemory, Peak
+from partc.dryrun.layers import most_of_all
+from partc.dryrun.live_memory import Lines, LiveMemory, Peak
+from partc.dryrun.run import Known, depth, dry_run, dry_run_all
 from partc.plan import Plan
 from tests.pipelines import toy
 

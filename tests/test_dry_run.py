@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from partc.api import compile
-from partc.cost import cost_report
-from partc.dry_run import alone, dry_run
-from partc.role import Role
+from partc.dryrun.run import alone, dry_run
+from partc.program.role import Role
+from partc.reports.cost import cost_report
 from tests.build import mlp
 from tests.measure import measured_peak_bytes
 from tests.zoo import MODELS

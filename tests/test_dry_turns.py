@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import partc
-from partc import dry_turns
-from partc.dry_run import Known, dry_run, dry_run_all
-from partc.dry_turns import Key, Turns
+from partc.dryrun import turns as dry_turns
+from partc.dryrun.run import Known, dry_run, dry_run_all
+from partc.dryrun.turns import Key, Turns
 from partc.plan import Plan
 from tests.pipelines import toy
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.mesh import Mesh
+from partc.machines.topology import Level, Topology
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Level, Topology
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.pipelines import stages_of_toy, toy
 from tests.test_sum_in_levels import FAST, in_pairs
 from tests.zoo import Case

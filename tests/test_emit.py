@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partc.codegen.emit import emit
+from partc.codegen.files.emit import emit
 from partc.codegen.safety import check_source
 from partc.errors import CheckError
-from partc.role import Role
+from partc.program.role import Role
 from tests.emitted import check_ranks, check_single, loaded, planned, traced
 from tests.zoo import MODELS
 

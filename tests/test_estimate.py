@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.mesh import Mesh
-from partc.passes.search.candidate import Candidate
-from partc.passes.search.estimate import Estimator
-from partc.passes.search.profile import Recompute, profile
-from partc.passes.search.turns import bubble_s, cut_evenly, sent_s
-from partc.pipeline_step import plan_step
+from partc.cost.pipeline_step import plan_step
+from partc.machines.topology import Topology
+from partc.passes.search.plans.candidate import Candidate
+from partc.passes.search.plans.estimate import Estimator
+from partc.passes.search.plans.profile import Recompute, profile
+from partc.passes.search.plans.turns import bubble_s, cut_evenly, sent_s
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.schedules import make
 from partc.schedules.step_costs import Link, StepCosts
 from partc.schedules.timing import Costs
-from partc.topology import Topology
 
 SEQ, WIDTH, HEADS = 1024, 2048, 16
 TIME = 0.06

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import partc
 from partc.errors import PlanError
 from partc.program import Program
-from partc.verification import verify
+from partc.verification.verification import verify
 
 WIDTH, MANY, MORE, FEW = 8, 4096, 32768, 16
 TABLE = '"table.weight" = { %s = 1 }'

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import partc
-from partc.cli import main
-from partc.explanation import Estimated, Explanation, explain_program
-from partc.mesh import Mesh
-from partc.passes.search.alternatives import CHOICES
-from partc.passes.search.laws import Calls
-from partc.passes.search.save_laws import taken_as_json, taken_of_json
+from partc.cli.main import main
+from partc.passes.search.plans.alternatives import CHOICES
+from partc.passes.search.plans.laws import Calls
+from partc.passes.search.plans.save_laws import taken_as_json, taken_of_json
+from partc.plan.mesh import Mesh
 from partc.program import Program, load
+from partc.reports.explanation import Estimated, Explanation, explain_program
 
 Golden = Callable[..., None]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from partc import collectives, ops
-from partc.fake_calls import FakeCalls, Form, call_on_fakes, tensors_in
-from partc.fake_kernels import OTHER_STRIDES
+from partc.graph import collectives, ops
+from partc.graph.fake_calls import FakeCalls, Form, call_on_fakes, tensors_in
+from partc.graph.fake_kernels import OTHER_STRIDES
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from partc.cost.flops import FORMULAS, node_flops, op_name, total_flops
 from partc.graph import Graph, value
 from partc.lowering import trace
-from partc.passes.flops import FORMULAS, node_flops, op_name, total_flops
 from tests.build import Build, aten, mlp
 from tests.interpret import run_graph
 from tests.zoo import MODELS, Case

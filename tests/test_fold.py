@@ -15,17 +15,17 @@ from torch.nn import functional as F
 
 import partc
 from partc.api import partition, read_plan
-from partc.check import check
-from partc.check_complete import check_complete, trained
-from partc.codegen.emit import emit
-from partc.codegen.header import header
-from partc.cost import cost_report
+from partc.checks.local_graph import check
+from partc.codegen.files.emit import emit
+from partc.codegen.files.header import header
 from partc.errors import CheckError
-from partc.folds import Fold
 from partc.graph import Graph
+from partc.graph.folds import Fold
 from partc.lowering import trace
-from partc.mesh import Mesh
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
+from partc.program.check_complete import check_complete, trained
+from partc.reports.cost import cost_report
 from tests.pipelines import toy
 from tests.zoo import FAMILIES, Case
 
@@ -181,7 +181,7 @@ def test_blocks_make_what_microbatches_share_of_their_weights(mesh: str, made: s
 
 
 def test_what_each_block_is_given_is_given_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partc.passes.split_stages._of_a_block", lambda node: False)
+    monkeypatch.setattr("partc.passes.stages.split_stages._of_a_block", lambda node: False)
     model, x = Bares(MADE["normalised"]), torch.randn(8, 8)
     program = partc.compile(model, "dp=2", (x,), loss=total, plan="ddp", microbatches=2)
     assert any("_here" in source for source in program.sources.values())

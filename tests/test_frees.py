@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.api import compile
-from partc.codegen.printed import log_softmax_over
-from partc.dry_run import dry_run
-from partc.role import Role
+from partc.codegen.helpers.printed import log_softmax_over
+from partc.dryrun.run import dry_run
+from partc.program.role import Role
 from tests.emitted import check_ranks, check_single
 
 

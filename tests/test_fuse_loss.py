@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import partc
-from partc.codegen import printed
-from partc.ops import cross_entropy_grad
+from partc.codegen.helpers import printed
+from partc.graph.ops import cross_entropy_grad
 
 VOCAB, SAMPLES = 12, 8
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import partc
-from partc import collectives
 from partc.api import read_plan
-from partc.given import given
-from partc.graph import Graph, tensor_args, value
+from partc.graph import Graph, collectives, tensor_args, value
+from partc.graph.given import given
 from partc.lowering import localize, trace
-from partc.mesh import Mesh
-from partc.sharding import R, cut
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import R, cut
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from partc.errors import UsageError
 from partc.graph import held, value
-from partc.graph_parse import parse_graph
+from partc.graph.graph_parse import parse_graph
 from partc.lowering import trace
 from tests.zoo import MODELS
 

@@ -11,9 +11,9 @@ import torch
 import partc
 from partc.amounts import amount
 from partc.errors import MemoryLimitError, PlanError
-from partc.mesh import Mesh
-from partc.passes.search.infeasible import nothing_fits, releases
-from partc.passes.search.search_plans import Search
+from partc.passes.search.plans.infeasible import nothing_fits, releases
+from partc.passes.search.plans.search_plans import Search
+from partc.plan.mesh import Mesh
 from tests.test_explain import batch, compiled, loss_of, tower
 
 

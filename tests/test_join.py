@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from partc.api import compile
-from partc.mesh import Mesh
+from partc.machines.topology import Topology
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Topology
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.test_prefetch import IDS, LAYERS, WIDTH, model, step
 
 WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4  # of either product of a block, whole; a bias has 1 / WIDTH

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.verification import verify
+from partc.verification.verification import verify
 
 BATCH, STEPS, WIDTH, CLASSES = 8, 4, 6, 3
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partc import ops
-from partc.graph import Value, held, set_held, set_value, tensor_args, value
-from partc.mesh import Mesh
+from partc.graph import Value, held, ops, set_held, set_value, tensor_args, value
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, R, Sharding, U, cut
 from partc.rules import Strategy, localize, strategies
-from partc.sharding import Layout, R, Sharding, U, cut
 from tests.calls import MODE, Calls, pick
 
 aten = torch.ops.aten

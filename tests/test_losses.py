@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.errors import PartcError
-from partc.verification import verify
+from partc.verification.verification import verify
 
 CLASSES, SAMPLES, FEATURES = 6, 16, 8
 ONE_OF = (  # losses of scores against one class for each sample

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partc.errors import CheckError, PlanError
-from partc.processes import Processes
 from partc.schedules import NAMES, make
 from partc.schedules.actions import Action, Schedule, v_shaped
 from partc.schedules.check_programs import check_programs
@@ -25,6 +24,7 @@ from partc.schedules.programs import (
     parse_programs,
     wire,
 )
+from partc.verification.processes import Processes
 from tests.orders import by_rank, random_order
 from tests.prove_orders import lowered, order_finishes, prove_one, random_schedule, sound, verdict
 from tests.run_events import expected, run_all

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partc.dry_run import dry_run
-from partc.processes import Processes
+from partc.dryrun.run import dry_run
 from partc.program import load
+from partc.verification.processes import Processes
 from tests.measure import allocations, peak_bytes
 
 pytestmark = pytest.mark.gloo

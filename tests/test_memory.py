@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc import collectives
+from partc.cost.memory import memory_curve, state_bytes
+from partc.cost.storage import replay
 from partc.errors import UsageError
-from partc.graph import Graph
+from partc.graph import Graph, collectives
 from partc.lowering import trace
-from partc.passes.memory import memory_curve, state_bytes
-from partc.passes.storage import replay
 from partc.plan import Plan
-from partc.sharding import U, cut
+from partc.plan.sharding import U, cut
 from tests.build import Build, aten, mlp
 from tests.interpret import run_graph
 from tests.measure import allocations, measured_peak_bytes

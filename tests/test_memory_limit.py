@@ -7,11 +7,11 @@ import re
 import pytest
 
 import partc
-from partc.cost import CostReport
+from partc.cost.memory_limit import Peak, check_memory
 from partc.errors import PlanError
-from partc.memory_limit import Peak, check_memory
-from partc.pipeline_cost import PipelineCost
 from partc.plan import Plan
+from partc.reports.cost import CostReport
+from partc.reports.pipeline_cost import PipelineCost
 from tests.pipelines import toy
 
 GPIPE = Plan(preset="ddp", stages=("blocks.1",), microbatches=24, schedule="gpipe")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from partc.errors import PlanError
-from partc.mesh import Mesh
+from partc.plan.mesh import Mesh
 
 
 def test_every_form_gives_the_same_mesh(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 import partc
 from partc.errors import PlanError
-from partc.mesh import Mesh
+from partc.machines.topology import Topology
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Topology
 from tests.test_prefetch import step
 
 SENDS = "class Messages(dist.Work):"

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 import partc
+from partc.cost.memory_limit import memory_limits, usable
 from partc.errors import MemoryLimitError
 from partc.graph import Graph
 from partc.lowering import staged_plan
-from partc.memory_limit import memory_limits, usable
-from partc.mesh import Mesh
-from partc.other_machines import pipeline_step
-from partc.passes.search.choose_plan import choose_plan
-from partc.passes.search.search_plans import Ranked
-from partc.pipeline_cost import PipelineCost
+from partc.machines.topology import Topology
+from partc.machines.what_if import Change
+from partc.passes.search.plans.choose_plan import choose_plan
+from partc.passes.search.plans.search_plans import Ranked
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Topology
-from partc.what_if import Change
+from partc.reports.other_machines import pipeline_step
+from partc.reports.pipeline_cost import PipelineCost
 from tests.test_auto_plan import llama, loss_of, tokens, traced
 
 FAST = Topology.load("dgx-h100", 8)

@@ -12,12 +12,12 @@ import torch
 
 import partc
 from partc.errors import PlanError, UsageError
-from partc.explanation import explain_program
-from partc.mesh import Mesh
-from partc.objective import Batch, per_million
-from partc.passes.search.choose_plan import choose
+from partc.machines.objective import Batch, per_million
+from partc.machines.topology import Topology
+from partc.passes.search.plans.choose_plan import choose
+from partc.plan.mesh import Mesh
 from partc.program import load
-from partc.topology import Topology
+from partc.reports.explanation import explain_program
 from tests.test_explain import batch, compiled, loss_of, tower
 
 

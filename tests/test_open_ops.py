@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from partc.graph import Graph, Value, set_held, set_value
-from partc.graph_edits import run_fake
-from partc.passes.open_ops import open_op, opens
+from partc.graph.graph_edits import run_fake
+from partc.passes.shard.open_ops import open_op, opens
 
 aten = torch.ops.aten
 X = torch.randn(4, 6, 5, dtype=torch.float64)

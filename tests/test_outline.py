@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partc.codegen.emit import emit
+from partc.codegen.files.emit import emit
 from partc.codegen.safety import check_source
 from tests.emitted import check_ranks, check_single, planned, traced
 

@@ -18,7 +18,7 @@ from benchmarks.netlab.network import Link, Network
 from benchmarks.overlap import parsed
 from benchmarks.overlap_table import Round, Row, hidden_share, own_order, table
 from partc.errors import RunError
-from partc.processes import Processes
+from partc.verification.processes import Processes
 
 
 @pytest.mark.parametrize(("step", "share"), [(300.0, 1.0), (550.0, 0.0), (400.0, 0.6)])

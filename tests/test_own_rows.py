@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, fx, nn
 
 import partc
-from partc import collectives, ops
 from partc.api import partition
-from partc.check import check
+from partc.checks.local_graph import check
 from partc.errors import CheckError
-from partc.graph import Graph, update, value
+from partc.graph import Graph, collectives, ops, update, value
+from partc.graph.rows import Rows
 from partc.lowering import trace
-from partc.mesh import Mesh
 from partc.plan import Plan
-from partc.rows import Rows
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules.experiment import Refused, is_random, joined_error, whole_run
 from partc.rules.rows import rows_known, way_of
 from partc.rules.signature import Signature, f
 from partc.rules.strategy import letter_cut, strategies
-from partc.sharding import Layout, R, Sharding, cut
 from tests.interpret import run_graph
 from tests.rule_cases.cases import cases_by_rule
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.cli import main
+from partc.cli.main import main
 from partc.errors import PlanError
 from partc.plan import Plan
 from partc.program import Program
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.pipelines import compiled, toy
 
 # stage 0 runs all forwards first, with bubbles and a split backward as torch writes them

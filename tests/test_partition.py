@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc import collectives
 from partc.api import partition
-from partc.check import check
+from partc.checks.local_graph import check
 from partc.errors import PlanError, ShardingError
-from partc.graph import Graph, held, tensor_args, value
+from partc.graph import Graph, collectives, held, tensor_args, value
+from partc.graph.moves import kind_of
 from partc.lowering import trace
-from partc.mesh import Mesh
-from partc.moves import kind_of
 from partc.plan import Plan
-from partc.reference import eager
-from partc.sharding import cut
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import cut
+from partc.verification.reference import eager
 from tests.zoo import MODELS, Case
 
 Golden = Callable[..., None]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from partc import order_step
 from partc.api import compile
-from partc.mesh import Mesh
+from partc.machines.topology import Topology
+from partc.passes.overlap import order_step
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Topology
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.test_prefetch import IDS, LAYERS, model
 
 

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc import threads
-from partc.codegen.helpers import Helpers
+from partc.codegen.files.turns import parted, turn_lines, whole_backwards
+from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import Line
-from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.errors import PlanError
 from partc.graph import value
-from partc.graph_parse import parse_graph
-from partc.passes.split_stages import split_stages
+from partc.graph.graph_parse import parse_graph
+from partc.passes.stages.split_stages import split_stages
 from partc.plan import Plan
 from partc.program import Program
-from partc.rendezvous import Done, Group
 from partc.schedules import NAMES, make
 from partc.schedules.actions import Action, Kind
-from partc.threads import ThreadDist
-from partc.verification import verify
+from partc.verification import threads
+from partc.verification.rendezvous import Done, Group
+from partc.verification.threads import ThreadDist
+from partc.verification.verification import verify
 from tests.pipelines import (
     BATCH,
     POINTS,

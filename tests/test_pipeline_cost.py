@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from partc import compile
-from partc.cli import main
+from partc.cli.main import main
+from partc.cost.pipeline_step import check_queues, plan_step
+from partc.cost.stage_cost import stage_link, with_messages
 from partc.errors import CheckError, PartcError, PlanError
-from partc.mesh import Mesh
-from partc.passes.alike_blocks import blocks_of
-from partc.passes.cut_stages import balance
-from partc.passes.stage_units import stage_units
-from partc.pipeline_cost import PipelineCost
-from partc.pipeline_step import check_queues, plan_step
+from partc.graph.blocks import blocks_of
+from partc.machines.topology import APART_S, Topology
+from partc.passes.stages.cut_stages import balance
+from partc.passes.stages.stage_units import stage_units
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program, load
+from partc.reports.pipeline_cost import PipelineCost
 from partc.schedules import Action, Schedule, make
 from partc.schedules.step_costs import StepCosts
 from partc.schedules.timing import Costs
-from partc.stage_cost import stage_link, with_messages
-from partc.topology import APART_S, Topology
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.example_program import example_program
 from tests.zoo import FAMILIES, Case
 

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from partc import collectives
-from partc.check import check
-from partc.codegen.stage_ends import Ends, check_one_way
+from partc.checks.local_graph import check
+from partc.codegen.files.stage_ends import Ends, check_one_way
 from partc.errors import CheckError, PlanError, RunError
-from partc.graph import Graph, first_operand
+from partc.graph import Graph, collectives, first_operand
 from partc.plan import Plan
 from partc.program import Program
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.pipelines import BATCH, HIDDEN, Block, Cut, compiled
 from tests.zoo import Case
 

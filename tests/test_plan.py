@@ -3,9 +3,9 @@
 import pytest
 
 from partc.errors import PlanError
-from partc.mesh import Mesh
 from partc.plan import Plan, fold_names
-from partc.sharding import cut
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import cut
 
 PLAN = Plan(
     mesh=Mesh.of("dp=2,tp=2"),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from partc.api import compile
-from partc.precision import Raised, grouped_products, raised_text
-from partc.verification import verify
+from partc.verification.precision import Raised, grouped_products, raised_text
+from partc.verification.verification import verify
 from tests.zoo import MODELS
 
 ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # one of three groups is empty

@@ -11,17 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from partc import collectives
 from partc.api import compile, partition, read_plan
-from partc.cli import main
-from partc.graph import Graph
-from partc.mesh import Mesh
-from partc.passes.storage import replay
-from partc.pipeline_cost import PipelineCost
-from partc.prediction import OPTIMIZER_TRAFFIC, Prediction, Work, predict
-from partc.sharding import U
-from partc.step_walk import phase_times
-from partc.topology import Device, Level, Topology
+from partc.cli.main import main
+from partc.cost.prediction import OPTIMIZER_TRAFFIC, Prediction, Work, predict
+from partc.cost.step_walk import phase_times
+from partc.cost.storage import replay
+from partc.graph import Graph, collectives
+from partc.machines.topology import Device, Level, Topology
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import U
+from partc.reports.pipeline_cost import PipelineCost
 from tests.build import Build, aten, mlp
 from tests.test_fold import deep
 

@@ -14,7 +14,7 @@ from partc.errors import MemoryLimitError
 from partc.plan import Plan
 from partc.program import Program
 from partc.traced import Traced
-from partc.verification import verify
+from partc.verification.verification import verify
 
 WIDTH, WORDS, LAYERS = 64, 2048, 5
 FSDP = Plan(preset="fsdp")

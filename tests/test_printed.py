@@ -14,11 +14,11 @@ from torch import Tensor
 from benchmarks.netlab import network
 from benchmarks.netlab.network import Link, Network
 from partc.api import compile
-from partc.codegen import messages, printed
+from partc.codegen.helpers import messages, printed
 from partc.plan import Plan
-from partc.processes import Processes
-from partc.threads import ThreadDist
-from partc.verification import verify
+from partc.verification.processes import Processes
+from partc.verification.threads import ThreadDist
+from partc.verification.verification import verify
 from tests.zoo import MODELS
 
 RANKS = 3

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from partc.errors import RunError
-from partc.processes import Processes
+from partc.verification.processes import Processes
 
 pytestmark = pytest.mark.gloo
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from partc.products import busy_share
-from partc.topology import Device, Topology
+from partc.cost.products import busy_share
+from partc.machines.topology import Device, Topology
 
 A100 = Topology.load("dgx-a100").device
 H100 = Topology.load("dgx-h100").device

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from partc.errors import LoadError, UsageError
-from partc.fingerprint import Fingerprint
-from partc.mesh import Mesh
+from partc.plan.mesh import Mesh
 from partc.program import SavedCost, accept_edits, load
-from partc.role import Role
-from partc.tensorfile import TensorFile, TensorFiles, write_tensors
+from partc.program.role import Role
+from partc.program.tensorfile import TensorFile, TensorFiles, write_tensors
+from partc.trace.fingerprint import Fingerprint
 from tests.example_program import example_model, example_program
 
 

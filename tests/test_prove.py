@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from partc.plan.sharding import Layout, M, R, U, cut, join_pieces, take_piece
 from partc.rules import Strategy
 from partc.rules.experiment import cut_whole, piece_sizes, take_apart
 from partc.rules.prove import Claims, prove
 from partc.rules.signature import Operand, Signature, Spec, b, f, i
-from partc.sharding import Layout, M, R, U, cut, join_pieces, take_piece
 from tests.rule_cases.cases import cases_by_rule, why_not_run
 from tests.rule_cases.report import as_json, proofs_of, prove_rule, rules_table
 

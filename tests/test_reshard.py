@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from partc.mesh import Mesh
-from partc.passes.reshard import reshard_steps
-from partc.sharding import Layout, R, Sharding, U, cut
+from partc.passes.shard.reshard import reshard_steps
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, R, Sharding, U, cut
 from tests import simulate
 
 MESH = Mesh.of("dp=2,tp=3")

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from partc.resident import free_at_once, peak_resident_bytes, resident_bytes
+from partc.measure.resident import free_at_once, peak_resident_bytes, resident_bytes
 
 free_at_once()
 torch.ones(1000).sum()

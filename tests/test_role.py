@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from partc.errors import LoadError
-from partc.mesh import Mesh
-from partc.role import Role, Shard, dtype_of
-from partc.sharding import Layout, Sharding, cut
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, Sharding, cut
+from partc.program.role import Role, Shard, dtype_of
 from tests.example_program import example_program
 
 MESH = Mesh((("dp", 2), ("cp", 3), ("tp", 2)))

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import fx
 
-from partc import ops
 from partc.errors import RuleError
-from partc.graph import Value, held, set_held, set_value
-from partc.graph_edits import run_fake
+from partc.graph import Value, held, ops, set_held, set_value
+from partc.graph.graph_edits import run_fake
 from partc.lowering import trace
+from partc.plan.sharding import M, R, cut
 from partc.rules import Strategy, has_rule, strategies
 from partc.rules.notation import parse, resolve
 from partc.rules.table import RULES, name_of
-from partc.sharding import M, R, cut
 from tests.calls import Calls
 from tests.zoo import MODELS
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from partc.graph import results_of
+from partc.plan.sharding import Layout, M, R, U, cut
 from partc.rules import Strategy, strategies
 from partc.rules.signature import Signature
-from partc.sharding import Layout, M, R, U, cut
 from tests.rule_cases.cases import cases_by_rule
 
 THEIRS = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs

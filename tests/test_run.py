@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.checkpoint import load_checkpoint, save_checkpoint
-from partc.cli import main
-from partc.processes import Processes
+from partc.cli.main import main
 from partc.program import Program, load
-from partc.runtime import Stage
-from partc.tensorfile import write_tensors
-from partc.verification import verify
+from partc.program.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.runtime import Stage
+from partc.program.tensorfile import write_tensors
+from partc.verification.processes import Processes
+from partc.verification.verification import verify
 
 if TYPE_CHECKING:
     from tests.zoo import Case

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_shared
 from torch.distributed.checkpoint.state_dict_saver import save as save_shared
 
-from partc.checkpoint import load_checkpoint, save_checkpoint
 from partc.errors import LoadError, RunError
 from partc.plan import Plan
-from partc.precision import Raised
-from partc.processes import Processes
 from partc.program import Program, load
-from partc.runtime import Stage
-from partc.tensorfile import TensorFile, write_tensors
+from partc.program.checkpoint import load_checkpoint, save_checkpoint
+from partc.program.runtime import Stage
+from partc.program.tensorfile import TensorFile, write_tensors
+from partc.verification.precision import Raised
+from partc.verification.processes import Processes
 
 if TYPE_CHECKING:
     from tests.zoo import Case

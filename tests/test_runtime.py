@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from partc.errors import LoadError, RunError
-from partc.mesh import Mesh
-from partc.processes import Processes
-from partc.runtime import Stage
-from partc.tensorfile import write_tensors
+from partc.plan.mesh import Mesh
+from partc.program.runtime import Stage
+from partc.program.tensorfile import write_tensors
+from partc.verification.processes import Processes
 from tests.example_program import (
     BATCH,
     GatedMLP,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partc.folds import Fold
+from partc.graph.folds import Fold
 from partc.lowering import trace
-from partc.scan_blocks import spare_blocks
+from partc.trace.scan_blocks import spare_blocks
 
 WHOLE = (Fold("blocks", 2, 6),)
 

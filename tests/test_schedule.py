@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from partc.check import check
+from partc.checks.local_graph import check
 from partc.graph import Graph
-from partc.graph_parse import parse_graph
-from partc.passes.fill_waits import fill_waits
-from partc.passes.place_waits import place_waits
-from partc.passes.recompute import recompute
-from partc.passes.split_bias import fuse_bias, split_bias
+from partc.graph.graph_parse import parse_graph
+from partc.passes.overlap.fill_waits import fill_waits
+from partc.passes.overlap.place_waits import place_waits
+from partc.passes.recompute.choose import recompute
+from partc.passes.shard.split_bias import fuse_bias, split_bias
 from partc.plan import Plan
 
 Golden = Callable[..., None]

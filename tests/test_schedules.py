@@ -13,19 +13,10 @@ import pytest
 import torch.distributed.pipelining.schedules as reference
 
 from partc.errors import PlanError
-from partc.schedules import (
-    NAMES,
-    blocks,
-    csv_form,
-    gpipe,
-    interleaved,
-    make,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-)
+from partc.schedules import NAMES, blocks, csv_form, make
 from partc.schedules.actions import Schedule, check_schedule
 from partc.schedules.csv_form import read_csv, write_csv
+from partc.schedules.orders import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
 from partc.schedules.picture import grid, svg
 from partc.schedules.timing import Costs, Timeline, timeline
 from tests.orders import actions_of, dependencies, run, torch_rows

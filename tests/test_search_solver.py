@@ -9,15 +9,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from partc.passes.search.bound import lower_bound
-from partc.passes.search.condition import condition
-from partc.passes.search.dead_ends import drop_dead_ends
-from partc.passes.search.eliminate import MAX_TABLE, TooWide, eliminate, run_order
-from partc.passes.search.milp import milp
-from partc.passes.search.network import network
-from partc.passes.search.order import choose_order
-from partc.passes.search.problem import Costs, Factor, Problem, Variable
-from partc.passes.search.solve import solve
+from partc.passes.search.solver.bound import lower_bound
+from partc.passes.search.solver.condition import condition
+from partc.passes.search.solver.dead_ends import drop_dead_ends
+from partc.passes.search.solver.eliminate import MAX_TABLE, TooWide, eliminate, run_order
+from partc.passes.search.solver.milp import milp
+from partc.passes.search.solver.network import network
+from partc.passes.search.solver.order import choose_order
+from partc.passes.search.solver.problem import Costs, Factor, Problem, Variable
+from partc.passes.search.solver.solve import solve
 
 GRAPHS = ("chain", "ladder", "random", "n-ary")
 CLOSE = 1e-12  # relative: sums of the same numbers in another order

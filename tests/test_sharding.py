@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from partc.mesh import Mesh
-from partc.sharding import Layout, M, R, Sharding, U, cut
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, M, R, Sharding, U, cut
 
 MESH = Mesh.of("dp=2,tp=3")
 

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from benchmarks.joint_shardings import Found, search_shardings
-from partc.mesh import Mesh
-from partc.passes.propagate import propagate, whole_strategy
-from partc.passes.search.decode import copy_graph
-from partc.passes.search.transfers import Transfers
+from partc.machines.topology import Topology
+from partc.passes.search.shardings.decode import copy_graph
+from partc.passes.search.shardings.transfers import Transfers
+from partc.passes.shard.propagate import propagate, whole_strategy
 from partc.plan import Plan
-from partc.sharding import R, U, cut
-from partc.topology import Topology
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import R, U, cut
 from tests.random_steps import BruteForce, random_step
 
 CLOSE = 1e-9  # relative: the same times added up in another order

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from partc.codegen.by_rank import RANK, merged
+from partc.codegen.files.by_rank import RANK, merged
+from partc.codegen.files.turns import turn_lines
 from partc.codegen.text import Line
-from partc.codegen.turns import turn_lines
 from partc.plan import Plan
 from partc.program import Program, accept_edits, load
+from partc.program.tensorfile import write_tensors
 from partc.schedules import NAMES, make
-from partc.tensorfile import write_tensors
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.pipelines import Block, Toy, compiled, new_toy, stages_of_toy, toy
 from tests.test_pipeline import TOLERANCE, done_by
 from tests.zoo import Case

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from partc.api import compile
-from partc.dry_run import dry_run
+from partc.dryrun.run import dry_run
 from partc.errors import CheckError
-from partc.role import Role
+from partc.program.role import Role
 from tests.test_dry_run import SOURCE
 from tests.zoo import MODELS
 

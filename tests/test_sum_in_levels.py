@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from partc.api import compile
-from partc.mesh import Mesh
+from partc.machines.topology import Level, Topology
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Level, Topology
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.zoo import FAMILIES, MODELS, Case
 
 FAST, SLOW = 1e9, 1e6  # bytes per second

@@ -9,12 +9,12 @@ import sympy
 import torch
 from torch import Tensor
 
+from partc.cost.bytes import total_moved_bytes, traffic
+from partc.cost.flops import total_flops
+from partc.cost.memory import memory_curve, state_bytes
+from partc.cost.symbolic import Samples, symbolic_costs
 from partc.graph import Graph
 from partc.lowering import trace
-from partc.passes.bytes import total_moved_bytes, traffic
-from partc.passes.flops import total_flops
-from partc.passes.memory import memory_curve, state_bytes
-from partc.passes.symbolic import Samples, symbolic_costs
 from tests.build import Build, aten, mlp
 from tests.zoo import MODELS
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from partc.errors import RunError
-from partc.mesh import Mesh
-from partc.threads import ThreadDist, ThreadMesh, run_ranks
+from partc.plan.mesh import Mesh
+from partc.verification.threads import ThreadDist, ThreadMesh, run_ranks
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 

@@ -15,9 +15,9 @@ from torch import nn
 
 import partc
 from partc.errors import PartcError, PlanError
-from partc.mesh import Mesh
-from partc.topology import Device, Level, Topology
-from partc.topology_text import parse_topology, shipped
+from partc.machines.topology import Device, Level, Topology
+from partc.machines.topology_text import parse_topology, shipped
+from partc.plan.mesh import Mesh
 
 H100 = Topology.load("dgx-h100")
 

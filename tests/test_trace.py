@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from partc import ops
 from partc.errors import TraceError
-from partc.graph import Graph, value
+from partc.graph import Graph, ops, value
 from partc.lowering import trace
 from tests.compare import check, distance, run
 from tests.zoo import FAMILIES, MODELS

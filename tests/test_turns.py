@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partc.api import compile
-from partc.check import check
-from partc.cost import CostReport
+from partc.checks.local_graph import check
 from partc.errors import CheckError
 from partc.graph import Graph, update, value
-from partc.graph_parse import parse_graph
-from partc.mesh import Mesh
-from partc.passes.fill_waits import fill_waits
-from partc.passes.place_waits import place_waits
-from partc.passes.take_turns import take_turns
-from partc.pipeline_cost import PipelineCost
+from partc.graph.graph_parse import parse_graph
+from partc.machines.topology import Topology
+from partc.passes.overlap.fill_waits import fill_waits
+from partc.passes.overlap.place_waits import place_waits
+from partc.passes.overlap.take_turns import take_turns
 from partc.plan import Plan
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.topology import Topology
+from partc.reports.cost import CostReport
+from partc.reports.pipeline_cost import PipelineCost
 from partc.traced import Traced
-from partc.verification import verify
+from partc.verification.verification import verify
 from tests.test_schedule import LOCAL
 
 Golden = Callable[..., None]

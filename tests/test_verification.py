@@ -10,7 +10,7 @@ from torch import nn
 
 from partc.errors import CheckError, UsageError
 from partc.program import Program
-from partc.verification import Report, verify
+from partc.verification.verification import Report, verify
 from tests.example_program import example_batch, example_loss, example_model, example_program
 
 
@@ -92,7 +92,7 @@ def test_precision_of_its_own_is_an_option() -> None:
 
 
 def test_gradients_that_are_zero_but_for_rounding_are_no_false_alarm() -> None:
-    from partc.verification import _scales
+    from partc.verification.verification import _scales
 
     scales = _scales({"big": torch.tensor([4.0]).double(), "zero": torch.tensor([1e-17]).double()})
     assert scales == {"big": (4.0, False), "zero": (4.0, True)}

@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from partc.cli import main
+from partc.cli.main import main
+from partc.cost.prediction import Prediction
+from partc.cost.roofline import BLOCKS, COMPUTE
+from partc.cost.tape import Tape
 from partc.errors import UsageError
-from partc.other_machines import estimated_step, pipeline_step, stage_step
-from partc.prediction import Prediction
+from partc.machines.topology import Topology
+from partc.machines.what_if import Change
 from partc.program import Program
-from partc.roofline import BLOCKS, COMPUTE
-from partc.tape import Tape
-from partc.topology import Topology
-from partc.what_if import Change
+from partc.reports.other_machines import estimated_step, pipeline_step, stage_step
 from tests.test_explain import compiled
 
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [

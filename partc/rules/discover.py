@@ -12,8 +12,9 @@ from math import prod
 from torch import Tensor, fx
 
 from partc.errors import RuleError
-from partc.fake_calls import quiet_log
 from partc.graph import results_of, tensor_args, value
+from partc.graph.fake_calls import quiet_log
+from partc.plan.sharding import Layout, M, R, U, cut
 from partc.rules.experiment import (
     Refused,
     Results,
@@ -28,7 +29,6 @@ from partc.rules.experiment import (
 from partc.rules.isolate import answers_of
 from partc.rules.signature import Signature
 from partc.rules.strategy import Strategy, has_rule, strategies
-from partc.sharding import Layout, M, R, U, cut
 
 ROUNDS = ((2, 1), (3, 2))  # ranks, seed
 UNIT = 6  # sizes are multiples of it, so that 2 and 3 ranks divide them

@@ -8,9 +8,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from partc.plan.sharding import Layout, R, join_pieces
 from partc.rules.draw import DOMAINS, draw
 from partc.rules.signature import Signature
-from partc.sharding import Layout, R, join_pieces
 
 TOLERANCE = {  # relative to the largest value; double wherever the op allows it
     torch.float64: 1e-9,

@@ -2,7 +2,7 @@
 
 ``localize`` appends to a graph and returns the node that computes what ``node`` computes. That node
 and those before it (a rank's window of indices, the sum that a mean becomes) have value and held
-shape set; the number of a rank on an axis stands as a call of ``partc.collectives.axis_index``.
+shape set; the number of a rank on an axis stands as a call of ``collectives.axis_index``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc import ops
-from partc.collectives import axis_index
-from partc.graph import held, results_of, set_held, set_value, value
-from partc.graph_edits import run_fake_of
-from partc.mesh import Mesh
+from partc.graph import held, ops, results_of, set_held, set_value, value
+from partc.graph.collectives import axis_index
+from partc.graph.graph_edits import run_fake_of
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import REPLICATED, Sharding
 from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, whole_call
 from partc.rules.notation import resolve
 from partc.rules.strategy import Strategy, applied
 from partc.rules.table import Rule, Windowed, find
-from partc.sharding import REPLICATED, Sharding
 
 aten = torch.ops.aten
 

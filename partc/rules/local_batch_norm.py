@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from partc.graph import results_of, tensor_args
+from partc.plan.sharding import Layout, R, U, cut
 from partc.rules.strategy import Strategy
-from partc.sharding import Layout, R, U, cut
 
 aten = torch.ops.aten
 VARIANT = "local"  # result sums marked U are this rank's own: only the first rank's count

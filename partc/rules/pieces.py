@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc import collectives
-from partc.graph import Value, held, set_held, set_value, tensor_args, value
-from partc.mesh import Mesh
+from partc.graph import Value, collectives, held, set_held, set_value, tensor_args, value
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, Sharding
 from partc.rules.experiment import Refused, Results, first_line
 from partc.rules.local import localize
 from partc.rules.signature import Signature, fake_mode, results_list
 from partc.rules.strategy import Strategy
-from partc.sharding import Layout, Sharding
 
 AXIS = "x"
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx
 
+from partc.plan.sharding import DTYPE_NAMES, Layout
 from partc.rules.experiment import (
     Refused,
     Results,
@@ -26,7 +27,6 @@ from partc.rules.experiment import (
 from partc.rules.pieces import LocalCall
 from partc.rules.signature import Signature
 from partc.rules.strategy import Strategy, strategies
-from partc.sharding import DTYPE_NAMES, Layout
 
 SEEDS = (1, 2)
 Claims = Callable[[fx.Node, int], Sequence[Strategy]]

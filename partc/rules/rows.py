@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc import ops
-from partc.graph import results_of, tensor_args, update, value
-from partc.rows import Rows
+from partc.graph import ops, results_of, tensor_args, update, value
+from partc.graph.rows import Rows
+from partc.plan.sharding import Layout, R, U, cut
 from partc.rules.table import find
-from partc.sharding import Layout, R, U, cut
 
 aten = torch.ops.aten
 QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from partc.graph import Value, held, is_tensor, set_held, set_value, value
-from partc.graph_edits import run_fake
+from partc.graph.graph_edits import run_fake
+from partc.plan.sharding import DTYPE_NAMES
 from partc.rules.table import name_of
-from partc.sharding import DTYPE_NAMES
 
 HUGE = 1e6  # beyond it a literal is a mask's "minus infinity" and means no number
 

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from partc.graph import tensor_args
+from partc.plan.sharding import Layout, M, R, U, cut
 from partc.rules.call import Call, whole_call
 from partc.rules.notation import Dim, Factors, Notation, parse, resolve
 from partc.rules.rows import own_ways
 from partc.rules.table import Rule, find
-from partc.sharding import Layout, M, R, U, cut
 
 Seen = Collection[tuple[int, Layout]]
 

@@ -1,71 +1,20 @@
 """Pipeline schedules: which stage computes what, in which order, on every pipeline rank.
 
-One file per schedule makes the orders; ``timing`` says when everything runs, ``picture`` draws it,
-``csv_form`` reads and writes a user's own.
+In: numbers of ranks, microbatches and stages, seconds of each action. Out: a `Schedule`, and when
+everything runs. Start: `actions.py`, then `orders/gpipe.py`; `lower.py` adds sends and receives,
+`simulate.py` walks them. Never: a graph or torch.
+
+`timing` says when everything runs, `picture` draws it, `csv_form` reads and writes a user's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 from partc.errors import PlanError
-from partc.schedules import (
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    interleaved,
-    looped_bfs,
-    one_f_one_b,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
-from partc.schedules.actions import Action, Schedule, looped, v_shaped
-from partc.schedules.blocks import Orders
+from partc.schedules import orders as _orders  # noqa: F401  (each file there registers its schedule)
+from partc.schedules.actions import Action, Schedule
+from partc.schedules.named import NAMES, Needs
 
 __all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a named schedule asks for.
-
-    ``chunks`` are the stages per rank it takes, least and most (None: any number). ``split`` says
-    whether it has backwards in two parts, ``I`` and ``W``.
-    """
-
-    orders: Callable[[int, int, int], Orders]  # (ranks, microbatches, chunks)
-    chunks: tuple[int, int | None] = (1, 1)
-    split: bool = False
-    placement: Literal["looped", "v"] = "looped"
-
-    @property
-    def usual_chunks(self) -> int:
-        """The stages per rank when nobody asks for a number."""
-        return self.chunks[0]
-
-    def rank_of(self, ranks: int, chunks: int) -> tuple[int, ...]:
-        """The rank of every stage."""
-        return v_shaped(ranks) if self.placement == "v" else looped(ranks, chunks)
-
-
-NAMES: dict[str, Needs] = {
-    "gpipe": Needs(gpipe.orders),
-    "1f1b": Needs(one_f_one_b.orders),
-    "interleaved-1f1b": Needs(interleaved.orders, chunks=(2, None)),
-    "looped-bfs": Needs(looped_bfs.orders, chunks=(2, None)),
-    "zb-h1": Needs(zb_h1.orders, split=True),
-    "zb-h2": Needs(zb_h2.orders, split=True),
-    "zb-v": Needs(zb_v.orders, chunks=(2, 2), split=True, placement="v"),
-    "v-half": Needs(v_half.orders, chunks=(2, 2), split=True, placement="v"),
-    "v-min": Needs(v_min.orders, chunks=(2, 2), split=True, placement="v"),
-    "dualpipe-v": Needs(dualpipe_v.orders, chunks=(2, 2), split=True, placement="v"),
-    "forward-only": Needs(forward_only.orders, chunks=(1, None)),
-}
 
 
 def needs_of(name: str) -> Needs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from partc.ops import (
+from partc.graph.ops import (
     cross_entropy_grad,
     inverse_order,
     masked_embedding,

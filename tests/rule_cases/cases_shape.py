@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from partc.ops import dropout_mask
+from partc.graph.ops import dropout_mask
 from partc.rules.signature import Signature, Spec, b, c, f, i
 
 aten = torch.ops.aten

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from partc.plan.sharding import Layout, cut
 from partc.rules.call import whole_call
 from partc.rules.prove import SEEDS, Proof, prove
 from partc.rules.signature import Signature
 from partc.rules.strategy import strategies
 from partc.rules.table import RULES
-from partc.sharding import Layout, cut
 from tests.rule_cases.cases import cases_by_rule, why_not_run
 
 NUMS = (2, 3, 4)

@@ -1,0 +1,206 @@
+"""The statements of one generated function, from the nodes that stand in it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from partc.codegen.calls.buffers_in_place import SIGNS
+from partc.codegen.calls.inline import is_free, is_pointwise
+from partc.codegen.calls.names import inside
+from partc.codegen.calls.spell import first_result, written_over
+from partc.codegen.calls.statements import Statement
+from partc.codegen.calls.storage import owner
+from partc.codegen.calls.transfers import Transfers
+from partc.codegen.helpers.needed import Outlined
+from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
+from partc.cost.storage import GRADS_OF_ACTIVATIONS
+from partc.graph import held, is_tensor, ops, results_of, typed, value
+from partc.quoting import comment, literal
+
+INDENT = 2  # levels, of the body of a method
+
+
+@dataclass
+class Body(Transfers):
+    """Writes the statements of one function."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        paths = {inside(value(n).module, self.prefix) for n in self.order}
+        parents = {path.rpartition(".")[0] for path in paths}
+        self.leaves = paths - parents
+
+    def statements(self) -> list[Statement]:
+        """One Statement per node that has lines, in order."""
+        return [statement for node in self.order for statement in self.one(node)]
+
+    def one(self, node: fx.Node) -> list[Statement]:
+        """The statement of one node, if it has a line."""
+        if node in self.inlined or node in self.seen or not self._has_line(node):
+            return []
+        before = self.parts(node)
+        statement = self.statement(node)
+        for start in self.joint.begun():
+            statement.lines = self._collected(start, statement.lines)
+        statement.lines += [line for n in statement.binds for line in self._stores(n)]
+        statement.section = self.section(node)
+        statement.reads = statement.reads or self.read_by(node)
+        statement.calls = [node, *self._written_in(node)]
+        return [*before, statement]
+
+    def parts(self, node: fx.Node) -> list[Statement]:
+        """The statements of operands that would make the line of a call too long."""
+        inner = [n for n in self._written_in(node) if not is_free(n)]
+        if not inner or not is_pointwise(node):
+            return []
+        texts = {n: len(str(self.expression(n))) for n in [node, *inner]}
+        target = f"grads[{self.joint.place[node][1]}]" if node in self.joint.place else ""
+        length = len(target or self.wishes.get(node, "")) + len(" = ") + texts[node]
+        if node in self.accumulated:  # `a += b` for `a = a + b`
+            length -= len(f"{self.text(self.accumulated[node])} + ") - 1
+        if length <= WIDTH - 4 * INDENT:
+            return []
+        part = min(inner, key=lambda n: max(texts[n], length - texts[n]))
+        self.inlined.discard(part)
+        return [*self.one(part), *self.parts(node)]
+
+    def _written_in(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What is written inside a call."""
+        for operand in node.all_input_nodes:
+            if operand in self.inlined:
+                yield from [operand, *self._written_in(operand)]
+
+    def section(self, node: fx.Node) -> str | None:
+        """The module that a statement is shown under: a leaf's lines stand with its parent's, and
+        what the backward computes again with what it is for.
+        """
+        if value(node).again:
+            return None
+        path = inside(value(node).module, self.prefix)
+        return path.rpartition(".")[0] or path if path in self.leaves else path
+
+    def statement(self, node: fx.Node) -> Statement:
+        """The lines of a node that has some, without what its values are added to."""
+        transfer = self.transfer(node)
+        if transfer is not None:
+            return transfer
+        if not is_tensor(node):
+            return self._several(node)
+        if part := self.joint.part(node, self.scope):
+            self.seen[node] = Text(part)
+            return Statement([Line(self._write(part, node), comment(typed(node)))])
+        ends = {self.graph.fx.output_node(), *self.summed}
+        if node in self.stored and not node.users.keys() - ends:
+            return self._last_store(node)
+        into = self.accumulated.get(node)
+        if into is not None and into in self.seen and node.target in SIGNS:
+            rest = next(a for a in node.args if a is not into)
+            self.seen[node] = self.seen[into]
+            other = self.text(rest) if isinstance(rest, fx.Node) else literal(rest)
+            code = f"{self.seen[node]} {SIGNS[node.target]}= {other}"
+            return Statement([Line(code, comment(typed(node)))], binds=[node])
+        if into is not None and into in self.seen and node.target in GRADS_OF_ACTIVATIONS:
+            code = written_over(self.expression(node), self.seen[into])
+            self.seen[node] = self.seen[into]
+            return Statement([Line(code, comment(typed(node)))], binds=[node])
+        code = self.expression(node).at(NONE)
+        line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
+        return Statement([line], binds=[node])
+
+    def _several(self, node: fx.Node) -> Statement:
+        """``a, b, _ = call`` for a call with several results."""
+        by_index: dict[Any, fx.Node] = {
+            u.args[1]: u for u in node.users if u.target is operator.getitem
+        }
+        call = self.expression(node)
+        names = [
+            self.bind(by_index[i]) if i in by_index else "_" for i in range(len(results_of(node)))
+        ]
+        while len(names) > 1 and names[-1] == "_" and len(by_index) == 1 and 0 in by_index:
+            names.pop()
+        bound = [by_index[i] for i in sorted(by_index)]
+        shown = (
+            bound[:1] if isinstance(node.target, Outlined) else bound
+        )  # it says the others itself
+        remark = comment(", ".join(typed(n) for n in shown))
+        if len(names) == 1:
+            lines = [Line(f"{names[0]} = {first_result(call)}", remark)]
+        else:
+            both = isinstance(node.target, Outlined) and node.target.compiled
+            lines = [Line(f"{', '.join(names)} = {call.at(NONE)}", remark, both=both)]
+        return Statement(lines, binds=bound)
+
+    # gradients -------------------------------------------------------------------------------
+    def _collected(self, start: fx.Node, lines: list[Line]) -> list[Line]:
+        """The lines behind the dict of gradients that a reduction moves, or behind their room in
+        what is sent; ``grads[w] = d_w`` is its first entry.
+        """
+        name, params = self.joint.names[start], self.joint.params[start]
+        if name not in self.joint.rooms:
+            place, _, gradient = lines[0].code.partition("] = ")
+            param = place.removeprefix(f"{name}[")
+            if param == place or "," in param:  # a call that gives several values
+                return [Line(f"{name} = {{}}"), *lines]
+            return [replace(lines[0], code=f"{name} = {{{param}: {gradient}}}"), *lines[1:]]
+        everything = sorted(params) == sorted(self.own)
+        room_for = "[*self.parameters()]" if everything else f"[{', '.join(params)}]"
+        call = f"{self.helpers.use('room')}({room_for})"
+        return [Line(f"{self.joint.rooms[name]}, {name} = {call}"), *lines]
+
+    def _write(self, part: str, node: fx.Node) -> str:
+        """The statement that writes a gradient to its part of what is sent."""
+        if node.target is ops.weight_grad:
+            d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
+            return f"{self.helpers.use('write_weight_grad')}({part}, {d_y}, {x})"
+        return f"{part}.copy_({self.expression(node).at(NONE)})"
+
+    def _stores(self, node: fx.Node) -> list[Line]:
+        """Adds a value that is a final gradient to its parameters."""
+        return [
+            Line(f"{self.helpers.use(self.adds[0])}({param}, {self._own(node)})")
+            for param in self.stored.get(node, [])
+        ]
+
+    def _own(self, node: fx.Node) -> str:
+        """The gradient as a tensor that nobody else holds."""
+        name = str(self.seen[node])
+        return f"{name}.clone()" if self._is_shared(node) else name
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        home = owner(node)
+        if is_tensor(home) and held(home).numel() > held(node).numel():
+            return True  # a view would keep all of it
+        if home not in self.place or len(self.stored[node]) > 1:
+            return True
+        family = [n for n in self.order if owner(n) is home]
+        readers = {u for n in family for u in n.users} - {self.graph.fx.output_node()} - set(family)
+        readers -= self.summed
+        late = any(self.place.get(u, len(self.order)) > self.place[node] for u in readers)
+        return (
+            late or any(n in self.kept for n in family) or sum(n in self.stored for n in family) > 1
+        )
+
+    def _last_store(self, node: fx.Node) -> Statement:
+        """A gradient that needs no name: ``add_weight_grad(self.w, d_y, x)``."""
+        params = self.stored[node]
+        if node.target is ops.weight_grad and len(params) == 1:
+            d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
+            call = f"{self.helpers.use(self.adds[1])}({params[0]}, {d_y}, {x})"
+            return Statement([Line(call, comment(typed(node)))])
+        code = self.expression(node).at(NONE)
+        self.seen[node] = Text(code, NONE)
+        if len(params) == 1:
+            code = (
+                f"{Text(code, self.expression(node).level).at(ATOM)}.clone()"
+                if self._is_shared(node)
+                else code
+            )
+            call = f"{self.helpers.use(self.adds[0])}({params[0]}, {code})"
+            return Statement([Line(call, comment(typed(node)))])
+        line = Line(f"{self.bind(node)} = {code}", comment(typed(node)))
+        return Statement([line], binds=[node])

@@ -1,0 +1,389 @@
+"""A run of equal blocks as one class: its parameters, its ``forward`` and its ``backward``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import fx, nn
+
+from partc.codegen.bodies.body import Body
+from partc.codegen.bodies.frees import Ledger, free_blocks
+from partc.codegen.bodies.tables import TABLES, declarations
+from partc.codegen.calls.backends import c10d
+from partc.codegen.calls.buffers_in_place import updates
+from partc.codegen.calls.expressions import ADDS
+from partc.codegen.calls.names import Scope, of_turn, wishes
+from partc.codegen.calls.statements import Statement, with_sections
+from partc.codegen.calls.transfers import weights_of
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.blocks import Run
+from partc.codegen.repeats.equal import Group, ends_step, made_in_step
+from partc.codegen.repeats.slots import Interface, Slot
+from partc.codegen.text import Line, Text, block, wrap
+from partc.graph import Graph, Kind, Phase, collectives, held, is_tensor, tensor_args, value
+from partc.graph.moves import gathers_param, moves
+
+SAVED = "list[Tensor]"
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "list"}
+# what one phase leaves for another is called
+LEFT: dict[tuple[Phase, Phase], str] = {
+    ("F", "B"): "saved",
+    ("F", "W"): "kept",
+    ("B", "W"): "left",
+}
+
+
+@dataclass
+class _Method:
+    """One function of a class before it is printed."""
+
+    signature: str
+    ledger: Ledger
+    closing: list[Line]
+
+    def function(self) -> dict[str, str]:
+        lines = [*with_sections(self.ledger.statements), *self.closing]
+        return {"signature": self.signature, "body": block(lines, 2)}
+
+
+@dataclass(eq=False)
+class BlockClass:
+    """One class of the program; ``attribute`` is the list of its instances in the step module."""
+
+    graph: Graph
+    run: Run
+    forward: Interface
+    backward: Interface | None
+    name: str
+    attribute: str
+    helpers: Helpers
+    adds: tuple[str, str, str] = ADDS
+    weights: Interface | None = None
+    suffixes: dict[str, str] = field(
+        default_factory=dict
+    )  # name below the block -> attribute in the class
+
+    def __post_init__(self) -> None:
+        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward", "gather", "whole"])
+        used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
+        written = self._names_written()
+        for name, node in {**self.graph.params, **self.graph.buffers}.items():
+            suffix = name.removeprefix(f"{self.run.layers[0]}.")
+            if suffix != name and (node in used or name in written):
+                self.suffixes[suffix] = scope.fresh(suffix)
+
+    def _names_written(self) -> set[str]:
+        """The parameters whose gradients the first block makes, and the buffers that it changes: it
+        may do so without reading them, if what follows from a weight alone is computed elsewhere.
+        """
+        inside = {n for side in self.sides for n in side.group.nodes}
+        outputs = self.graph.outputs
+        grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
+        return grads | {name for name, new in outputs.buffers.items() if new in inside}
+
+    @property
+    def sides(self) -> list[Interface]:
+        return [side for side in (self.forward, self.backward, self.weights) if side is not None]
+
+    def left_by(self, side: Interface) -> list[str]:
+        """What a phase gives its own later phases, beside its results."""
+        phases = [other.loop.phase for other in self.sides]
+        words = {then: word for (before, then), word in LEFT.items() if before == side.loop.phase}
+        return [w for p, w in words.items() if p in phases and (p == "B" or side.saved.get(p))]
+
+    def taken_by(self, side: Interface) -> list[str]:
+        """What a phase takes from its own earlier ones."""
+        words = {b: word for (b, then), word in LEFT.items() if then == side.loop.phase}
+        return [word for before, word in words.items() if self._saved(side, before)]
+
+    def _saved(self, side: Interface, before: Phase) -> list[fx.Node]:
+        """What a phase has from an earlier one, in the order in which that one gives it."""
+        return [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
+
+    def attributes(self) -> dict[str, str]:
+        """Where the step module finds the parameters and buffers of all blocks: ``layers.0.w``."""
+        return {
+            f"{layer}.{suffix}": f"{self.attribute}.{i}.{attribute}"
+            for i, layer in enumerate(self.run.layers)
+            for suffix, attribute in self.suffixes.items()
+        }
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether its weights are gathered once for all microbatches, when the step begins."""
+        starts = self.gathered(self.forward)
+        return bool(starts) and all(value(n).phase == "S" for n in starts)
+
+    def gathered(self, side: Interface) -> list[fx.Node]:
+        """The gathers of the block's own parameters that a phase begins with, by parameter, and
+        those of one weight each first.
+        """
+        own = {side.own(slot) for slot in side.of("own")}
+        starts = [
+            n for n in side.group.nodes if gathers_param(n) and own.issuperset(tensor_args(n))
+        ]
+        order = list(self.graph.params.values())
+        return sorted(
+            starts, key=lambda n: (len(tensor_args(n)) > 1, order.index(tensor_args(n)[0]))
+        )
+
+    def gather_name(self, side: Interface) -> str:
+        """The method that starts a phase's gathers; one for both where they gather the same."""
+        forward, mine = ([tensor_args(n) for n in self.gathered(s)] for s in (self.forward, side))
+        return "" if not mine else "gather" if forward in (mine, []) else "regather"
+
+    def gather_methods(self) -> list[dict[str, str]]:
+        """The methods that start a phase's gathers."""
+        methods: dict[str, dict[str, str]] = {}
+        for side in self.sides:
+            name = self.gather_name(side)
+            if name:
+                purpose = "" if name == "gather" else " for its backward"
+                lines = self._gathering(side)
+                methods[name] = {"name": name, "purpose": purpose, "body": block(lines, 2)}
+        return list(methods.values())
+
+    def _gathering(self, side: Interface) -> list[Line]:
+        """What starts a phase's gathers; ``self.whole`` keeps them until they are taken."""
+        lines: list[Line] = []
+        for starts in _gathered_alike(self.gathered(side)):
+            lines += self._start(starts, "+=" if lines else "=")
+        return lines
+
+    def _start(self, starts: Sequence[fx.Node], put: str) -> list[Line]:
+        """What starts some gathers that are alike: one transfer, or a loop over several."""
+        names = [self._attribute(shard) for node in starts for shard in tensor_args(node)]
+        whole, alone = names == self._params(), len(starts) == 1
+        shards = "[*self.parameters()]" if whole else f"[{', '.join(names)}]"
+        sent = shards if alone else "[weight]"
+        call = c10d.transfer(starts[0], sent, moves(starts[0]), self.helpers)
+        if alone:
+            return [Line(f"self.whole {put} {call}")]
+        empty = [Line("self.whole = []")] if put == "=" else []
+        each = "self.parameters()" if whole else shards
+        return [*empty, Line(f"for weight in {each}:"), Line(f"self.whole += {call}", indent=1)]
+
+    def taken(self, gathered: str, side: Interface) -> str:
+        """The weights that a phase begins with, once they are gathered."""
+        each = [move for start in self.gathered(side) for move in moves(start)]
+        return c10d.taken(gathered, each, self.helpers)
+
+    def _params(self) -> list[str]:
+        """Every parameter of the class, in the order of their declarations."""
+        layer, params = self.run.layers[0], self.graph.params
+        return [f"self.{a}" for s, a in self.suffixes.items() if f"{layer}.{s}" in params]
+
+    def _attribute(self, own: fx.Node) -> str:
+        """How the block's functions read a parameter or buffer of the first block."""
+        return f"self.{self.suffixes[value(own).name.removeprefix(f'{self.run.layers[0]}.')]}"
+
+    def declarations(self) -> list[Line]:
+        lines = (
+            [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
+        )
+        for kind, constant in TABLES.items():
+            lines += declarations(
+                self.graph, self.stored(kind), kind, self.table(constant), self.helpers
+            )
+        return lines
+
+    def stored(self, kind: Kind) -> dict[fx.Node, str]:
+        """The first block's parameters or buffers with their attributes in the class."""
+        placed = self.graph.placeholders(kind)
+        names = {f"{self.run.layers[0]}.{suffix}": a for suffix, a in self.suffixes.items()}
+        return {placed[name]: attribute for name, attribute in names.items() if name in placed}
+
+    def table(self, constant: str) -> str:
+        """The name of the table with the rows of one block."""
+        return f"{self.name.upper()}_{constant}"
+
+    def _gathers(self) -> bool:
+        return any(self.gathered(side) for side in self.sides)
+
+    def reduces(self, side: Interface) -> bool:
+        """Whether a phase starts reductions of gradients that the step waits for later."""
+        return any(
+            ends_step(self.graph, user)
+            for node in side.group.nodes
+            for user in node.users
+            if user.op == "call_function"
+        )
+
+    def functions(self) -> list[dict[str, str]]:
+        """Name, arguments, result and body of ``forward`` and ``backward``."""
+        methods = [self._method(side) for side in self.sides]
+        free_blocks([method.ledger for method in methods])
+        return [method.function() for method in methods]
+
+    def _method(self, side: Interface) -> _Method:
+        layer = self.run.layers[0]
+        wish = wishes(self.graph, layer, self._given())
+        scope = Scope([*LEFT.values(), *self.helpers.names])
+        seen: dict[fx.Node, Text] = {}
+        for slot in side.of("own"):
+            node = side.own(slot)
+            seen[node] = Text(self._attribute(node))
+        arguments = [scope.fresh(argument_name(side, slot, wish)) for slot in passed(side)]
+        seen |= {side.own(s): Text(a) for s, a in zip(passed(side), arguments, strict=True)}
+        opening, lists = [], dict[str, Statement]()
+        for word in self.taken_by(side):
+            unpacked = self._saved(side, next(b for (b, p), w in LEFT.items() if w == word))
+            seen |= {n: Text(scope.fresh(of_turn(n, wish[n]))) for n in unpacked}
+            names = ", ".join(str(seen[n]) for n in unpacked)
+            line = Line(f"{names} = {word}" if len(unpacked) > 1 else f"[{names}] = {word}")
+            lists[word] = Statement([line], binds=unpacked)
+            arguments.append(word)
+        starts = self.gathered(side)
+        if starts:
+            whole = self._whole(starts)
+            seen |= {n: Text(scope.fresh(wish[n])) for n in whole if n is not None}
+            for node in (n for start in starts for n in (start, *start.users)):
+                seen.setdefault(node, Text("self.whole"))
+            names = ", ".join("_" if n is None else str(seen[n]) for n in whole)
+            names = f"[{names}]" if len(whole) == 1 else names
+            taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
+            opening.append(Statement([Line(f"{names} = {taken}")]))
+        if self.reduces(side):
+            self.helpers.use(self.adds[2])
+            arguments.append("reduced")
+        body = self._body(side, wish, scope, seen, arguments)
+        statements = [*lists.values(), *opening, *body.statements()]
+        given = [side.own(slot) for slot in (*side.of("carried"), *side.of("listed"))]
+        name = {"F": "forward", "B": "backward", "W": "weights"}[side.loop.phase]
+        typed_arguments = [f"{a}: {ARGUMENT_TYPES.get(a, 'Tensor')}" for a in arguments]
+        return _Method(
+            _signature(name, ["self", *typed_arguments], self._result_type(side)),
+            Ledger(statements, body, lists, given),
+            [*self._updates(side, body), Line(f"return {self._returned(side, body)}")],
+        )
+
+    def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
+        """The weights that gathers give, ready to read, None where one is unread."""
+        return [n for start in starts for n in weights_of(start)]
+
+    def _given(self) -> dict[fx.Node, str]:
+        """What runs through the blocks is ``x`` on its way in and ``y`` on its way out."""
+        names: dict[fx.Node, str] = {}
+        for side, (ahead, behind) in zip(self.sides, (("x", "y"), ("d_y", "d_x")), strict=False):
+            slot = main_slot(side)
+            if slot is not None:
+                names |= {side.own(slot): ahead, side.group.nodes[slot.position]: behind}
+        return names
+
+    def _body(
+        self, side: Interface, wish: dict[fx.Node, str], scope: Scope, seen: dict[fx.Node, Text],
+        arguments: Sequence[str],
+    ) -> Body:  # fmt: skip
+        group = side.group
+        kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
+        kept |= {n for nodes in side.saved.values() for n in nodes}
+        kept |= set(self._written(group))
+        tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
+        device = (
+            f"{tensors[0]}.device"
+            if tensors
+            else f"self.{next(iter(self.suffixes.values()))}.device"
+        )
+        return Body(
+            self.graph, group.nodes, wish, scope, self.helpers, seen, kept, self._stored(group),
+            device, prefix=group.layer, adds=self.adds, own=self._params(),
+        )  # fmt: skip
+
+    def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
+        """The parameters whose final gradient a call of the block is, or starts to reduce."""
+        inside = set(group.nodes)
+        stored: dict[fx.Node, list[str]] = {}
+        for name, node in self.graph.grads.items():
+            made_by = made_in_step(self.graph, node)
+            suffix = name.removeprefix(f"{group.layer}.")
+            if made_by in inside and suffix in self.suffixes:
+                stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
+        return stored
+
+    def _written(self, group: Group) -> dict[fx.Node, str]:
+        """New values of the block's own buffers, made in a group."""
+        inside = set(group.nodes)
+        return {
+            node: self.suffixes[name.removeprefix(f"{group.layer}.")]
+            for name, node in self.graph.outputs.buffers.items()
+            if node in inside and name.removeprefix(f"{group.layer}.") in self.suffixes
+        }
+
+    def _updates(self, side: Interface, body: Body) -> list[Line]:
+        places = {
+            node: f"self.{attribute}"
+            for node, attribute in self._written(side.group).items()
+            if side.group.nodes.index(node) not in side.listed
+        }
+        return updates(places, body.text)
+
+    def _returned(self, side: Interface, body: Body) -> str:
+        nodes = side.group.nodes
+        items = [str(body.text(nodes[p])) for p in [*side.carried, *side.listed]]
+        for word in self.left_by(side):
+            then = next(p for (b, p), w in LEFT.items() if w == word)
+            left = [str(body.text(n)) for n in side.saved.get(then, [])]
+            items.append(f"[{', '.join(left)}]")
+        return ", ".join(items) or "None"
+
+    def _result_type(self, side: Interface) -> str:
+        items = ["Tensor"] * len([*side.carried, *side.listed])
+        items += [SAVED] * len(self.left_by(side))
+        return items[0] if len(items) == 1 else f"tuple[{', '.join(items)}]" if items else "None"
+
+
+def _signature(name: str, arguments: Sequence[str], result: str) -> str:
+    """The ``def`` line, wrapped."""
+    return "\n".join(wrap(f"def {name}({', '.join(arguments)}) -> {result}:", 4))
+
+
+def passed(side: Interface) -> list[Slot]:
+    """The slots that are arguments of the function, in their order."""
+    return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
+
+
+def main_slot(side: Interface) -> Slot | None:
+    """The biggest value that every block hands to the next."""
+    carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
+    return max(carried, key=lambda slot: held(slot.nodes[0]).numel(), default=None)
+
+
+def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
+    """What an argument of a block's function would like to be called."""
+    if slot.kind != "carried" or slot is main_slot(side):
+        return wish.get(side.own(slot), "value")
+    return wish.get(side.group.nodes[slot.position], "value")
+
+
+def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Class and attribute of each run: ``Layer`` and ``layers`` of ``model.layers.*``.
+
+    Where two runs would be called the same, their parents tell them apart.
+    """
+    parents = [run.layers[0].split(".")[:-1] for run in runs]
+    found = []
+    scope, classes = Scope(dir(nn.Module)), Scope(dir(nn.Module))
+    for parts in parents:
+        words = [p for p in parts if not p.isdigit()]
+        alike = [p for p in parents if [w for w in p if not w.isdigit()][-1:] == words[-1:]]
+        wanted = parts[-2:] if len(alike) > 1 else words[-1:] or ["blocks"]
+        attribute = scope.fresh("_".join(wanted))
+        singular = re.sub(r"(?<=[a-z]{3})s$", "", "_".join(wanted))
+        name = "".join(
+            word[:1].upper() + word[1:] for word in re.split(r"[^A-Za-z0-9]+|_", singular) if word
+        )
+        found.append((classes.fresh(name or "Block"), attribute))
+    return found
+
+
+def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Gathers of one weight each that follow each other over one axis; any other alone."""
+
+    def alike(start: fx.Node) -> object:
+        joined = start.target in collectives.JOINED
+        return start if joined else tuple(start.kwargs[k] for k in ("axis", "num"))
+
+    return (list(together) for _, together in groupby(starts, key=alike))

@@ -1,0 +1,152 @@
+"""The calls of a unit as the text of a function."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from partc.codegen.bodies.body import Body
+from partc.codegen.bodies.units import RESULTS, Unit, moves
+from partc.codegen.calls.names import Scope, known_as
+from partc.codegen.calls.statements import Statement, free_early, with_sections
+from partc.codegen.helpers.needed import Helpers, Outlined
+from partc.codegen.text import NONE, Line, Text, block, wrap
+from partc.graph import Graph, first_operand, held, is_backward, is_call, picked, typed, value
+from partc.plan.sharding import DTYPE_NAMES
+from partc.quoting import comment, docstring, identifier
+
+
+def given_names(
+    graph: Graph, unit: Unit, known: dict[tuple[str, fx.Node], str]
+) -> dict[fx.Node, str]:
+    """What runs through a function is ``x`` or ``d_y``, also where it was cast before; a parameter
+    has its own name.
+    """
+    names: dict[fx.Node, str] = {}
+    main = "d_y" if unit.is_backward else "x"
+    for node in unit.inputs:
+        stored = _stored(node)
+        if stored is not None:
+            own = value(stored).name.removeprefix(f"{unit.home.path}.")
+            names[node] = identifier(".".join(own.split(".")[-2:]))
+        elif unit.is_backward and (unit.home.path, node) in known:
+            names[node] = known[unit.home.path, node]
+        elif main not in names.values() and (is_backward(node)) == unit.is_backward:
+            names[node] = main
+        elif dtype := _cast_on_entry(node, unit.home.path):
+            names[node] = f"x_{dtype}"
+    first = {known_as(n): name for n, name in names.items() if _stored(n) is None}
+    return {n: first[known_as(n)] for n in graph.calls() if known_as(n) in first} | names
+
+
+def _cast_on_entry(node: fx.Node, path: str) -> str:
+    """The dtype in which the module at ``path`` reads what it is given, if a value is just that."""
+    if not is_call(node, torch.ops.aten._to_copy.default):
+        return ""
+    given = first_operand(node)
+    outside = given.op != "call_function" or value(given).module != path
+    return DTYPE_NAMES.get(held(node).dtype, "") if outside and value(node).module == path else ""
+
+
+def _stored(node: fx.Node) -> fx.Node | None:
+    """The parameter or buffer that a value is, perhaps gathered."""
+    index = 0
+    while node.op == "call_function" and (moves(node) or node.target is operator.getitem):
+        index = picked(node)[1] if node.target is operator.getitem else index
+        operands = node.all_input_nodes
+        node = operands[index] if len(operands) > 1 else operands[0]
+    return node if node.op == "placeholder" and value(node).kind in ("param", "buffer") else None
+
+
+@dataclass
+class Written:
+    """The body of a function as one of its units reads."""
+
+    arguments: list[str]
+    lines: list[Line]
+    names: dict[fx.Node, Text]
+    results: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, graph: Graph, unit: Unit, wished: Sequence[str], helpers: Helpers, *,
+        fused: bool = False, frees: bool = False,
+    ) -> Written:  # fmt: skip
+        """What torch.compile has ``fused`` has the modules' names as comments; what is read no more
+        is deleted where it ``frees``.
+        """
+        wish = dict(zip([*unit.inputs, *unit.nodes], wished, strict=True))
+        scope = Scope()
+        seen = {node: Text(scope.fresh(wish[node])) for node in unit.inputs}
+        arguments = [str(text) for text in seen.values()]
+        body = Body(
+            graph, unit.nodes, wish, scope, helpers, seen, set(unit.outputs),
+            device=f"{arguments[0]}.device", one_turn=True, fused=fused,
+        )  # fmt: skip
+        last = unit.nodes[-1]
+        bound = last in body.accumulated or last.target is operator.getitem
+        ends = last in unit.outputs and not bound  # it needs no name
+        order = unit.nodes[:-1] if ends else unit.nodes
+        statements = [s for node in order for s in body.one(node)]
+        if ends:
+            statements += body.parts(last)
+            body.seen[last] = body.expression(last)
+        level = NONE if len(unit.outputs) == 1 else NONE + 1
+        result = ", ".join(body.text(n).at(level) for n in unit.outputs)
+        result = f"({result})" if len(unit.outputs) > RESULTS else result  # it takes several lines
+        line = Line(f"return {result}", comment(typed(last)) if ends else "")
+        reads = [n for n in unit.outputs if n is not last or not ends]
+        reads += body.read_by(last) if ends else []
+        statements.append(Statement([line], reads, section=body.section(last)))
+        if frees:
+            statements = free_early(statements, body.text, {*unit.inputs, *reads})
+        if fused:
+            lines = with_sections(statements)
+        else:
+            lines = [line for s in statements for line in s.lines]
+        results = tuple(wish[n] if n is last else str(body.text(n)) for n in unit.outputs)
+        return cls(arguments, lines, body.seen, results)
+
+    @property
+    def code(self) -> list[str]:
+        return [*self.arguments, *(line.code for line in self.lines)]
+
+    def function(self, name: str, unit: Unit, alike: Sequence[Sequence[Line]]) -> Outlined:
+        """The text; a line's remark is left out where units differ in it."""
+        lines = [
+            same[0] if len(set(same)) == 1 else replace(same[0], remark="")
+            for same in zip(*alike, strict=True)
+        ]
+        way = "Backward" if unit.is_backward else "Forward"
+        again = ", anew for its backward" if unit.repeats else ""
+        says = f"{way} of `{docstring(unit.home.name)}`{again}."
+        return Outlined(name, self.text(name, says, lines), self.results)
+
+    def text(self, name: str, says: str, lines: Sequence[Line]) -> str:
+        """Signature, docstring and body."""
+        num = len(self.results)
+        several = ", ".join(["Tensor"] * num) if num <= RESULTS else "Tensor, ..."
+        result = "Tensor" if num == 1 else f"tuple[{several}]"
+        typed = ", ".join(f"{argument}: Tensor" for argument in self.arguments)
+        head = wrap(f"def {name}({typed}) -> {result}:", 0)
+        return "\n".join([*head, f'    """{says}"""', block(lines, 1)])
+
+
+def function_name(unit: Unit) -> str:
+    """What the function of a unit would like to be called."""
+    what = "_backward" if unit.is_backward else "_anew" if unit.repeats else ""
+    return snake(unit.home.name) + what
+
+
+def snake(name: str) -> str:
+    """
+    >>> snake("LlamaRMSNorm")
+    'llama_rms_norm'
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return identifier(words.lower())

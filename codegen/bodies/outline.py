@@ -1,0 +1,101 @@
+"""Calls that several places of a program make alike become one printed function.
+
+In: the items of a step. Out: the items, with one call where the calls of a function stood. What
+belongs together is read off the user's code: the calls of one module, or of one line of a function
+that a module calls. Functions are told apart by their text alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from torch import fx
+
+from partc.codegen.bodies.functions import Written, function_name, given_names
+from partc.codegen.bodies.replace_calls import rewritten
+from partc.codegen.bodies.units import Unit, places_of, signature, units_of
+from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.helpers.needed import Helpers, Outlined
+from partc.codegen.repeats.blocks import Item
+from partc.graph import Graph
+
+
+def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item]:
+    """The items with calls of new functions, which ``helpers`` then prints."""
+    places = list(places_of(items))
+    units = [unit for place in places for unit in units_of(graph, place)]
+    alike: dict[object, list[Unit]] = defaultdict(list)
+    for unit in units:
+        alike[signature(unit)].append(unit)
+    others = list(helpers.outlined)  # other stages' functions
+    scope = Scope([function.name for function in others])
+    known: dict[tuple[str, fx.Node], str] = {}  # names in a module's forward
+    used: set[fx.Node] = set()
+    chosen: list[tuple[Outlined, list[Unit]]] = []
+    for group in sorted(alike.values(), key=_gain, reverse=True):
+        free = _apart(group, used)
+        if not free or not _is_worth_it(len(free), len(free[0].nodes)):
+            continue  # a call is a line at most
+        function = _printed(graph, free, helpers, scope, known, others)
+        if function is not None:
+            helpers.outlined += [function] if function not in others else []
+            chosen.append((function, free))
+            used.update(n for unit in free for n in unit.nodes)
+    return rewritten(graph, places, chosen)
+
+
+def _apart(units: Sequence[Unit], used: Collection[fx.Node]) -> list[Unit]:
+    """The units that share no call with an earlier one or with ``used``."""
+    seen, kept = set(used), []
+    for unit in units:
+        if seen.isdisjoint(unit.nodes):
+            seen.update(unit.nodes)
+            kept.append(unit)
+    return kept
+
+
+def _gain(units: Sequence[Unit]) -> tuple[bool, int, int]:
+    """Forwards first; then by how many calls fewer are printed, the innermost name first."""
+    first = units[0]
+    return not first.is_backward, (len(units) - 1) * len(first.nodes), first.home.depth
+
+
+def _printed(
+    graph: Graph,
+    units: list[Unit],
+    helpers: Helpers,
+    scope: Scope,
+    known: dict[tuple[str, fx.Node], str],
+    others: Sequence[Outlined],
+) -> Outlined | None:
+    """The function of all units whose text is that of the first; the others are dropped.
+
+    One of ``others`` serves where it says the same.
+    """
+    first = units[0]
+    unnamed = ["value"] * len([*first.inputs, *first.nodes])  # names of a whole graph take time
+    codes = [Written.of(graph, unit, unnamed, helpers).code for unit in units]
+    if not _is_worth_it(codes.count(codes[0]), len(codes[0]) - len(first.inputs)):
+        return None
+    wish = wishes(graph, first.home.path, given_names(graph, first, known))
+    wished = [wish.get(n, "value") for n in [*first.inputs, *first.nodes]]
+    written = [Written.of(graph, unit, wished, helpers) for unit in units]
+    units[:] = [u for u, w in zip(units, written, strict=True) if w.code == written[0].code]
+    written = [w for w in written if w.code == written[0].code]
+    if not _is_worth_it(len(units), len(written[0].lines)):
+        return None
+    for unit, text in zip(units, written, strict=True):
+        names = {n: str(text.names[n]) for n in [*unit.inputs, *unit.nodes] if n in text.names}
+        path = unit.home.path
+        known |= {(path, n): name for n, name in names.items() if name.isidentifier()}
+    lines = [w.lines for w in written]
+    for other in others:
+        if written[0].function(other.name, first, lines).text == other.text:
+            return other
+    return written[0].function(scope.fresh(function_name(first)), first, lines)
+
+
+def _is_worth_it(num_calls: int, num_lines: int) -> bool:
+    """Whether a function takes away more lines than its signature and body add."""
+    return num_calls * (num_lines - 1) > num_lines + 2

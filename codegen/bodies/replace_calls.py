@@ -1,0 +1,117 @@
+"""The items of a step with calls of functions in place of what they are made of."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from partc.codegen.bodies.units import Place, Unit
+from partc.codegen.calls.names import known_as
+from partc.codegen.helpers.needed import Outlined
+from partc.codegen.repeats.blocks import PHASES, Item, Loop, Run
+from partc.codegen.repeats.equal import Group
+from partc.graph import (
+    Graph,
+    held,
+    is_forward,
+    is_tensor,
+    set_held,
+    set_like,
+    shape_of,
+    update,
+    value,
+)
+
+
+def rewritten(
+    graph: Graph, places: Sequence[Place], chosen: Sequence[tuple[Outlined, Sequence[Unit]]]
+) -> list[Item]:
+    """The items of the step with the units of all blocks replaced by calls."""
+    cuts: dict[Place, list[tuple[Outlined, Unit]]] = defaultdict(list)
+    for function, units in chosen:
+        for unit in units:
+            cuts[unit.place].append((function, unit))
+    stand_ins: dict[str, str] = {}
+    inline: dict[Place, list[fx.Node]] = {}
+    groups: dict[Group, Group] = {}
+    for place in places:
+        if place.loop is None:
+            inline[place] = _replaced(graph, place, place.nodes, cuts[place], stand_ins)
+        for group in place.loop.groups if place.loop is not None else ():
+            nodes = _replaced(graph, place, group.nodes, cuts[place], stand_ins)
+            groups[group] = Group(group.layer, tuple(nodes))
+    for node in graph.calls():
+        if value(node).forward in stand_ins:
+            update(node, forward=stand_ins[value(node).forward])
+    items: list[Item] = []
+    runs: dict[Run, Run] = {}
+    for place in places:
+        if place.loop is None:
+            items += inline[place]
+        else:
+            run = runs.setdefault(place.loop.run, _with_groups(place.loop.run, groups))
+            looped = tuple(groups[g] for g in place.loop.groups)
+            items.append(Loop(run, place.loop.phase, looped))
+    return items
+
+
+def _with_groups(run: Run, groups: dict[Group, Group]) -> Run:
+    again = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
+    return Run(run.layers, *again)
+
+
+def _replaced(
+    graph: Graph, place: Place, nodes: Sequence[fx.Node],
+    cuts: Sequence[tuple[Outlined, Unit]], stand_ins: dict[str, str],
+) -> list[fx.Node]:  # fmt: skip
+    """``nodes``, which do what those of the place do, with calls where its units stood."""
+    at = {node: i for i, node in enumerate(place.nodes)}
+    replaced: dict[int, list[fx.Node]] = {i: [node] for i, node in enumerate(nodes)}
+    for function, unit in sorted(cuts, key=lambda cut: at[cut[1].end or cut[1].nodes[-1]]):
+        members = [nodes[at[n]] for n in unit.nodes]
+        outputs = [nodes[at[n]] for n in unit.outputs]
+        call = _called(graph, function, members, outputs, stand_ins)
+        behind = [nodes[at[n]] for n in unit.behind]
+        replaced |= {at[n]: [] for n in (*unit.nodes, *unit.behind)}
+        replaced[at[unit.end or unit.nodes[-1]]] = [*call, *behind]
+    return [node for here in replaced.values() for node in here]
+
+
+def _called(
+    graph: Graph, function: Outlined, members: Sequence[fx.Node], outputs: Sequence[fx.Node],
+    stand_ins: dict[str, str],
+) -> list[fx.Node]:  # fmt: skip
+    """A call in place of some calls, and the results that others read."""
+    inside = set(members)
+    reads = dict.fromkeys(n for node in members for n in node.all_input_nodes)
+    with graph.fx.inserting_after(max(members)):
+        call = graph.fx.call_function(function, tuple(n for n in reads if n not in inside))
+    set_like(call, outputs[0])
+    follows = [value(n).forward for n in [outputs[0], *reversed(members)] if value(n).forward]
+    follows = [f for f in follows if stand_ins.get(f)] + follows
+    update(call, forward=next(iter(follows), ""))
+    results = [call]
+    if len(outputs) > 1:
+        update(call, name="")
+        set_held(call, tuple(held(n) for n in outputs))
+        for i, output in reversed(list(enumerate(outputs))):
+            with graph.fx.inserting_after(call):
+                result = graph.fx.call_function(operator.getitem, (call, i))
+            set_like(result, output)
+            results.insert(1, result)
+    for output, result in zip(outputs, results[-len(outputs) :], strict=True):
+        output.replace_all_uses_with(result)
+    for node in members if is_forward(call) else ():
+        # the gradient of what stands inside follows the call, if it is that of an operand
+        near = any(_alike(n, node) for n in node.all_input_nodes if n not in inside)
+        stand_ins[known_as(node)] = known_as(call) if near else ""
+    for node in sorted(members, reverse=True):
+        graph.fx.erase_node(node)
+    return results
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    return is_tensor(a) and is_tensor(b) and shape_of(a) == shape_of(b)

@@ -1,0 +1,288 @@
+"""The body of ``step``: what stands in line, and a ``for`` loop for every run of equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from partc.codegen.bodies.body import Body
+from partc.codegen.bodies.classes import BlockClass, argument_name, main_slot, passed
+from partc.codegen.calls.names import inside
+from partc.codegen.calls.statements import Statement
+from partc.codegen.repeats.blocks import LATER, Item, Loop, Run
+from partc.codegen.repeats.slots import Interface, Slot
+from partc.codegen.text import Line, Text
+from partc.graph import Phase, collectives, typed
+from partc.graph.moves import carried, gathers_param
+from partc.quoting import comment
+
+CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
+
+
+@dataclass
+class StepBody(Body):
+    """A Body whose items may be loops. ``order`` has the calls that stand in line.
+
+    Between two loops the gathers of ``prefetch`` blocks begin.
+    """
+
+    items: Sequence[Item] = ()
+    classes: dict[Run, BlockClass] = field(default_factory=dict)
+    ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last turn
+    prefetch: int = 1
+    begun: set[Loop] = field(default_factory=set)  # of which more blocks than one are gathered
+    # lines before a loop over blocks, and those at the end of each turn
+    sums: Mapping[Run, tuple[list[Line], list[Line]]] = field(default_factory=dict)
+
+    def statements(self) -> list[Statement]:
+        """One Statement per call or loop, in order."""
+        found: list[Statement] = []
+        self._carry_names()
+        sections = self._sections()
+        for loop, nodes in sections:
+            early = [node for node in nodes if gathers_param(node)]
+            if loop is not None:
+                self.ahead.update(early)
+                found.append(self._loop(loop, early))
+            found += [s for node in early for s in self.one(node)]
+            following = next((lp for lp, ns in sections[sections.index((loop, nodes)) + 1 :]), None)
+            rest = [node for node in nodes if node not in early]
+            if following is not None and self._gather(following):
+                between = loop is not None and bool(rest)
+                found.append(self._begin(following, self.prefetch if between else 1))
+            found += [s for node in rest for s in self.one(node)]
+        return found
+
+    def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
+        behind = "hidden behind the last block"
+        return behind if start in self.ahead else super()._hidden_by(start, wait)
+
+    def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        wait = super()._next_wait(start)
+        stretches = [nodes for _, nodes in self._sections()]
+        return wait if any(start in nodes and wait in nodes for nodes in stretches) else None
+
+    def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
+        """Each loop with the calls up to the next one; those before the first loop come first."""
+        sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
+        for item in self.items:
+            if isinstance(item, Loop):
+                sections.append((item, []))
+            else:
+                sections[-1][1].append(item)
+        return sections
+
+    def _gather(self, loop: Loop) -> str:
+        """The method that starts to gather a block's weights, if the loop's blocks need it."""
+        cls = self.classes[loop.run]
+        return "" if cls.is_steady else cls.gather_name(self._side(loop))
+
+    def _begin(self, loop: Loop, num: int) -> Statement:
+        """Start the gathers of a loop's first blocks."""
+        self.begun |= {loop} if num > 1 else set()
+        blocks = f"self.{self.classes[loop.run].attribute}"
+        indices = [-1 - i if self._descends(loop) else i for i in range(num)]
+        remarks = ["what the next loop begins with", *["and goes on with"] * (num - 1)]
+        return Statement([
+            Line(f"{blocks}[{index}].{self._gather(loop)}()", remark)
+            for index, remark in zip(indices, remarks, strict=True)
+        ])  # fmt: skip
+
+    def _side(self, loop: Loop) -> Interface:
+        return next(s for s in self.classes[loop.run].sides if s.loop.phase == loop.phase)
+
+    def _carry_names(self) -> None:
+        """A value that only starts off a loop takes the name of the loop's variable at once."""
+        for item in self.items:
+            if not isinstance(item, Loop):
+                continue
+            side = self._side(item)
+            for slot in side.of("carried"):
+                first = slot.nodes[0]
+                if first in self.place and set(first.users) <= set(
+                    item.groups[0].nodes
+                ) | self._backward_of(item):
+                    name = self._variable_name(side, slot)
+                    self.wishes |= dict.fromkeys(self._in_place_of(first), name)
+
+    def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
+        """A value and those before it that only a transfer reads: it takes over their name."""
+        while node in self.place:
+            yield node
+            before = carried(node)
+            copies = node.target is collectives.all_reduce and node not in self.in_place
+            if before is None or len(before.users) > 1 or copies:
+                return
+            node = before
+
+    def _variable_name(self, side: Interface, slot: Slot) -> str:
+        """``x`` and ``d_x`` for what runs through the blocks."""
+        if slot is main_slot(side):
+            return "x" if side.loop.phase == "F" else "d_x"
+        return argument_name(side, slot, self.wishes)
+
+    def _backward_of(self, loop: Loop) -> set[fx.Node]:
+        """Calls that read what the first block has saved for them."""
+        later = [loop.run.of(phase) for phase in LATER] if loop.phase == "F" else []
+        return {node for groups in later if groups for node in groups[0].nodes}
+
+    # loops -----------------------------------------------------------------------------------
+    def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
+        """The ``for`` statement of a loop; its last turn starts the gathers ``early``."""
+        side, cls = self._side(loop), self.classes[loop.run]
+        lines: list[Line] = []
+        variables = {
+            slot.position: self._variable(side, slot, lines) for slot in side.of("carried")
+        }
+        listed = [self._list(slot) for slot in side.of("listed")]
+        items = [
+            self.scope.fresh(f"{argument_name(side, s, self.wishes)}_here")
+            for s in side.of("listed")
+        ]
+        arguments = [variables[s.position] for s in side.of("carried")]
+        arguments += [str(self.text(s.nodes[0])) for s in side.of("shared")] + items
+        for position in side.carried:
+            variables.setdefault(
+                position, self.scope.fresh(self.wishes.get(side.group.nodes[position], "value"))
+            )
+        kept = {
+            p: self.scope.fresh(f"{self.wishes.get(side.group.nodes[p], 'value')}_all")
+            for p in side.listed
+        }
+        lines += [Line(f"{name} = []") for name in kept.values()]
+        targets = [variables[p] for p in side.carried] + [f"{kept[p]}_here" for p in side.listed]
+        body = []
+        for word in cls.left_by(side):
+            lines.append(Line(f"{self._saved(cls, word)} = []"))
+            targets.append(word)
+            body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
+        arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
+        arguments += ["reduced"] if cls.reduces(side) else []
+        call = f"layer{CALLS[loop.phase]}({', '.join(arguments)})"
+        ahead, after = [], []
+        if cls.reduces(side):
+            ahead.append(Line("before, reduced = reduced, []", indent=1))
+            behind = "reduced behind this block's backward"
+            after.append(Line(f"{cls.adds[2]}(before)", behind, indent=1))
+        if self._gather(loop):
+            ahead += self._gather_ahead(loop, early)
+        body += [Line(f"{name}.append({name}_here)", indent=1) for name in kept.values()]
+        opening, closing = self.sums.get(loop.run, ([], []))
+        lines += opening
+        after += closing
+        left = f"{', '.join(targets)} = " if targets else ""
+        lines += [Line(self._head(cls, loop, items, listed)), *ahead]
+        lines += [Line(left + call, self._remark(side), indent=1), *body, *after]
+        put_by = [word for word in cls.left_by(side) if word in targets]
+        lines += [Line(f"del {', '.join(put_by)}")] if put_by else []
+        self._bind_results(loop, side, variables, kept)
+        reads = [n for slot in passed(side) for n in slot.nodes if n not in self._inside(loop)]
+        last = loop.groups[-1].nodes
+        binds = [last[p] for p in side.carried]
+        return Statement(
+            lines, reads, binds, section=inside(f"{loop.run.layers[0].rpartition('.')[0]}", "")
+        )
+
+    def _inside(self, loop: Loop) -> set[fx.Node]:
+        return {n for group in loop.groups for n in group.nodes}
+
+    def _variable(self, side: Interface, slot: Slot, lines: list[Line]) -> str:
+        """The loop variable of a carried value, set to its first value."""
+        first = str(self.text(slot.nodes[0]))
+        wish = self._variable_name(side, slot)
+        if (
+            self.wishes.get(slot.nodes[0]) == wish
+            and first.isidentifier()
+            and slot.nodes[0] in self.place
+        ):
+            return first
+        name = self.scope.fresh(wish)
+        lines.append(Line(f"{name} = {first}"))
+        return name
+
+    def _list(self, slot: Slot) -> str:
+        """The values of a listed slot, a repeating pattern written once."""
+        texts = [str(self.text(n)) for n in slot.nodes]
+        for period in range(1, len(texts) // 2 + 1):
+            if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
+                return f"[{', '.join(texts[:period])}] * {len(texts) // period}"
+        return _sliced(texts) or f"[{', '.join(texts)}]"
+
+    def _saved(self, cls: BlockClass, word: str) -> str:
+        name = f"{cls.attribute}_{word}"
+        self.scope.taken.add(name)
+        return name
+
+    def _pop(self, cls: BlockClass, word: str, loop: Loop) -> str:
+        """The last that was put away, or the first where the loop runs as the one before."""
+        turned = self._descends(loop) and word != "left"
+        return f"{self._saved(cls, word)}.pop({'' if turned else '0'})"
+
+    def _descends(self, loop: Loop) -> bool:
+        return loop.groups[0].layer != loop.run.layers[0]
+
+    def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
+        over, layer = f"self.{cls.attribute}", "layer"
+        over = f"reversed({over})" if self._descends(loop) else over
+        if self._gather(loop):
+            over = f"zip({over}, [*{over}, None][1:], strict=True)"
+            layer = "(layer, following)" if items else "layer, following"
+        if not items:
+            return f"for {layer} in {over}:"
+        return f"for {layer}, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
+
+    def _gather_ahead(self, loop: Loop, early: Sequence[fx.Node]) -> list[Line]:
+        """Start the next block's gathers, in the last turn those of what follows the loop."""
+        remark = comment(
+            f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}"
+        )
+        begun = " and not following.whole" if loop in self.begun else ""
+        lines = [
+            Line(f"if following is not None{begun}:", indent=1),
+            Line(f"following.{self._gather(loop)}()", remark, indent=2),
+        ]
+        starts = [
+            line for node in early for statement in self.one(node) for line in statement.lines
+        ]
+        if starts:
+            other = "elif following is None:" if begun else "else:"
+            lines += [Line(other, indent=1), *(replace(line, indent=2) for line in starts)]
+        return lines
+
+    def _remark(self, side: Interface) -> str:
+        return comment(", ".join(typed(side.group.nodes[p]) for p in side.carried))
+
+    def _bind_results(
+        self, loop: Loop, side: Interface, variables: dict[int, str], kept: dict[int, str]
+    ) -> None:
+        """How values of the blocks are read after the loop."""
+        for position, name in kept.items():
+            for i, group in enumerate(loop.groups):
+                self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
+        for position in side.carried:
+            last, name = loop.groups[-1].nodes[position], variables[position]
+            self.seen[last] = Text(name)
+            before = self.wishes.get(last, "")
+            for user in last.users:  # a cast is called after what it casts
+                if self.wishes.get(user, "").startswith(f"{before}_"):
+                    self.wishes[user] = name + self.wishes[user].removeprefix(before)
+
+
+def _sliced(texts: Sequence[str]) -> str:
+    """Entries of one list in order or reverse, perhaps with one other value, by slices.
+
+    >>> _sliced(["x", "kept[0]", "kept[1]"])
+    '[x, *kept[:2]]'
+    """
+    for first, last in ((0, 0), (1, 0), (0, 1)):
+        middle = texts[first : len(texts) - last]
+        name = middle[0].partition("[")[0]
+        for text, indices in (
+            (f"{name}[:{len(middle)}]", range(len(middle))),
+            (f"reversed({name}[:{len(middle)}])", reversed(range(len(middle)))),
+        ):
+            if list(middle) == [f"{name}[{i}]" for i in indices]:
+                return f"[{', '.join([*texts[:first], f'*{text}', *texts[len(texts) - last :]])}]"
+    return ""

@@ -1,0 +1,221 @@
+"""Which calls of a step belong together in the user's code, so that one call could stand for them.
+
+The calls of one module, or of one line of a function that a module calls.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from partc.codegen.calls.storage import is_view, owner
+from partc.codegen.repeats.blocks import Item, Loop
+from partc.graph import (
+    Graph,
+    collectives,
+    held,
+    is_backward,
+    is_tensor,
+    ops,
+    value,
+)
+from partc.graph.moves import gathers_param
+
+LINES = 3  # a shorter function hides more than it says
+ARGUMENTS, RESULTS = 6, 6  # a call with more of them is hard to read
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """The calls of one printed function: those between two loops, or of a loop's first block."""
+
+    nodes: tuple[fx.Node, ...]
+    loop: Loop | None = None
+
+
+@dataclass(frozen=True)
+class Home:
+    """A module, or a line of a function that it calls, ``depth`` calls inside the user's code."""
+
+    name: str  # of the class or function
+    path: str  # of the module
+    depth: int
+    line: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(eq=False)
+class Unit:
+    """Calls that one call can stand for, where ``end`` stands or else the last of them; others move
+    ``behind``.
+    """
+
+    home: Home
+    place: Place
+    nodes: list[fx.Node]
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    behind: list[fx.Node] = field(default_factory=list)
+    end: fx.Node | None = None
+
+    @property
+    def is_backward(self) -> bool:
+        return any(value(n).forward for n in self.nodes)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a backward computes values of its forward from some that were saved."""
+        return not self.is_backward and any(is_backward(n) for n in self.nodes)
+
+
+def places_of(items: Sequence[Item]) -> Iterator[Place]:
+    inline: list[fx.Node] = []
+    for item in items:
+        if isinstance(item, Loop):
+            yield Place(tuple(inline))
+            run = item.run
+            yield Place(run.of(item.phase)[0].nodes, item)
+            inline = []
+        else:
+            inline.append(item)
+    yield Place(tuple(inline))
+
+
+# what belongs together ----------------------------------------------------------------------------
+def units_of(graph: Graph, place: Place) -> list[Unit]:
+    """The calls of each module and of each line of a function, where one call can replace them."""
+    members: dict[tuple[Home, str, int], list[fx.Node]] = defaultdict(list)
+    part = 0
+    for node in place.nodes:
+        if node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
+            part += 1  # no work is moved over a wait: it hides what is waited for
+        elif is_movable(node):
+            for home in _homes(graph, node):
+                members[home, value(node).phase, part].append(node)
+    units = []
+    for (home, _, _), nodes in members.items():
+        for connected in _connected(_core(nodes)):
+            unit = Unit(home, place, connected)
+            if _placed(unit):
+                units.append(unit)
+    return units
+
+
+def is_movable(node: fx.Node) -> bool:
+    """Whether a call needs nothing but its operands."""
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not (random or moves(node) or node.target in (*ops.DRAWS, ops.same_mask))
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether a call is a collective, a wait, or depends on the rank."""
+    return getattr(node.target, "__module__", "") == collectives.__name__
+
+
+def _homes(graph: Graph, node: fx.Node) -> Iterator[Home]:
+    """All that a call is part of."""
+    known = value(node)
+    parts = known.module.split(".") if known.module else []
+    for i in range(1, len(parts) + 1):
+        path = ".".join(parts[:i])
+        if path in graph.classes:
+            yield Home(graph.classes[path], path, i)
+    for i, (function, _) in enumerate(known.calls):
+        if i and function != "forward":
+            yield Home(function, known.module, len(parts) + i, known.calls[: i + 1])
+
+
+def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The calls without what only the gradient of a parameter needs.
+
+    That is computed when there is time for it, perhaps far from the others. Nor is the sum with a
+    gradient from elsewhere part of a function.
+    """
+    inside = set(nodes)
+    for node in nodes:
+        adds = is_backward(node) and node.target is torch.ops.aten.add.Tensor
+        if adds and not value(node).forward and not inside.issuperset(node.all_input_nodes):
+            inside.discard(node)
+    aside: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if is_backward(node) and all(u in aside or is_stored(u) for u in node.users):
+            aside.add(node)
+    inside -= aside
+    for node in nodes:  # results stay with their call
+        if node.target is operator.getitem:
+            (inside.add if node.all_input_nodes[0] in inside else inside.discard)(node)
+    return [node for node in nodes if node in inside]
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether a call only moves a value to where the step gives it back."""
+    passes = moves(node) or node.target is operator.getitem
+    return node.op == "output" or (passes and all(is_stored(u) for u in node.users))
+
+
+def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The calls in sets that exchange values, in order."""
+    group = {node: {node: None} for node in nodes}
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand in group and group[operand] is not group[node]:
+                group[operand].update(group[node])
+                for moved in group[node]:
+                    group[moved] = group[operand]
+    sets = {id(members): members for members in group.values()}
+    return [[node for node in nodes if node in members] for members in sets.values()]
+
+
+# where one call can stand -------------------------------------------------------------------------
+def _placed(unit: Unit) -> bool:
+    """Fill in what a unit reads and gives; False where it cannot stand in one place."""
+    _drop_shared_views(unit)
+    if len(unit.nodes) < LINES:
+        return False
+    inside = set(unit.nodes)
+    reads = dict.fromkeys(n for node in unit.nodes for n in node.all_input_nodes)
+    unit.inputs = [n for n in reads if n not in inside]
+    unit.outputs = [n for n in unit.nodes if set(n.users) - inside]
+    if unit.outputs[-1:] == unit.nodes[-1:] and unit.nodes[-1].target is not operator.getitem:
+        unit.outputs.insert(0, unit.outputs.pop())  # the main result comes first
+    few = 0 < len(unit.inputs) <= ARGUMENTS and 0 < len(unit.outputs) <= RESULTS
+    tensors = all(is_tensor(n) for n in [*unit.inputs, *unit.outputs])
+    order = {node: i for i, node in enumerate(unit.place.nodes)}
+    readers = {u for n in unit.outputs for u in n.users} - inside
+    late = all(order.get(u, len(order)) > order[unit.nodes[-1]] for u in readers)
+    return few and tensors and late
+
+
+def _drop_shared_views(unit: Unit) -> None:
+    """Leave out last views: what a function returns should be memory that nobody else has."""
+    while True:
+        inside = set(unit.nodes)
+        outputs = [n for n in unit.nodes if set(n.users) - inside]
+        homes = [owner(n) for n in outputs]
+        shared = {
+            node
+            for node, home in zip(outputs, homes, strict=True)
+            if home is not node and is_view(node) and node.target is not operator.getitem
+        }
+        if not shared:
+            return
+        unit.nodes = [n for n in unit.nodes if n not in shared]
+
+
+def signature(unit: Unit) -> tuple[object, ...]:
+    """What a unit computes; equal ones may still read differently."""
+    number = {node: i for i, node in enumerate([*unit.inputs, *unit.nodes])}
+    calls = tuple(
+        (
+            str(node.target),
+            repr(fx.map_arg(node.args, lambda n: number[n])),
+            repr(fx.map_arg(node.kwargs, lambda n: number[n])),
+            str(held(node).dtype) if is_tensor(node) else "",
+        )
+        for node in unit.nodes
+    )
+    return unit.home.name, unit.is_backward, calls, tuple(number[n] for n in unit.outputs)

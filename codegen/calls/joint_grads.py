@@ -1,0 +1,158 @@
+"""The dicts in which a generated function collects the gradients that one transfer reduces.
+
+``grads[self.w] = ...`` binds a gradient at its place; what is sent leaves the dict empty for those
+that follow, and a reduction that goes on with all results of another uses its dict. Gradients that
+are summed over ranks last thing in the step are written straight into the memory that is sent:
+``flat, grads = room([self.w, ...])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import fx
+
+from partc.codegen.calls.names import Scope
+from partc.codegen.repeats.equal import ends_step
+from partc.graph import Graph, collectives, tensor_args
+from partc.graph.moves import Move, carried, moves
+
+REDUCTIONS = (  # and what gathers the pieces of a sum
+    collectives.all_gather,
+    collectives.all_gather_joined,
+    collectives.all_reduce,
+    collectives.all_reduce_joined,
+    collectives.reduce_scatter,
+    collectives.reduce_scatter_joined,
+)
+
+
+class JointGrads:
+    """``params`` has per reduction the parameters, as texts, whose gradients it is on the way to:
+    joined ones, and single ones that scatter last;
+    ``place`` the reduction and parameter of each gradient that nothing else reads;
+    ``rooms`` the name of what is sent, per dict whose tensors are its parts.
+    """
+
+    def __init__(
+        self, graph: Graph, order: Iterable[fx.Node], stored: Mapping[fx.Node, list[str]]
+    ) -> None:
+        reductions = [n for n in order if n.target in REDUCTIONS]
+        self.params: dict[fx.Node, list[str]] = {}
+        for start in reversed(reductions):
+            found = [self._param(move.result, stored) for move in moves(start)]
+            if None not in found:
+                self.params[start] = [param for param in found if param is not None]
+        for start in list(self.params):
+            last = ends_step(graph, next(iter(start.users)))
+            alone = start.target is collectives.reduce_scatter
+            if start.target not in collectives.JOINED and not (last and alone):
+                del self.params[start]
+        self.place = {
+            operand: (start, param)
+            for start, params in self.params.items()
+            for operand, param in zip(tensor_args(start), params, strict=True)
+            if set(operand.users) == {start}
+        }
+        self.graph = graph
+        self.names: dict[fx.Node, str] = {}
+        self.rooms: dict[str, str] = {}
+        self.entries: dict[str, list[str]] = {}  # parameters, in the order in which they came in
+        self.fresh: list[fx.Node] = []
+        self.empty: list[str] = []  # dicts whose gradients have been sent
+
+    def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
+        """The parameter whose gradient a reduction's result is, or becomes by the next one."""
+        if result is None or result in stored:
+            return stored[result][0] if result is not None else None
+        reader = next(iter(result.users))
+        if reader in self.params:
+            return self.params[reader][tensor_args(reader).index(result)]
+        return self._param(reader, stored) if carried(reader) is result else None
+
+    def name(self, start: fx.Node, scope: Scope) -> str:
+        """The dict that holds what a reduction moves."""
+        if start not in self.names:
+            source = self._source(start)
+            if source is not None:
+                self.names[start] = self.names[source]
+            else:
+                self.names[start] = self._begin(start, scope)
+        return self.names[start]
+
+    def _begin(self, start: fx.Node, scope: Scope) -> str:
+        """An empty dict for a reduction, or one with room in what is sent."""
+        in_place = self._ends_in_place(start)
+        if self.empty and not in_place:
+            name = self.empty.pop()
+        else:
+            name = scope.fresh("grads")
+            self.fresh.append(start)
+        self.entries[name] = []
+        if in_place:
+            self.rooms[name] = scope.fresh("flat")
+        return name
+
+    def sent(self, start: fx.Node) -> None:
+        """Note that a reduction has left its dict empty."""
+        self.empty.append(self.names[start])
+
+    def _ends_in_place(self, start: fx.Node) -> bool:
+        """Whether a reduction gives the step's gradients, each as large as its parameter."""
+        whole = start.target is collectives.all_reduce_joined
+        return whole and ends_step(self.graph, next(iter(start.users)))
+
+    def _source(self, start: fx.Node) -> fx.Node | None:
+        """The reduction before, if this one goes on with all its results and nothing else."""
+        befores = [self._reduced_by(operand) for operand in tensor_args(start)]
+        first = befores[0]
+        if first is None or first not in self.names or set(befores) != {first}:
+            return None
+        return first if len(tensor_args(first)) == len(befores) else None
+
+    def _reduced_by(self, node: fx.Node) -> fx.Node | None:
+        wait = node.all_input_nodes[0] if carried(node) is not None else node
+        return wait.all_input_nodes[0] if wait.target is collectives.wait else None
+
+    def begun(self) -> list[fx.Node]:
+        """The reductions whose dict was named since the last call."""
+        begun, self.fresh = self.fresh, []
+        return begun
+
+    def entry(self, node: fx.Node, scope: Scope) -> str:
+        """Where a value that is about to be bound is collected, "" if it is not."""
+        return "" if self.has_room(node, scope) else self._entry(node, scope)
+
+    def part(self, node: fx.Node, scope: Scope) -> str:
+        """Where a value is written that a room has been made for, "" if there is none."""
+        return self._entry(node, scope) if self.has_room(node, scope) else ""
+
+    def _entry(self, node: fx.Node, scope: Scope) -> str:
+        if node not in self.place:
+            return ""
+        start, param = self.place[node]
+        name = self.name(start, scope)
+        self.entries[name].append(param)
+        return f"{name}[{param}]"
+
+    def has_room(self, node: fx.Node, scope: Scope) -> bool:
+        return node in self.place and self.name(self.place[node][0], scope) in self.rooms
+
+    def missing(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+        """What a reduction moves and was bound elsewhere, each with its place in the dict."""
+        name = self.names[start]
+        for operand, param in zip(tensor_args(start), self.params[start], strict=True):
+            if param not in self.entries[name]:
+                self.entries[name].append(param)
+                yield operand, f"{name}[{param}]"
+
+    def in_order(self, start: fx.Node) -> list[Move]:
+        """The tensors of a reduction in the order of its dict."""
+        by_param = dict(zip(self.params[start], moves(start), strict=True))
+        return [by_param[param] for param in self.entries.get(self.names.get(start, ""), by_param)]
+
+    def results(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+        """Where the results of a joined reduction are found."""
+        for move, param in zip(moves(start), self.params[start], strict=True):
+            if move.result is not None:
+                yield move.result, f"{self.names[start]}[{param}]"

@@ -1,0 +1,51 @@
+"""Calls that a step traced on a CPU makes for a CPU alone, as calls that run on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from partc.codegen.calls.arguments import Call
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.text import Text
+from partc.graph import held
+
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH_HEAD = 256  # elements of a head, at most
+REGISTER_BYTES = 16  # a head's bytes are a multiple of it, for fused kernels
+
+
+def for_any_device(
+    node: fx.Node, operand: Callable[[fx.Node], Text], device: str, helpers: Helpers
+) -> Text | None:
+    """The text of a call of attention; None where a call runs everywhere as it stands."""
+    if not str(node.target).startswith(f"aten.{CPU_ATTENTION}"):
+        return None
+    call = Call.of(node, operand, device)
+    backward = "_backward" if call.name.endswith("_backward") else ""
+    kernel = _kernel(call)
+    tensors = ("query", "key", "value")
+    operands = ("grad_out", *tensors, "out", "logsumexp") if backward else tensors
+    texts = [str(call.text(operand)) for operand in operands]
+    texts += [f"is_causal={call.get('is_causal')}"] if backward or call.get("is_causal") else []
+    scale, usual = call.get("scale"), held(call.get("query")).shape[-1] ** -0.5
+    texts += [f"scale={call.text('scale')}"] if scale not in (None, usual) else []
+    if call.get("attn_mask") is not None:
+        mask = str(call.text("attn_mask"))
+        if kernel == "efficient":
+            mask = f"{helpers.use('of_heads')}({mask}, {call.text('query')})"
+        texts.append(f"mask={mask}")
+    return Text(f"{helpers.use(f'{kernel}_attention{backward}')}({', '.join(texts)})")
+
+
+def _kernel(call: Call) -> str:
+    """Which kernel of a GPU computes it; the flash kernel counts causal queries from the end."""
+    query, key = held(call.get("query")), held(call.get("key"))
+    head, item_bytes = query.shape[-1], query.element_size()
+    if item_bytes > 4 or head * item_bytes % REGISTER_BYTES:
+        return "plain"
+    square = query.shape[-2] == key.shape[-2] or not call.get("is_causal")
+    if item_bytes < 4 and call.get("attn_mask") is None and square and head <= FLASH_HEAD:
+        return "flash"
+    return "efficient"

@@ -1,0 +1,183 @@
+"""Which values share memory, and where an operand may therefore be overwritten."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.cost.storage import GRADS_OF_ACTIVATIONS
+from partc.graph import Graph, collectives, held, is_backward, is_tensor, ops, value
+
+aten = torch.ops.aten
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze",
+    "expand", "expand_as", "slice", "select", "unflatten", "flatten", "split",
+    "split_with_sizes", "unbind", "chunk", "diagonal", "as_strided", "narrow", "unfold",
+    "view_as_complex", "view_as_real", "contiguous", "movedim", "alias", "detach", "mT",
+    "swapaxes",
+}  # fmt: skip
+SUMS = (aten.add.Tensor, aten.sub.Tensor, ops.cross_entropy_grad)
+BIG = 2  # log-probabilities are big if they take more than one part of the biggest value
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call's result may share memory with its first operand."""
+    return _gives_view(node.target)
+
+
+@cache
+def _gives_view(target: Any) -> bool:
+    if target in (operator.getitem, collectives.keep_piece, collectives.wait):
+        return True
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return False
+    return schema.name.split("::")[1] in VIEWS or any(r.alias_info for r in schema.returns)
+
+
+def shares(node: fx.Node) -> bool:
+    """Whether a value may lie in its first operand; each result of an op with several owns its
+    memory.
+    """
+    if node.op != "call_function" or not is_view(node):
+        return False
+    return node.target is not operator.getitem or is_view(node.all_input_nodes[0])
+
+
+def owner(node: fx.Node) -> fx.Node:
+    """The node whose call allocated what this value lies in."""
+    while shares(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a view has to be a copy, as its operand does not lie so that it could be none."""
+    if node.target not in (aten.reshape.default, aten.contiguous.default):
+        return False
+    operand = held(node.all_input_nodes[0])
+    if node.target is aten.contiguous.default:
+        return not operand.is_contiguous()
+    result = operand.reshape(held(node).shape)
+    return bool(result.untyped_storage()._cdata != operand.untyped_storage()._cdata)
+
+
+SHAPED_LIKE = {"ones_like", "zeros_like", "empty_like", "full_like", "rand_like", "randn_like"}
+
+
+def _reads(user: fx.Node) -> bool:
+    """Whether a call looks at its operand's numbers, not only at its shape."""
+    schema = getattr(user.target, "_schema", None)
+    return schema is None or schema.name.split("::")[1] not in SHAPED_LIKE
+
+
+def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
+    """The all_reduces that may work in place: nothing but their wait reads the operand afterwards.
+
+    ``order`` is the order in which the calls stand in one function; what comes from outside is not
+    overwritten, nor what the step gives back.
+    """
+    at = {node: i for i, node in enumerate(order)}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        sharing.setdefault(owner(node), []).append(node)
+    found = set()
+    for node in order:
+        if node.target is not collectives.all_reduce:
+            continue
+        operand = node.all_input_nodes[0]
+        home = owner(operand)
+        users = [u for n in sharing.get(home, []) for u in n.users if u is not node]
+        readers = filter(_reads, users)
+        early = all(u in at and at[u] < at[node] for u in readers)
+        if home in at and home.op == "call_function" and early and _is_plain(operand):
+            found.add(node)
+    return found
+
+
+def accumulations(
+    order: Sequence[fx.Node], kept: set[fx.Node], *, sums_only: bool = False
+) -> dict[fx.Node, fx.Node]:
+    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b`` and
+    gradients of a cross entropy; if not ``sums_only`` also products of a gradient, gradients of
+    activations, and log-probabilities.
+    """
+    memory = _Memory(order, kept)
+    biggest = max(map(num_bytes, order), default=0)
+    found: dict[fx.Node, fx.Node] = {}
+    for node in order:
+        if sums_only and node.target not in SUMS:
+            continue
+        if node.target is aten._log_softmax.default and num_bytes(node) <= biggest // BIG:
+            continue
+        for into in _overwritten_by(node):
+            if alike(node, into) and memory.is_free(into, node):
+                viewed = node.target is aten._log_softmax.default
+                found.setdefault(node, owner(into) if viewed else into)
+    return found
+
+
+def _overwritten_by(node: fx.Node) -> Sequence[fx.Node]:
+    """The operands that a call may write its result over, if nobody needs them.
+
+    Of a sum in the forward that is the left one, as one would write it by hand, in the backward
+    any; of a product a gradient.
+    """
+    operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
+    if node.target is ops.cross_entropy_grad:
+        return operands[1:2]
+    if node.target is aten._log_softmax.default:
+        rows = node.args[1] in (-1, held(node).dim() - 1) and held(node).dim() > 1
+        return operands if rows else []
+    if node.target in GRADS_OF_ACTIVATIONS:
+        return operands[:1]
+    if node.kwargs or len({owner(n) for n in operands}) < 2:
+        return []
+    if node.target is aten.mul.Tensor:
+        return [n for n in operands if is_backward(node) and value(n).forward]
+    if node.target is aten.add.Tensor and is_backward(node):
+        return operands
+    return operands[:1] if node.target in (aten.add.Tensor, aten.sub.Tensor) else []
+
+
+class _Memory:
+    """What shares memory in one function, and until when it is read."""
+
+    def __init__(self, order: Sequence[fx.Node], kept: set[fx.Node]) -> None:
+        self.at = {node: i for i, node in enumerate(order)}
+        self.kept = kept
+        self.sharing: dict[fx.Node, list[fx.Node]] = {}
+        for node in order:
+            self.sharing.setdefault(owner(node), []).append(node)
+
+    def is_free(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Whether ``reader`` is the last to read what a call of the function has written."""
+        home = owner(node)
+        moved = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
+        if home not in self.at or home.target in moved or not held(node).is_contiguous():
+            return False
+        family = self.sharing[home]
+        readers = {u for n in family for u in n.users} - {reader}
+        before = all(u in self.at and self.at[u] < self.at[reader] for u in readers)
+        sent = any(u.target in collectives.COLLECTIVES for u in readers)
+        return before and not sent and self.kept.isdisjoint(family)
+
+
+def alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether tensors have one shape and one dtype."""
+    return bool(held(a).shape == held(b).shape and held(a).dtype == held(b).dtype)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    return is_tensor(node) and bool(held(node).is_contiguous())
+
+
+def num_bytes(node: fx.Node) -> int:
+    """The size of what a rank holds of a value."""
+    fake = held(node)
+    return fake.numel() * fake.element_size() if is_tensor(node) else 0

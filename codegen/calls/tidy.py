@@ -1,0 +1,132 @@
+"""A copy of the graph to print from, without what a program need not do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from partc.codegen.calls.buffers_in_place import keep_statistics
+from partc.codegen.calls.inline import is_free
+from partc.codegen.calls.names import known_as
+from partc.graph import (
+    Graph,
+    block_of,
+    first_operand,
+    is_backward,
+    is_call,
+    shape_of,
+    update,
+    value,
+)
+from partc.graph.graph_edits import drop_dead
+
+aten = torch.ops.aten
+
+
+def copied(graph: Graph, *, fused: bool = False) -> Graph:
+    """The same graph on nodes of its own.
+
+    Running statistics that a backward ignores are left out, and what nobody reads: a view that is
+    made again where it is needed. A few calls that repeat a value become the one that says so, and
+    kernels write where they can, unless what is written is ``fused`` by torch.compile.
+    """
+    nodes = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = nodes.graph_copy(graph.fx, mapping)
+    nodes.output(result)
+    copy = replace(graph, fx=nodes)
+    for node in copy.calls():
+        if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+        elif is_call(node, aten.clone.default):
+            _as_contiguous(node)
+    _as_repeats(copy)
+    _as_one(copy)
+    drop_dead(copy)
+    _mark_again(copy)
+    if not fused:
+        keep_statistics(copy)
+    return copy
+
+
+def _mark_again(graph: Graph) -> None:
+    for node in graph.calls():
+        forward = not is_backward(node) or bool(value(node).forward)
+        update(node, again=not forward and not any(map(_is_gradient, node.all_input_nodes)))
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return is_backward(node) and not value(node).again
+
+
+def _as_contiguous(clone: fx.Node) -> None:
+    """``clone(x, memory_format=contiguous_format) --> contiguous(x)``: nobody changes the copy."""
+    if clone.kwargs.get("memory_format") is torch.contiguous_format:
+        clone.target, clone.kwargs = aten.contiguous.default, {}
+
+
+def _as_one(graph: Graph) -> None:
+    """Views of a cast stand right behind it, so that both can be one expression."""
+    for node in graph.calls():
+        cast = node.all_input_nodes[0] if is_free(node) else node
+        if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
+            continue
+        if value(cast).phase == value(node).phase and block_of(cast) == block_of(node):
+            cast.append(node)
+
+
+def _as_repeats(graph: Graph) -> None:
+    """``reshape(expand(reshape(x))) --> repeat_interleave(x)`` where one dim repeats its entries.
+
+    A dim with a single entry is expanded, which takes no more memory than it did.
+    """
+    absorbed: dict[str, str] = {}  # forward calls, by name, and what they became part of
+    for node in graph.calls():
+        chain = _repeat(node)
+        if chain is None:
+            continue
+        expand, view = chain
+        x = first_operand(view)
+        dim = _repeated_dim(*(shape_of(n) for n in (x, view, expand, node)))
+        if dim is None:
+            continue
+        absorbed |= {known_as(expand): known_as(node), known_as(view): known_as(node)}
+        num = shape_of(node)[dim] // shape_of(x)[dim]
+        alone = shape_of(x)[dim] == 1
+        node.target = aten.expand.default if alone else aten.repeat_interleave.self_int
+        node.args = (x, list(shape_of(node))) if alone else (x, num, dim)
+    for node in graph.calls():
+        if value(node).forward in absorbed:
+            update(node, forward=absorbed[value(node).forward])
+
+
+def _repeat(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two calls before a reshape, if they add a dim and expand it for this one alone."""
+    if not is_call(node, aten.reshape.default):
+        return None
+    expand = first_operand(node)
+    if not is_call(expand, aten.expand.default) or len(expand.users) > 1:
+        return None
+    view = first_operand(expand)
+    adds = is_call(view, aten.reshape.default, aten.unsqueeze.default)
+    return (expand, view) if adds and len(view.users) == 1 else None
+
+
+def _repeated_dim(
+    x: Sequence[int], view: Sequence[int], expanded: Sequence[int], result: Sequence[int]
+) -> int | None:
+    """The dim whose entries repeat.
+
+    >>> _repeated_dim((2, 3), (2, 1, 3), (2, 4, 3), (8, 3))
+    0
+    """
+    for dim in range(len(x)):
+        before, behind = x[: dim + 1], x[dim + 1 :]
+        num = expanded[dim + 1] if dim + 1 < len(expanded) else 0
+        added = tuple(view) == (*before, 1, *behind) and tuple(expanded) == (*before, num, *behind)
+        if added and tuple(result) == (*x[:dim], x[dim] * num, *behind):
+            return dim
+    return None

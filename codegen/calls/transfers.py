@@ -1,0 +1,181 @@
+"""The statements of collectives in one generated function: those that start, those that wait."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from partc.codegen.calls.backends import c10d
+from partc.codegen.calls.expressions import Expressions
+from partc.codegen.calls.inline import is_work
+from partc.codegen.calls.statements import Statement
+from partc.codegen.calls.storage import overwritable
+from partc.codegen.helpers.needed import Outlined
+from partc.codegen.repeats.equal import ends_step
+from partc.codegen.text import ATOM, Line, Text
+from partc.graph import collectives, held, is_tensor, picked, tensor_args, typed, value
+from partc.graph.moves import gathers_param, kind_of, moves, results
+from partc.passes.overlap.write_pieces import taken_from
+from partc.quoting import comment
+
+
+@dataclass
+class Transfers(Expressions):
+    """Writes collectives and their waits."""
+
+    at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.in_place = overwritable(self.graph, self.order)
+
+    def transfer(self, node: fx.Node) -> Statement | None:
+        """The statement of a collective or of a wait; None for other calls."""
+        if gathers_param(node):
+            return self._gather_weights(node)
+        if node in self.joint.params:
+            return self._reduce(node)
+        if node.target in collectives.COLLECTIVES:
+            return self._start(node)
+        return self._wait(node) if node.target is collectives.wait else None
+
+    def _start(self, node: fx.Node) -> Statement:
+        """The start of a collective; an all_reduce overwrites its operand or a copy of it."""
+        operand = node.all_input_nodes[0]
+        lines = []
+        x = self.text(operand)
+        overwrites = node.target is collectives.all_reduce
+        if node in self.in_place if overwrites else self._gives_up(operand, node):
+            self.seen[node] = x
+        elif overwrites:
+            dense = "" if held(operand).is_contiguous() else "memory_format=torch.contiguous_format"
+            lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
+        name = str(self.seen[node]) if node in self.seen else self.bind(node)
+        if overwrites and self._waited(node) is None and self._next_wait(node) is not None:
+            remark = f"{typed(node)}; {value(node).remark or 'exposed'}"
+            lines.append(Line(c10d.all_reduce(node, name), comment(remark)))
+            self.at_once.add(node)
+            return Statement(lines, binds=[node])
+        waited = self._waited(node)
+        grads = "" if waited is None else f"{{{self.stored[waited][0]}: {name}}}"
+        if grads and overwrites:
+            call = c10d.all_reduce(node, name, at_once=False)
+            lines.append(Line(f"reduced.append(({grads}, {call}))", comment(typed(node))))
+            return Statement(lines, binds=[node])
+        self.scope.taken.add(f"{name}_done")
+        lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
+        lines += [Line(f"reduced.append(({grads}, {name}_done))")] if grads else []
+        return Statement(lines, binds=[node])
+
+    def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Whether only the collective that moves a value reads it: the result takes its name."""
+        return (
+            operand in self.place
+            and operand in self.seen
+            and set(operand.users) == {node}
+            and operand not in self.kept
+        )
+
+    def _waited(self, node: fx.Node) -> fx.Node | None:
+        """The wait of a collective that the step does at its end."""
+        waits = list(node.users)
+        return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
+
+    def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        """The wait for a collective, if it is the very next statement (and not in `finish`)."""
+        wait = next(iter(start.users), None)
+        if wait is None or wait.target is not collectives.wait or wait not in self.place:
+            return None
+        if ends_step(self.graph, wait):
+            return None
+        between = self.order[self.place[start] + 1 : self.place[wait]]
+        return wait if all(n in self.inlined or not self._has_line(n) for n in between) else None
+
+    def _wait(self, node: fx.Node) -> Statement:
+        start = node.all_input_nodes[0]
+        self.seen[node] = self.seen[start]
+        name, hidden = str(self.seen[start]), comment(self._hidden_by(start, node))
+        if gathers_param(start):
+            bound = weights_of(start)
+            names = ", ".join("_" if n is None else self.bind(n) for n in bound)
+            names = f"[{names}]" if len(bound) == 1 else names
+            taken = c10d.taken(name, moves(start), self.helpers)
+            lines = [Line(f"{names} = {taken}", hidden)]
+            return Statement(lines, reads=[start], binds=[n for n in bound if n is not None])
+        lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
+        after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
+        lines += [Line(after, comment(typed(node)))] if after else []
+        in_pieces = start in self.joint.params and kind_of(start) == "reduce_scatter"
+        if in_pieces and not self.helpers.messages:
+            lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
+        return Statement(lines, reads=[start], binds=[node])
+
+    def _gather_weights(self, node: fx.Node) -> Statement:
+        """The start of a transfer of weights, which ``take`` waits for."""
+        shards = ", ".join(str(self.text(n)) for n in tensor_args(node))
+        name = self.scope.fresh("gathered")
+        self.seen[node] = Text(name)
+        call = c10d.transfer(node, f"[{shards}]", moves(node), self.helpers)
+        return Statement([Line(f"{name} = {call}")], binds=[node])
+
+    def _reduce(self, node: fx.Node) -> Statement:
+        """The start of a reduction of gradients, which stand in a dict by their parameters."""
+        grads = self.joint.name(node, self.scope)
+        put = "{}.copy_({})" if grads in self.joint.rooms else "{} = {}"
+        missing = self.joint.missing(node)
+        lines = [Line(put.format(entry, self.text(operand))) for operand, entry in missing]
+        if grads in self.joint.rooms:
+            done = c10d.all_reduce(node, self.joint.rooms[grads], at_once=False)
+            return Statement([*lines, Line(f"reduced.append(({grads}, {done}))")])
+        call = self._moved(node, grads)
+        if self._waited(node) is not None:
+            self.joint.sent(node)
+            remark = comment(typed(node)) if is_tensor(node) else ""
+            return Statement([*lines, Line(f"reduced.append({call})", remark)])
+        self.seen[node] = Text(grads)
+        self.seen |= {n: Text(entry) for n, entry in self.joint.results(node)}
+        self.scope.taken.add(f"{grads}_done")
+        return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
+
+    def _moved(self, node: fx.Node, grads: str) -> str:
+        """The call that reduces a dict of gradients."""
+        return c10d.transfer(node, grads, self.joint.in_order(node), self.helpers)
+
+    def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
+        """What is computed between start and wait."""
+        if value(start).remark:
+            return value(start).remark
+        if start not in self.place:
+            return "started by the caller"
+        between = self.order[self.place[start] + 1 : self.place[wait]]
+        written = (n for n in between if n in self.seen or (n in self.inlined and is_work(n)))
+        work = list(dict.fromkeys(self._spoken(n) for n in written if _is_heavy(n)))
+        if not work:
+            return "exposed: its result is needed next"
+        return f"hidden behind {', '.join(work[:3])}{' ...' if len(work) > 3 else ''}"
+
+    def _spoken(self, node: fx.Node) -> str:
+        """What a value is called where another line speaks of it."""
+        code = self.seen[node].code if node in self.seen else ""
+        return code if code.isidentifier() else self.wishes.get(node, code)
+
+
+def weights_of(gather: fx.Node) -> list[fx.Node | None]:
+    """The weights that a gather gives, ready to read, None where one is unread."""
+    if gather.target in collectives.JOINED:
+        return results(gather, len(tensor_args(gather)))
+    return list(gather.users)
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """Whether a call is worth naming as what hides a collective."""
+    if node.target is operator.getitem and isinstance(picked(node)[0].target, Outlined):
+        return picked(node)[1] == 0  # the function's main result
+    if taken_from(node) is not None:
+        return False
+    tags = getattr(node.target, "tags", ())
+    light = torch.Tag.pointwise in tags or node.target in (collectives.wait, operator.getitem)
+    return is_tensor(node) and not light and node.target not in collectives.COLLECTIVES

@@ -1,0 +1,349 @@
+"""A scheduled local graph in, the source of one rank's program out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import jinja2
+import torch
+from torch import fx, nn
+
+from partc.codegen.bodies.classes import BlockClass, class_names
+from partc.codegen.bodies.compiled import compiled
+from partc.codegen.bodies.outline import outlined
+from partc.codegen.bodies.step import StepBody
+from partc.codegen.bodies.tables import TABLES, declarations, is_listed, row, table
+from partc.codegen.calls.buffers_in_place import updates
+from partc.codegen.calls.expressions import ADDS
+from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.calls.random import seed_lines
+from partc.codegen.calls.statements import free_early, with_sections
+from partc.codegen.calls.tidy import copied
+from partc.codegen.files.mesh_attributes import mesh_attributes
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
+from partc.codegen.repeats.equal import made_in_step
+from partc.codegen.repeats.layers import FIRST, Layers
+from partc.codegen.repeats.slots import Interface, Unfit, interfaces
+from partc.codegen.safety import check_source
+from partc.codegen.text import Line, Text, block
+from partc.graph import Graph, Kind, is_tensor, typed, value
+from partc.passes.canonical.fold_layers import Unfolded
+from partc.quoting import comment, docstring, identifier, literal
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("partc.codegen"),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # Python text; every value comes quoted
+)
+TEMPLATES.filters["mesh_attributes"] = mesh_attributes
+MEANINGS = {
+    "SHARDS": "attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))",
+    "BUFFERS": "the same for buffers",
+    "ALIASES": "second name of a tied parameter: the name it stands under",
+    "INPUTS": "the global batch: (shape, dtype)",
+}
+
+
+def emit(
+    graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False, inductor: bool = False
+) -> str:
+    """The text of a role's file: data, helpers, block classes and ``class <Model>Step``.
+
+    Between two loops of blocks it starts to gather the weights of ``prefetch`` of the next. With
+    ``messages`` ranks send each other what gloo would gather, or sum and scatter; with ``inductor``
+    what it computes between transfers is left to torch.compile.
+    """
+    graph = copied(graph, fused=inductor)
+    items, sides = arranged(graph)
+    helpers = Helpers(messages=messages)
+    items = outlined(graph, items, helpers)
+    items = compiled(graph, items, helpers) if inductor else items
+    sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+    text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
+    check_source(text)
+    return text
+
+
+def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
+    """The items of the step and how its loops are fed; a run that no text feeds stands in line.
+
+    Unfolded if blocks that the graph leaves out would have to stand there.
+    """
+    given_up: set[Run] = set()
+    while True:
+        items = arrange(graph, {run.layers for run in given_up})
+        try:
+            sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+        except Unfit as unfit:
+            given_up.add(unfit.run)
+            continue
+        printed = {layer for side in sides for layer in side.run.layers}
+        for fold in graph.folds:
+            if f"{fold.path}.{fold.first}" not in printed:
+                raise Unfolded(f"{fold.path} stands in line")
+            for loop, side in sides.items():
+                if side.of("listed") and f"{fold.path}.{fold.first}" in loop.run.layers:
+                    raise Unfolded(f"{fold.path} takes a value for each block")
+        return items, sides
+
+
+@dataclass
+class RoleText:
+    step_locals: ClassVar[tuple[str, ...]] = ()  # what `step` calls its own
+
+    graph: Graph
+    header: str
+    items: list[Item]
+    sides: dict[Loop, Interface]
+    helpers: Helpers
+    adds: tuple[str, str, str] = ADDS
+    prefetch: int = 1
+    lent: frozenset[str] = frozenset()  # buffers that another stage of the rank holds
+    layers: Layers | None = None  # the graph's names count from, where several ranks run the text
+    classes: dict[Run, BlockClass] = field(default_factory=dict)
+    attributes: dict[fx.Node, str] = field(
+        default_factory=dict
+    )  # "layers.0.w" of a parameter or buffer
+
+    def text(self) -> str:
+        self.make_classes()
+        self.name_attributes()
+        arguments = self.arguments_by_node()
+        blocks = [
+            {
+                "name": c.name,
+                "layers": self.span(c.run),
+                "declarations": block(c.declarations(), 2),
+                "functions": c.functions(),
+                "gathers": c.gather_methods(),
+            }
+            for c in self.classes.values()
+        ]
+        made = block(self.declarations(str), 2)
+        body = self._step(arguments)
+        return TEMPLATES.get_template("program.py.j2").render(
+            header=[header_line(line) for line in self.header.strip().splitlines()],
+            distributed=self.is_distributed,
+            mesh=literal(dict(self.graph.mesh.axes)),
+            dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
+            tables=self._tables(),
+            helpers=self.helpers.text(),
+            blocks=blocks,
+            seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
+            name=f"{identifier(self.graph.model) or 'Model'}Step",
+            axes=self.graph.mesh.names,
+            declarations=made,
+            method="step" if self.graph.loss is not None else "forward",
+            result="Tensor" if self.graph.loss is not None else "dict[str, Tensor]",
+            arguments=list(arguments.values()),
+            body=body,
+        )
+
+    # classes and attributes ------------------------------------------------------------------
+    @property
+    def is_distributed(self) -> bool:
+        """Whether classes are made for a rank of a mesh."""
+        return bool(self.graph.mesh.names)
+
+    def make_classes(self) -> None:
+        runs = list(dict.fromkeys(loop.run for loop in self.sides))
+        for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
+            sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
+            self.classes[run] = BlockClass(
+                self.graph, run, sides["F"], sides.get("B"), name, attribute, self.helpers,
+                self.adds, sides.get("W"),
+            )  # fmt: skip
+
+    def name_attributes(self) -> None:
+        in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
+        scope = Scope(
+            [*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())]
+        )
+        for name, node in self._stored().items():
+            self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
+
+    def _stored(self) -> dict[str, fx.Node]:
+        return {**self.graph.params, **self.graph.buffers}
+
+    def _standing(self, kind: Kind) -> dict[fx.Node, str]:
+        """Parameters or buffers that are attributes of the step module itself."""
+        nodes = [
+            n for n in self.graph.placeholders(kind).values() if value(n).name not in self.lent
+        ]
+        return {n: self.attributes[n] for n in nodes if "." not in self.attributes[n]}
+
+    def arguments_by_node(self) -> dict[fx.Node, str]:
+        scope = Scope([*self.helpers.names, *self.step_locals])
+        return {node: scope.fresh(name) for name, node in self.graph.inputs.items()}
+
+    # data ------------------------------------------------------------------------------------
+    def _tables(self) -> list[str]:
+        entries: dict[str, list[Line]] = {
+            "ALIASES": [
+                Line(f"{literal(a)}: {literal(b)}") for a, b in sorted(self.graph.aliases.items())
+            ],
+            "INPUTS": [
+                Line(f"{literal(name)}: {literal((tuple(value(n).shape), dtype_name(n)))}")
+                for name, n in self.graph.inputs.items()
+            ],
+        }
+        tables, stored = self.stored_tables()
+        entries |= stored
+        return tables + [table(name, MEANINGS[name], entries[name]) for name in MEANINGS]
+
+    def stored_tables(
+        self, elsewhere: Collection[str] = ()
+    ) -> tuple[list[str], dict[str, list[Line]]]:
+        """The tables of blocks, and the entries of SHARDS and BUFFERS.
+
+        Those in ``elsewhere`` stand in another table already.
+        """
+        tables, entries = [], {}
+        for kind, constant in TABLES.items():
+            standing = self._standing(kind)
+            here = {n: a for n, a in standing.items() if value(n).name not in elsewhere}
+            entries[constant] = self._rows(here)
+            for cls in self.classes.values():
+                own = cls.stored(kind)
+                if own:
+                    name, remark = cls.table(constant), f"of one of {self.span(cls.run)}"
+                    tables.append(table(name, remark, self._rows(own, f"{cls.run.layers[0]}.")))
+                    entries[constant].append(Line(_spread(cls, name, self.layers is not None)))
+        return tables, entries
+
+    def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
+        """The entries of parameters or buffers, names as seen from the block at ``prefix``.
+
+        Their types stand beside them where no declarations do.
+        """
+        listed = is_listed(self.graph, list(stored))
+        lines = []
+        for node, attribute in stored.items():
+            r = row(self.graph, node, attribute)
+            name = r.name.removeprefix(prefix)
+            text = literal(name) if self.layers is None else self.layers.literal(name)
+            remark = comment(typed(node)) if listed else ""
+            lines.append(Line(f"{literal(attribute)}: ({text}, {r.known})", remark))
+        return lines
+
+    def shown(self, path: str) -> str:
+        """A module's path as comments have it."""
+        return path if self.layers is None else self.layers.shown(path)
+
+    def span(self, run: Run) -> str:
+        """``model.layers.0 .. 7``."""
+        first, last = (self.shown(run.layers[i]) for i in (0, -1))
+        return comment(f"{first} .. {last.rpartition('.')[2]}")
+
+    def declarations(
+        self, table_of: Callable[[str], str], kinds: Collection[Kind] = tuple(TABLES)
+    ) -> list[Line]:
+        """The statements that make parameters, buffers, if they are of ``kinds``, and blocks;
+        ``table_of`` SHARDS is the expression for their table.
+        """
+        lines = []
+        for kind in kinds:
+            constant = TABLES[kind]
+            some = any(cls.stored(kind) for cls in self.classes.values())
+            lines += declarations(
+                self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
+            )
+        mesh = "mesh" if self.is_distributed else ""
+        for cls in self.classes.values():
+            made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
+            lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
+        return lines
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of all parameters and buffers by name."""
+        nodes = self._stored().values()
+        return {dtype_name(n): value(n).dtype for n in nodes}
+
+    # step ------------------------------------------------------------------------------------
+    def _step(self, arguments: dict[fx.Node, str]) -> str:
+        graph, outputs = self.graph, self.graph.outputs
+        order = [item for item in self.items if isinstance(item, fx.Node)]
+        seen = {node: Text(read(path)) for node, path in self.attributes.items()}
+        seen |= {node: Text(name) for node, name in arguments.items()}
+        results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
+        kept = {*results, *outputs.buffers.values()}
+        scope = Scope([*arguments.values(), *self.helpers.names])
+        body = StepBody(
+            graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(order),
+            f"{next(iter(arguments.values()), 'self')}.device",
+            items=self.items, classes=self.classes, prefetch=self.prefetch,
+        )  # fmt: skip
+        lasting = {n for n in kept if is_tensor(n) and n in order}
+        statements = free_early(
+            body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
+        )
+        lines = with_sections(statements)
+        if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
+            lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+        lines += self.buffer_updates(body)
+        lines.append(Line(self._result(body)))
+        return block(lines, 2)
+
+    def final_grads(self, order: list[fx.Node]) -> dict[fx.Node, list[str]]:
+        """The parameters whose gradient is made in line, or comes out of a loop."""
+        stored: dict[fx.Node, list[str]] = {}
+        in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
+        params = self.graph.params
+        for name, node in self.graph.grads.items():
+            made_by = made_in_step(self.graph, node)
+            path = self.attributes[params[name]]
+            if made_by not in in_blocks or "." not in path:
+                stored.setdefault(node, []).append(read(path))
+        return stored
+
+    def buffer_updates(self, body: StepBody) -> list[Line]:
+        places = {
+            node: read(self.attributes[self.graph.buffers[name]])
+            for name, node in self.graph.outputs.buffers.items()
+            if node in body.seen
+        }
+        return updates(places, body.text)
+
+    def _result(self, body: StepBody) -> str:
+        outputs = self.graph.outputs
+        if outputs.loss is not None:
+            return f"return {body.text(outputs.loss)}"
+        items = (f"{literal(name)}: {body.text(node)}" for name, node in outputs.results.items())
+        return f"return {{{', '.join(items)}}}"
+
+
+def dtype_name(node: fx.Node) -> str:
+    """``float32``."""
+    return str(value(node).dtype).removeprefix("torch.")
+
+
+def read(path: str, owner: str = "self") -> str:
+    """``layers.0.w`` as Python reads it: ``self.layers[0].w``."""
+    return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
+
+
+def _spread(cls: BlockClass, name: str, relative: bool) -> str:
+    """The entries of all blocks from the table of one; relative names count from FIRST."""
+    numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
+    first, num = numbers[0], len(numbers)
+    steady = numbers == list(range(first, first + num))
+    where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
+    where += f" + {FIRST}" if relative else ""
+    parent = literal(cls.run.layers[0].removesuffix(str(first)))
+    return (
+        f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
+        f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
+    )
+
+
+def header_line(line: str) -> str:
+    """A line that a docstring can hold, its columns kept."""
+    parts = re.split("( {2,})", line)
+    return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))

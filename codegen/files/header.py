@@ -1,0 +1,151 @@
+"""The header of a role file: who runs it, what was decided, what it costs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+from partc.graph import Graph, collectives, held, tensor_args
+from partc.graph.moves import kind_of
+from partc.plan import Plan
+from partc.quoting import comment
+from partc.schedules import Schedule
+from partc.version import __version__
+
+_KEY, _WIDTH = 10, 100
+FEW = 4  # stages that stand in a row each
+
+
+def header(graph: Graph, plan: Plan) -> str:
+    """The docstring's text for the file that all ranks of one role run."""
+    mesh = graph.mesh
+    lines = [
+        f"One rank of {mesh.num_ranks}.  Written by partc {__version__} for {comment(graph.model)};"
+        " change the plan, not this file.",
+        "",
+    ]
+    rows = [("mesh", str(mesh) or "one device"), ("plan", plan.preset or "by hand")]
+    rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graph.inputs]
+    rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
+    rows += [
+        ("sequence", f"unfinished activations are scattered over {a} along dim {d}")
+        for a, d in plan.scatter.items()
+    ]
+    rows += [("moves", row) for row in _moves(graph)]
+    rows += [("note", comment(note)) for note in plan.notes]
+    return "\n".join([*lines, *_wrapped(rows)])
+
+
+def stage_header(
+    graphs: Sequence[Graph], schedule: Schedule, ranks: Sequence[int], plan: Plan
+) -> str:
+    """The docstring's text for the file of one or several pipeline ranks."""
+    mesh = plan.mesh
+    assert mesh is not None
+    stages = [stage for rank in ranks for stage in schedule.stages_of(rank)]
+    word = "rank" if len(ranks) == 1 else "ranks"
+    lines = [
+        f"Pipeline {word} {_enumerated(ranks)} of {schedule.ranks}.  "
+        f"Written by partc {__version__} for "
+        f"{comment(graphs[0].model)}; change the plan, not this file.",
+        "",
+    ]
+    rows = [("mesh", str(mesh)), ("plan", plan.preset or "by hand")]
+    rows += [("schedule", f"{comment(schedule.name)}, {plan.microbatches} microbatches")]
+    rows += [("stage", row) for row in _stages(sorted(s for s in stages if s), plan.stages)]
+    rows += [("inputs", f"{comment(n)} {_cuts(n, plan.inputs, plan)}") for n in graphs[0].inputs]
+    rows += [("gathered", _gathered(axis, life)) for axis, life in plan.gather.items()]
+    rows += [("note", comment(note)) for note in plan.notes]
+    return "\n".join([*lines, *_wrapped(rows)])
+
+
+def _stages(numbers: Sequence[int], begins: Sequence[str]) -> list[str]:
+    """Where stages begin; of many whose first layers count on with them in one row.
+
+    >>> _stages([2, 4], [f"layers.{i}" for i in range(8)])
+    ['2 begins at layers.1', '4 begins at layers.3']
+    >>> _stages([2, 3, 4, 6, 7], [f"layers.{i}" for i in range(8)])
+    ['s of 2 to 4, 6 to 7 begins at layers.(s - 1)']
+    """
+    parts = [begins[number - 1].rpartition(".") for number in numbers]
+    ahead = {
+        number - int(k) if k.isdigit() else None
+        for number, (_, _, k) in zip(numbers, parts, strict=True)
+    }
+    paths = {path for path, _, _ in parts}
+    if len(numbers) <= FEW or len(ahead) > 1 or len(paths) > 1 or None in ahead:
+        return [f"{s} begins at {comment(begins[s - 1])}" for s in numbers]
+    firsts = [s for s in numbers if s - 1 not in numbers]
+    spans = [
+        f"{first} to {last}" if last > first else str(first)
+        for first, last in zip(firsts, [s for s in numbers if s + 1 not in numbers], strict=True)
+    ]
+    behind = ahead.pop()
+    first = f"(s - {behind})" if behind else "s"
+    return [f"s of {', '.join(spans)} begins at {comment(paths.pop())}.{first}"]
+
+
+def _enumerated(numbers: Sequence[int]) -> str:
+    """
+    >>> _enumerated([1]), _enumerated([1, 2]), _enumerated([1, 2, 3]), _enumerated([1, 3, 4])
+    ('1', '1 and 2', '1 to 3', '1, 3 and 4')
+    """
+    *before, last = numbers
+    if len(before) > 1 and last - before[0] == len(before):
+        return f"{before[0]} to {last}"
+    return " and ".join(filter(None, (", ".join(map(str, before)), str(last))))
+
+
+def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Rows of a keyword and a text; a keyword that repeats is written once."""
+    lines: list[str] = []
+    last = ""
+    for key, text in rows:
+        first = "" if key == last else key
+        blank = " " * _KEY
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent=f"{first:<{_KEY}}", subsequent_indent=blank,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        last = key
+    return lines
+
+
+def _cuts(name: str, table: object, plan: Plan) -> str:
+    cuts = plan.stored(name, table)  # type: ignore[arg-type]
+    return ", ".join(f"dim {layout.dim} over {axis}" for axis, layout in cuts.items()) or "whole"
+
+
+def _cut(axis: str, dim: int, outer: int) -> str:
+    return f"dim {dim} over {axis}" + (f" in each of {outer} parts" if outer > 1 else "")
+
+
+def _gathered(axis: str, life: str) -> str:
+    if life == "use":
+        return f"over {axis} before each use, forward and backward (ZeRO-3)"
+    return f"over {axis} once per step (ZeRO-1, ZeRO-2)"
+
+
+def _moves(graph: Graph) -> list[str]:
+    """How often each collective runs and how many bytes its local operands have, per axis."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for node in graph.calls():
+        if node.target in collectives.COLLECTIVES:
+            key = (str(node.kwargs["axis"]), kind_of(node))
+            operands = map(held, tensor_args(node))
+            counts[key] += graph.times(node)
+            sizes[key] += graph.times(node) * sum(x.numel() * x.element_size() for x in operands)
+    return [
+        f"{kind} over {axis} x{counts[axis, kind]}, {_bytes(sizes[axis, kind])}"
+        for axis, kind in sorted(counts)
+    ]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

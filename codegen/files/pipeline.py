@@ -1,0 +1,278 @@
+"""Stage graphs and a schedule in, the sources of pipeline ranks' programs out.
+
+Ranks whose programs differ in numbers alone, of layers, stages and turns, run one file.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from string import ascii_uppercase
+from typing import Any
+
+from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.files.alike_stages import take_in
+from partc.codegen.files.by_rank import RANK, merged
+from partc.codegen.files.emit import TEMPLATES, dtype_name, header_line
+from partc.codegen.files.pipeline_tables import pipeline_tables
+from partc.codegen.files.rank_links import RankLinks
+from partc.codegen.files.rank_step import RankStep, actions_of
+from partc.codegen.files.stages import StageText, stage_text
+from partc.codegen.files.turns import turn_lines
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.layers import Layers, stage_key
+from partc.codegen.safety import check_source
+from partc.codegen.text import Line, block
+from partc.graph import Graph, value
+from partc.graph.tied import Tied
+from partc.plan.mesh import MB, PP, Mesh
+from partc.quoting import docstring, identifier, literal
+from partc.schedules.actions import Schedule
+from partc.schedules.programs import Wiring
+
+LETTERS = ascii_uppercase  # tell the stages of a rank apart where their numbers are several
+Lines = Callable[[RankStep], Iterator[Line]]
+
+
+def file_name(ranks: Sequence[int]) -> str:
+    """The name of the file that these pipeline ranks run.
+
+    >>> file_name([0]), file_name([1, 2, 3]), file_name([1, 3])
+    ('pipeline0.py', 'pipeline1_to_3.py', 'pipeline1_3.py')
+    """
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 1 and last - first == len(ranks) - 1:
+        return f"pipeline{first}_to_{last}.py"
+    return f"pipeline{'_'.join(map(str, ranks))}.py"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """All stages, and how ranks run them; ``wiring``, of the lowered schedule, says how many sends
+    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer. With ``messages``
+    ranks send each other what gloo would gather, or sum and scatter; with ``inductor`` what stages
+    compute is left to torch.compile.
+    """
+
+    graphs: Sequence[Graph]
+    tied: Sequence[Tied]
+    schedule: Schedule
+    mesh: Mesh
+    wiring: Wiring
+    join_mb: float
+    messages: bool = False
+    inductor: bool = False
+
+    def emit(self, ranks: Sequence[int], *, header: str) -> str:
+        """The text of the file that these ranks run, a group of ``groups``."""
+        helpers = Helpers(messages=self.messages)
+        stages = self._stages(ranks, helpers)
+        steps = {
+            rank: RankStep(
+                self.graphs, self.tied, dict(zip(numbers, stages, strict=True)), self.schedule,
+                rank, self._links(rank, helpers),
+            )
+            for rank, numbers in self._numbers(ranks).items()
+        }  # fmt: skip
+        text = _File(self, steps, header, helpers).text()
+        check_source(text)
+        return text
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks that run one file, in order of the first of them."""
+        found: dict[tuple[int, ...], Any] = {}
+        for rank in range(self.schedule.ranks):
+            key = self._rank_key(rank)
+            alike = (group for group, other in found.items() if key is not None and other == key)
+            group = next((g for g in alike if self._fits(g, rank)), ())
+            found.pop(group, None)
+            found[(*group, rank)] = key
+        return sorted(found)
+
+    def _numbers(self, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        return {rank: self.schedule.stages_of(rank) for rank in ranks}
+
+    def _stages(self, ranks: Sequence[int], helpers: Helpers) -> list[StageText]:
+        """The texts of the stages, from the first rank's graphs."""
+        mine, shared = self.schedule.stages_of(ranks[0]), len(ranks) > 1
+        numbers = self._numbers(ranks)
+        titles = merged({rank: [Line(f"Stage {n}") for n in numbers[rank]] for rank in ranks})
+        firsts = merged({rank: [*self._firsts(numbers[rank])] for rank in ranks})
+        assert titles is not None, f"the stages of ranks {ranks} are not linear in the rank"
+        assert firsts is not None, f"the layers of ranks {ranks} are not linear in the rank"
+        labels = [str(number) for number in mine]
+        if shared:
+            labels = [*LETTERS[: len(mine)]] if len(mine) > 1 else [""]
+        return [
+            stage_text(
+                self.graphs[number], label, title.code, helpers, self.join_mb,
+                lent=self._lent(mine, number),
+                layers=self._layers[number] if shared or self._is_repeated(number, mine) else None,
+                first=first.code, inductor=self.inductor,
+            )
+            for number, label, title, first in zip(mine, labels, titles, firsts, strict=True)
+        ]  # fmt: skip
+
+    def _firsts(self, stages: Sequence[int]) -> Iterator[Line]:
+        """The number of each stage's first layer, as one line of text; nothing where it has none"""
+        for stage in stages:
+            layers = self._layers[stage]
+            yield Line("" if layers is None else str(layers.first))
+
+    def _is_repeated(self, stage: int, stages: Sequence[int]) -> bool:
+        """Whether another of some stages differs from one in the numbers of layers alone."""
+        key = self._keys[stage]
+        return key is not None and sum(self._keys[other] == key for other in stages) > 1
+
+    def _lent(self, mine: Sequence[int], stage: int) -> frozenset[str]:
+        """The buffers of a stage that an earlier stage of the same rank holds for both."""
+        held = {name for s in mine if s < stage for name in self.graphs[s].buffers}
+        return frozenset(held & self.graphs[stage].buffers.keys())
+
+    def _links(self, rank: int, helpers: Helpers) -> RankLinks:
+        return RankLinks(self.graphs, self.schedule, rank, self.wiring, helpers)
+
+    # which ranks run one file ----------------------------------------------------------------
+    @cached_property
+    def _keys(self) -> list[Any]:
+        """Per stage what it computes, but for the numbers of layers; None: no other can be so."""
+        tied = {stage for one in self.tied for stage in one.stages}
+        return [
+            None if each is None or stage in tied else stage_key(graph, each)
+            for stage, (graph, each) in enumerate(zip(self.graphs, self._layers, strict=True))
+        ]
+
+    @cached_property
+    def _layers(self) -> list[Layers | None]:
+        return [Layers.of(graph) for graph in self.graphs]
+
+    def _rank_key(self, rank: int) -> Any:
+        mine = self.schedule.stages_of(rank)
+        lent = [sorted(self._lent(mine, stage)) for stage in mine]
+        if any(self._keys[stage] is None for stage in mine) or len(mine) > len(LETTERS):
+            return None
+        return [self._keys[stage] for stage in mine], lent
+
+    def _fits(self, group: Sequence[int], rank: int) -> bool:
+        """Whether what ``rank`` does is linear in the rank, with what those of the group do."""
+        ends = dict.fromkeys((group[0], group[-1], rank))
+        return merged({each: list(self._order(each)) for each in ends}) is not None
+
+    def _order(self, rank: int) -> Iterator[Line]:
+        """All in which ranks with equal stages may differ."""
+        links = self._links(rank, Helpers())
+        yield from (Line(f"Stage {number}") for number in self.schedule.stages_of(rank))
+        yield from self._firsts(self.schedule.stages_of(rank))
+        yield from links.made()
+        yield from links.each("Inbox", "begin()")
+        yield from turn_lines(actions_of(self.graphs, self.schedule, rank))
+        yield from links.each("Outbox", "wait()")
+
+
+@dataclass(frozen=True)
+class _File:
+    pipeline: Pipeline
+    steps: Mapping[int, RankStep]
+    header: str
+    helpers: Helpers
+
+    @property
+    def first(self) -> RankStep:
+        return next(iter(self.steps.values()))
+
+    @property
+    def stages(self) -> list[StageText]:
+        return list(self.first.stages.values())
+
+    def text(self) -> str:
+        blocks = self._blocks()
+        values = [stage.values() for stage in self._classes()]
+        schedule, graph = self.pipeline.schedule, self.pipeline.graphs[0]
+        wiring = [*self._groups(), *self._lines(RankStep.wiring)]
+        body = self._with_rank(self._lines(RankStep.step))
+        (title,) = self._lines(RankStep.title)
+        actions = actions_of(self.pipeline.graphs, schedule, self.first.rank)
+        trains = self.first.links.trains
+        tables = pipeline_tables(self.steps, "".join(v["declarations"] for v in values))
+        return TEMPLATES.get_template("pipeline.py.j2").render(
+            header=[header_line(line) for line in self.header.strip().splitlines()],
+            mesh=literal(dict(self.pipeline.mesh.axes)),
+            dtypes=literal(self._dtypes()) if "empty" in self.helpers.used else "",
+            tables=tables,
+            helpers=self.helpers.text(),
+            blocks=blocks,
+            stages=values,
+            links="link_groups" in self.helpers.used,
+            linked=schedule.stages > 1,
+            name=f"{identifier(graph.model) or 'Model'}Step",
+            title=title.code,
+            axes=[a for a in graph.mesh.names if a != MB],
+            wiring=block(wiring, 2),
+            seeds=block(self._with_rank(self._lines(RankStep.seeds)), 2),
+            kinds={action.kind for action in actions},
+            split="W" in schedule.kinds,
+            schedule=f"Schedule {docstring(schedule.name)}, {schedule.microbatches} microbatches.",
+            method="step" if trains else "forward",
+            result="Tensor" if trains else "dict[str, Tensor]",
+            arguments=self.first.arguments,
+            body=block(body, 2),
+        )
+
+    def _classes(self) -> list[StageText]:
+        """The stages that have a class of their own; those alike are instances of one."""
+        found: list[StageText] = []
+        for stage in self.stages:
+            if not any(take_in(other, stage) for other in found):
+                found.append(stage)
+        return found
+
+    def _lines(self, lines: Lines) -> list[Line]:
+        """The statements of all ranks that run the file."""
+        text = merged({rank: list(lines(step)) for rank, step in self.steps.items()})
+        assert text is not None, f"ranks {[*self.steps]} do not share a text"
+        return text
+
+    def _groups(self) -> Iterator[Line]:
+        if len(self.steps) > 1:
+            yield Line(f"{RANK} = mesh.get_local_rank({literal(PP)})")
+            yield Line(f"self.{PP}, self.{RANK} = mesh.get_group({literal(PP)}), {RANK}")
+        elif self.pipeline.schedule.ranks > 1:
+            yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
+
+    def _with_rank(self, lines: list[Line]) -> list[Line]:
+        """The rank as a variable, where statements read it."""
+        reads = len(self.steps) > 1 and any(RANK in line.code for line in lines)
+        return [Line(f"{RANK} = self.{RANK}"), *lines] if reads else lines
+
+    def _dtypes(self) -> dict[str, Any]:
+        nodes = [
+            n for s in self.stages for n in (*s.graph.params.values(), *s.graph.buffers.values())
+        ]
+        return {dtype_name(n): value(n).dtype for n in nodes}
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        """The classes of equal blocks; stages whose blocks have one text share the class."""
+        known: dict[str, list[tuple[dict[str, Any], BlockClass]]] = defaultdict(list)
+        made: list[dict[str, Any]] = []
+        for stage in self.stages:
+            for cls in stage.classes.values():
+                alike, text = known[cls.name], _block(cls)
+                same = next((other.name for block, other in alike if block == text), None)
+                if same is None:
+                    alike.append((text, cls))
+                    cls.name += stage.label if len(alike) > 1 else ""
+                    made.append(_block(cls) | {"layers": stage.span(cls.run)})
+                else:
+                    cls.name = same
+        return made
+
+
+def _block(cls: BlockClass) -> dict[str, Any]:
+    return {
+        "name": cls.name,
+        "declarations": block(cls.declarations(), 2),
+        "functions": cls.functions(),
+        "gathers": cls.gather_methods(),
+    }

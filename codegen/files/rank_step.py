@@ -1,0 +1,179 @@
+"""What one pipeline rank's ``Step`` does besides its stages' own work, as statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from partc.codegen.files.alike_stages import made
+from partc.codegen.files.emit import read
+from partc.codegen.files.rank_links import RankLinks
+from partc.codegen.files.stage_ends import check_one_way
+from partc.codegen.files.stage_flow import has_phase
+from partc.codegen.files.stages import StageText
+from partc.codegen.files.turns import parted, turn_lines, whole_backwards
+from partc.codegen.repeats.layers import Layers
+from partc.codegen.text import Line
+from partc.graph import Graph, Phase, value
+from partc.graph.tied import Tied
+from partc.plan.mesh import PP
+from partc.quoting import literal
+from partc.schedules.actions import Action, Kind, Schedule
+
+PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
+
+
+def actions_of(graphs: Sequence[Graph], schedule: Schedule, rank: int) -> list[Action]:
+    """What a rank does, in order; stages without gradients have no backward."""
+    order = list(schedule.orders[rank])
+    if "W" in schedule.kinds:
+        order = list(parted(order))
+    return whole_backwards(a for a in order if has_phase(graphs[a.stage], PHASES[a.kind]))
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The statements of one rank; ``graphs`` are those of all stages, ``stages`` the texts of this
+    rank's by number. Ranks that run one file share the texts.
+    """
+
+    graphs: Sequence[Graph]
+    tied: Sequence[Tied]
+    stages: Mapping[int, StageText]
+    schedule: Schedule
+    rank: int
+    links: RankLinks
+
+    @property
+    def arguments(self) -> list[str]:
+        """The inputs of a step."""
+        return list(next(iter(self.stages.values())).arguments_by_node().values())
+
+    @property
+    def _device(self) -> str:
+        return f"{self.arguments[0]}.device"
+
+    def title(self) -> Iterator[Line]:
+        """Which rank this is, as one line of text."""
+        word = "stages" if len(self.stages) > 1 else "stage"
+        numbers = ", ".join(map(str, self.stages))
+        yield Line(
+            f"Pipeline rank {self.rank} of {self.schedule.ranks}: {word} {numbers} of "
+            f"{self.schedule.stages}."
+        )
+
+    # __init__ --------------------------------------------------------------------------------
+    def wiring(self) -> Iterator[Line]:
+        """The statements of ``__init__``: stages, and what links them to other ranks."""
+        for number, stage in self.stages.items():
+            layers = Layers.of(self.graphs[number])
+            yield Line(f"self.{stage.attribute} = {made(stage, layers.first if layers else None)}")
+        for one in self.shared_here():
+            check_one_way(one.name, {s: self.stages[s].ends for s in self.mine(one)})
+            first, *others = (self._path(one.name, s) for s in self.mine(one))
+            yield from (Line(f"{other} = {first}", "one tied parameter") for other in others)
+        stages = ", ".join(f"{s}: self.{stage.attribute}" for s, stage in self.stages.items())
+        yield Line(f"self.stages = {{{stages}}}")
+        yield from self.links.made()
+
+    def seeds(self) -> Iterator[Line]:
+        """The statements of ``seed``, of stages that draw random numbers."""
+        for number, stage in self.stages.items():
+            if stage.seeds:
+                yield Line(f"self.{stage.attribute}.seed(seed * {self.schedule.stages} + {number})")
+
+    def shared_here(self) -> list[Tied]:
+        """Tied parameters with several copies on this rank."""
+        return [t for t in self.tied if len(self.mine(t)) > 1]
+
+    def mine(self, one: Tied) -> list[int]:
+        """The stages of this rank that hold a tied parameter."""
+        return [stage for stage in one.stages if stage in self.stages]
+
+    def _path(self, name: str, number: int) -> str:
+        """Where a parameter is found."""
+        stage = self.stages[number]
+        return read(stage.attributes[stage.graph.params[name]], f"self.{stage.attribute}")
+
+    # step ------------------------------------------------------------------------------------
+    def step(self) -> Iterator[Line]:
+        """The statements of ``step``: the schedule, and what stands before and behind it."""
+        yield from self._lend()
+        yield Line("for stage in self.stages.values():")
+        yield Line(f"stage.begin({', '.join(self.arguments)})", indent=1)
+        begin = f"begin({self.schedule.microbatches}, {self._device})"
+        yield from self.links.each("Inbox", begin)
+        for number, one in enumerate(self.tied):
+            yield from self._set_aside(one, number)
+        yield from turn_lines(actions_of(self.graphs, self.schedule, self.rank))
+        yield from self.links.each("Outbox", "wait()")
+        yield from self._finish() if self.links.trains else self._results()
+
+    def _lend(self) -> Iterator[Line]:
+        """Buffers that one stage holds for others of the rank."""
+        for stage in self.stages.values():
+            for name in sorted(stage.lent):
+                owner = next(s for s in self.stages.values() if name in s.graph.buffers)
+                mine, theirs = (
+                    read(s.attributes[s.graph.buffers[name]], f"self.{s.attribute}")
+                    for s in (stage, owner)
+                )
+                yield Line(f"{mine} = {theirs}")
+
+    def _finish(self) -> Iterator[Line]:
+        """Sum what is summed once per step; every rank learns the loss."""
+        holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
+        for number, stage in self.stages.items():
+            loss = "loss = " if number == holder else ""
+            if stage.finishes:
+                yield Line(f"{loss}self.{stage.attribute}.finish()")
+        for number, one in enumerate(self.tied):
+            yield from self._sum_tied(one, number)
+        source = self.schedule.rank_of[holder]
+        if self.rank != source:
+            made = self.graphs[holder].loss
+            assert made is not None
+            dtype = literal(value(made).dtype)
+            yield Line(f"loss = torch.empty((), dtype={dtype}, device={self._device})")
+        if self.schedule.ranks > 1:
+            call = f"dist.broadcast(loss, group=self.{PP}, group_src={source})"
+            yield Line(call, "every rank learns the loss")
+        yield Line("return loss")
+
+    def _results(self) -> Iterator[Line]:
+        """Every rank learns the results of an inference."""
+        yield Line("results = {}")
+        for stage in self.stages.values():
+            if stage.graph.outputs.results:
+                yield Line(f"results |= self.{stage.attribute}.finish()")
+        for number, graph in enumerate(self.graphs):
+            source = self.schedule.rank_of[number]
+            for name, node in graph.outputs.results.items():
+                key = f"results[{literal(name)}]"
+                if source != self.rank:
+                    shape, dtype = literal(tuple(value(node).shape)), literal(value(node).dtype)
+                    empty = f"torch.empty({shape}, dtype={dtype}, device={self._device})"
+                    yield Line(f"{key} = {empty}")
+                elif self.schedule.ranks > 1:
+                    yield Line(f"{key} = {key}.contiguous()")
+                if self.schedule.ranks > 1:
+                    yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")
+        yield Line("return results")
+
+    def _is_apart(self, one: Tied) -> bool:
+        """Whether this rank and another one hold a tied parameter."""
+        ranks = one.ranks(self.schedule)
+        return self.rank in ranks and len(ranks) > 1
+
+    def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
+        """What was in a tied parameter's gradient before must not be summed again."""
+        if self._is_apart(one):
+            path = self._path(one.name, self.mine(one)[0])
+            yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
+
+    def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
+        if self._is_apart(one):
+            ranks, tag = list(one.ranks(self.schedule)), self.links.free_tag + number
+            call = self.links.helpers.use("sum_tied")
+            path = self._path(one.name, self.mine(one)[0])
+            yield Line(f"{call}({path}, before_{number}, {ranks}, {tag}, self.{PP})", "tied")

@@ -1,0 +1,284 @@
+"""What a pipeline stage does once per step, after all microbatches: sums over ranks.
+
+In: a stage's graph. Out: the same graph without its phase ``E``, for each result the collectives
+that its sum over microbatches still has to pass, and the function that does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.blocks import Run
+from partc.codegen.text import Line, block
+from partc.errors import CheckError, PlanError
+from partc.graph import Graph, collectives, value
+from partc.passes.stages.early_sums import Chain, Leaving, closing_chain, leaving
+from partc.quoting import literal
+
+
+@dataclass(frozen=True)
+class Ends:
+    """``grads`` by parameter; an empty chain means that nothing is left to do. The nodes of chains
+    stand in no graph any more. ``leaving`` says whose sums begin before the end.
+    """
+
+    grads: dict[str, Chain]
+    loss: Chain | None  # None: the stage has no loss, or it is not summed over microbatches
+    results: dict[str, int] = field(default_factory=dict)  # the dim on which turns lie side by side
+    leaving: Leaving | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether any gradient is summed over ranks once per step."""
+        return any(self.grads.values())
+
+    def groups(self) -> Iterator[tuple[Chain, list[str]]]:
+        """Parameters whose gradients pass the same collectives."""
+        found: dict[object, tuple[Chain, list[str]]] = {}
+        for name, chain in self.grads.items():
+            found.setdefault(_way(chain), (chain, []))[1].append(name)
+        yield from found.values()
+
+
+def _way(chain: Chain) -> object:
+    """What chains that do the same have in common."""
+    return tuple((n.target, tuple(sorted(n.kwargs.items()))) for n in chain)
+
+
+def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
+    """PlanError if stages of one rank, by number, sum what they add to one gradient differently."""
+    chains = {stage: its.grads[name] for stage, its in ends.items() if name in its.grads}
+    if len({_way(chain) for chain in chains.values()}) > 1:
+        raise PlanError(
+            where=name,
+            what=f"stages {', '.join(map(str, chains))} of one rank sum its gradient over other "
+            "ranks in different ways",
+            why="they add to one gradient, and what one has summed another would sum again",
+            do="Take a schedule that has these stages on ranks of their own, as 1f1b.",
+        )
+
+
+def take_ends(graph: Graph) -> Ends:
+    """Cut phase ``E`` off a graph, in place: its results are then sums that turns add to."""
+    outputs = graph.outputs
+    grads, chains = dict(outputs.grads), {}
+    for name, node in outputs.grads.items():
+        grads[name], chains[name] = closing_chain(node)
+    loss, chain = outputs.loss, None
+    if loss is not None and value(loss).phase == "E":
+        loss, chain = closing_chain(loss)
+    results, dims = dict(outputs.results), {}
+    for name, node in outputs.results.items():
+        if node.target is collectives.collect:
+            results[name], dims[name] = node.all_input_nodes[0], int(str(node.kwargs["dim"]))
+    graph.set_outputs(replace(outputs, grads=grads, loss=loss, results=results))
+    for node in reversed(list(graph.calls())):
+        if value(node).phase == "E" and not node.users:
+            graph.fx.erase_node(node)
+    made = {name: (grads[name], chain) for name, chain in chains.items()}
+    early = leaving(graph, graph.early, made) if graph.early else None
+    return Ends(chains, chain, dims, early)
+
+
+def early_sums(
+    leaving: Leaving, first: Sequence[str], classes: Sequence[BlockClass], params: Collection[str]
+) -> dict[Run, tuple[list[Line], list[Line]]]:
+    """What starts sums of gradients that leave before the end: before the loop over each class's
+    blocks, and at the end of each turn. ``first`` are the paths of parameters whose gradients are
+    there before the first loop.
+    """
+    found: dict[Run, tuple[list[Line], list[Line]]] = {}
+    for cls in classes:
+        before = [] if found else [f"self.{path}" for path in first]
+        behind = _leaving_behind(cls, {*leaving.blocks}, params)
+        found[cls.run] = (
+            _reduced_early(before, "beside the blocks", 0),
+            _reduced_early(behind, "beside the blocks that are left", 1),
+        )
+    return found
+
+
+def _leaving_behind(cls: BlockClass, early: Set[str], params: Collection[str]) -> list[str]:
+    """The parameters of one of a class's blocks that leave early, where those of all do."""
+    mine = [s for s in cls.suffixes if f"{cls.run.layers[0]}.{s}" in params]
+    here = [layer for layer in cls.run.layers if mine and f"{layer}.{mine[0]}" in params]
+    leaves = [[s for s in mine if f"{layer}.{s}" in early] for layer in here]
+    if not leaves or any(each != leaves[0] for each in leaves):
+        return []
+    if leaves[0] == mine:
+        return ["*layer.parameters()"]
+    return [f"layer.{cls.suffixes[suffix]}" for suffix in leaves[0]]
+
+
+def _reduced_early(params: Sequence[str], remark: str, indent: int) -> list[Line]:
+    """Start to sum gradients if no microbatch will add to them."""
+    if not params:
+        return []
+    start = Line(f"self.reduce([{', '.join(params)}])", remark, indent=indent + 1)
+    return [Line("if i == self.last:", indent=indent), start]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Prints ``finish``: sums over ranks that are taken once per step, the loss, the results.
+
+    ``attributes`` has the paths of parameters in the stage, ``steady`` the lists of blocks whose
+    weights are held for the whole step; up to ``bucket_bytes`` of gradients share a transfer.
+    """
+
+    graph: Graph
+    ends: Ends
+    attributes: Mapping[fx.Node, str]
+    steady: Sequence[str]
+    helpers: Helpers
+    bucket_bytes: int
+
+    def function(self) -> dict[str, str]:
+        """Signature, docstring and body."""
+        lines = list(self._reductions()) if self.ends.reduces else []
+        for blocks in self.steady:
+            lines.append(Line(f"for layer in self.{blocks}:"))
+            lines.append(Line("layer.whole = []", indent=1))
+        total, sums = "torch.stack(self.losses).sum()", list(self.ends.loss or ())
+        if sums:
+            lines.append(Line(f"loss = {total}"))
+            lines += [Line(f"dist.all_reduce(loss, group=self.{n.kwargs['axis']})") for n in sums]
+            lines.append(Line("return loss"))
+        elif self.graph.loss is not None:
+            lines.append(Line(f"return {total}"))
+        if self.graph.outputs.results:
+            return self._results()
+        result = "None" if self.graph.loss is None else "Tensor"
+        return {
+            "signature": f"    def finish(self) -> {result}:",
+            "doc": "Sum over ranks what all microbatches have added up."
+            if self.ends.reduces or sums
+            else "The loss, of all microbatches.",
+            "body": block(lines, 2),
+        }
+
+    def _results(self) -> dict[str, str]:
+        """The model's results for the whole batch."""
+        texts = []
+        for name in self.graph.outputs.results:
+            turns = f"self.results[{literal(name)}]"
+            dim = self.ends.results.get(name)
+            texts.append(
+                f"{literal(name)}: {turns}[-1]" if dim is None
+                else f"{literal(name)}: torch.cat({turns}, {dim})"
+            )  # fmt: skip
+        return {
+            "signature": "    def finish(self) -> dict[str, Tensor]:",
+            "doc": "The results, all microbatches side by side.",
+            "body": block([Line(f"return {{{', '.join(texts)}}}")], 2),
+        }
+
+    def reduce(self) -> dict[str, str]:
+        """The method that starts sums of gradients which leave before the end."""
+        (chain, names), *_ = self._early()
+        return {
+            "signature": "    def reduce(self, params: list[nn.Parameter]) -> None:",
+            "doc": "Start to sum over ranks what microbatches have added up of some gradients.",
+            "body": block([*self._summed_up(chain, names[0], "params")], 2),
+        }
+
+    def _early(self) -> list[tuple[Chain, list[str]]]:
+        """The parameters that are summed as those which leave before the end, these among them."""
+        mine = self.ends.leaving.blocks if self.ends.leaving else ()
+        return [group for group in self.ends.groups() if mine and mine[0] in group[1]]
+
+    def _reductions(self) -> Iterator[Line]:
+        """Start all sums over ranks, then wait for them."""
+        if not self.ends.leaving:
+            yield Line("reduced = []")
+        early = self._early()
+        for chain, names in self.ends.groups():
+            paths = [self.attributes[self.graph.params[n]] for n in names]
+            params = paths_text(paths, len(names) == len(self.graph.params))
+            if (chain, names) in early:
+                yield Line(f"self.reduce({params})", "those that are left")
+            elif chain:
+                yield from self._summed_up(chain, names[0], params)
+            else:
+                yield Line(f"for w, grad in {self.helpers.use('take_partials')}({params}).items():")
+                yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=1)
+        yield Line(f"{self.helpers.use('finish')}({self._reduced})")
+
+    @property
+    def _reduced(self) -> str:
+        return "self.reduced" if self.ends.leaving else "reduced"
+
+    def _summed_up(self, chain: Chain, name: str, params: str) -> Iterator[Line]:
+        """Take what microbatches have added up of some parameters' gradients through a chain."""
+        take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
+        yield Line(f"for grads in {bucket}({take}({params}), {self.bucket_bytes:_}):")
+        yield from self._passed(chain, name)
+
+    def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
+        """All collectives of ``grads`` that are started, but the last one waited for."""
+        for node in chain:
+            if node.target is collectives.all_to_all:
+                yield Line(f"grads = {self._moved(node)}", indent=1)
+            elif node is not chain[-1]:
+                yield Line(f"grads, done = {self._summed(node, param)}", indent=1)
+                yield Line("done.wait()", indent=1)
+                if node.target is collectives.reduce_scatter and not self.helpers.messages:
+                    yield Line(f"grads = {self.helpers.use('summed')}(grads)", indent=1)
+            else:
+                yield Line(f"{self._reduced}.append({self._summed(node, param)})", indent=1)
+        if chain[-1].target is collectives.all_to_all:
+            yield Line("for w, grad in grads.items():", indent=1)
+            yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=2)
+
+    def _moved(self, node: fx.Node) -> str:
+        k: dict[str, Any] = dict(node.kwargs)
+        outers = [k.get("outer", 1), k.get("to_outer", 1)]
+        cuts = [k["dim"], k["to_dim"], *(outers if outers != [1, 1] else [])]
+        to = ", ".join(map(str, cuts))
+        return f"{self.helpers.use('move_grads')}(grads, {k['num']}, self.{k['axis']}, {to})"
+
+    def _summed(self, node: fx.Node, param: str) -> str:
+        """The start of one sum over ranks of all ``grads``, ``param``'s among them."""
+        k: dict[str, Any] = dict(node.kwargs)
+        if node.target is collectives.all_reduce:
+            return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
+        if node.target is collectives.all_gather and (k["dim"], k.get("outer", 1)) == (0, 1):
+            return f"{self.helpers.use('gather_grads')}(grads, {k['num']}, self.{k['axis']})"
+        if node.target is not collectives.reduce_scatter:
+            raise CheckError(
+                where=param,
+                what=f"a gradient's sum over microbatches goes through {node.target}",
+                why="only sums over ranks are expected there",
+                do="Use reduce = 'microbatch' in the plan.",
+            )
+        at = (k["dim"], k.get("outer", 1))
+        name, cuts = "scatter_grads", ""
+        if at != (0, 1):
+            name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
+        return f"{self.helpers.use(name)}(grads, {k['num']}, self.{k['axis']}{cuts})"
+
+
+def paths_text(paths: Sequence[str], everything: bool) -> str:
+    """Parameters as an expression that gives them one after the other.
+
+    >>> paths_text(["embed", "layers.0.w", "layers.1.w"], False)
+    '[self.embed, *(w for layer in self.layers for w in (layer.w,))]'
+    """
+    if everything:
+        return "[*self.parameters()]"
+    alone = [f"self.{path}" for path in paths if "." not in path]
+    lists: dict[str, dict[str, None]] = {}
+    for path in paths:
+        if "." in path:
+            attribute, _, suffix = path.split(".", 2)
+            lists.setdefault(attribute, {})[suffix] = None
+    for attribute, suffixes in lists.items():
+        each = ", ".join(f"layer.{suffix}" for suffix in suffixes)
+        alone.append(f"*(w for layer in self.{attribute} for w in ({each},))")
+    return f"[{', '.join(alone)}]"

@@ -1,0 +1,386 @@
+"""One pipeline stage as a class: what it does before, for and after each microbatch.
+
+``begin`` computes what all microbatches share, ``forward(i, ...)`` and ``backward(i, ...)`` one
+microbatch, ``weights(i)`` the weight gradients that a split backward leaves for later, ``finish``
+what is summed over ranks once per step.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import fx, nn
+
+from partc.codegen.bodies.classes import LEFT, BlockClass
+from partc.codegen.bodies.compiled import compiled
+from partc.codegen.bodies.outline import outlined
+from partc.codegen.bodies.step import StepBody
+from partc.codegen.bodies.tables import TABLES
+from partc.codegen.calls.buffers_in_place import updates
+from partc.codegen.calls.expressions import ADDS, PARTIALS
+from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.calls.random import seed_lines
+from partc.codegen.calls.statements import free_early, with_sections
+from partc.codegen.calls.tidy import copied
+from partc.codegen.files.alike_stages import declared, given
+from partc.codegen.files.emit import RoleText, arranged, read
+from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
+from partc.codegen.files.stage_flow import StageFlow, has_phase
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.blocks import Loop, Run
+from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
+from partc.codegen.repeats.slots import interfaces
+from partc.codegen.text import Line, Text, block, wrap
+from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
+from partc.passes.overlap.join_collectives import MB
+from partc.quoting import comment, literal
+
+METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
+DOCS: dict[Phase, str] = {
+    "S": "Compute what all microbatches share.",
+    "F": "Microbatch `i` through this stage.",
+    "B": "The gradients of microbatch `i`.",
+    "W": "The weight gradients that `backward` left for later.",
+}
+
+
+def stage_text(
+    graph: Graph,
+    label: str,
+    title: str,
+    helpers: Helpers,
+    join_mb: float,
+    *,
+    lent: frozenset[str] = frozenset(),
+    layers: Layers | None = None,
+    first: str = "",
+    inductor: bool = False,
+) -> StageText:
+    """Arrange a stage for printing as ``Stage<label>``; another stage of the rank holds the
+    buffers ``lent``. With ``layers`` its layers are counted from the first, which is the number
+    ``first``, so that several ranks or stages have one text.
+
+    Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
+    ``inductor`` what it computes between transfers is left to torch.compile.
+    """
+    graph = copied(graph, fused=inductor)
+    if layers is not None:
+        graph = count_from_first(graph, layers)
+    ends = take_ends(graph)
+    items, sides = arranged(graph)
+    items = outlined(graph, items, helpers)
+    items = compiled(graph, items, helpers, by_phase=True) if inductor else items
+    sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
+    return StageText(
+        graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
+        first=first, ends=ends, bucket_bytes=round(join_mb * MB),
+    )  # fmt: skip
+
+
+@dataclass
+class StageText(RoleText):
+    """Prints one stage; ``seen`` and ``scope`` are shared by its methods, so that a value is called
+    the same in all of them."""
+
+    step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results")
+
+    label: str = ""
+    title: str = ""
+    first: str = ""  # the number of its first layer, as an expression
+    bucket_bytes: int = 0
+    ends: Ends = field(default_factory=lambda: Ends({}, None))
+    seen: dict[fx.Node, Text] = field(default_factory=dict)
+    scope: Scope = field(default_factory=Scope)
+    flow: StageFlow = field(init=False)
+    class_of: StageText = field(init=False)  # the stage whose class it is an instance of
+    lends: bool = False  # whether others of its class read its buffers
+
+    def __post_init__(self) -> None:
+        self.class_of = self
+        self.flow = StageFlow(self.graph, self.items, self.sides)
+        self.adds = PARTIALS if self.ends.reduces else ADDS
+        self.make_classes()
+        self.name_attributes()
+        self.scope = Scope([*self.helpers.names, "i"])
+        self.own = Scope(
+            [
+                *dir(nn.Module),
+                *METHODS.values(),
+                "saved",
+                "kept",
+                "left",
+                "losses",
+                "results",
+                "reduce",
+                "reduced",
+                "last",
+                "finish",
+            ]
+        )
+        self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
+        self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
+        self.wishes = wishes(self.graph)
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
+    def name(self) -> str:
+        return f"Stage{self.class_of.label}"
+
+    @property
+    def attribute(self) -> str:
+        """Where a rank's ``Step`` has the stage."""
+        return f"stage_{self.label.lower()}" if self.label.isalpha() else f"stage{self.label}"
+
+    @property
+    def seeds(self) -> str:
+        """The body of ``seed``."""
+        lists = [c.attribute for c in self.classes.values()]
+        return block(seed_lines(self.graph, lists), 2)
+
+    def table(self, constant: str) -> str:
+        """What the table of its own parameters or buffers is called."""
+        return f"STAGE{self.class_of.label}_{constant}"
+
+    def values(self) -> dict[str, Any]:
+        """What the template of a stage's class is filled with."""
+        return {
+            "name": self.name,
+            "doc": self._doc(),
+            "functions": self.functions,
+            "arguments": "".join(f", {name}: {kind}" for name, kind in given(self).items()),
+            "declarations": block(declared(self), 2),
+            "seeds": self.seeds,
+        }
+
+    @cached_property
+    def functions(self) -> list[dict[str, str]]:
+        """The methods of its class, printed once."""
+        methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
+        methods["S"].lines[:0] = self._opening()
+        functions = [method.function() for method in methods.values()]
+        functions += [self._finish().reduce()] if self.ends.leaving else []
+        return [*functions, *([self._finish().function()] if self.finishes else [])]
+
+    def varies(self, constant: str) -> bool:
+        """Whether that table has other names for each stage and rank that runs the text."""
+        kind = next(kind for kind, name in TABLES.items() if name == constant)
+        layers = self.layers
+        return layers is not None and any(map(layers.has, self.graph.placeholders(kind)))
+
+    def read_table(self, constant: str) -> str:
+        """Its table of its own parameters or buffers."""
+        return self.table(constant) + (f"[{FIRST}]" if self.varies(constant) else "")
+
+    def has(self, phase: Phase) -> bool:
+        return has_phase(self.graph, phase)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether anything is left to do once all microbatches have run."""
+        outputs = self.graph.outputs
+        made = outputs.loss is not None or bool(outputs.results)
+        return self.ends.reduces or bool(self._steady()) or made
+
+    def _finish(self) -> Finish:
+        steady = [cls.attribute for cls in self._steady()]
+        return Finish(
+            self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes
+        )
+
+    def _steady(self) -> list[BlockClass]:
+        """The blocks whose weights are gathered once for all microbatches."""
+        return [cls for cls in self.classes.values() if cls.is_steady]
+
+    def _doc(self) -> str:
+        """What of the model stands in this stage."""
+        found: dict[str, None] = {}
+        for item in self.items:
+            if isinstance(item, Loop):
+                found.setdefault(self.span(item.run))
+            elif value(item).phase == "F" and value(item).module:
+                found.setdefault(comment(self.shown(block_of(item) or value(item).module)))
+        return f"{self.title}: {', '.join(found)}."
+
+    # functions -------------------------------------------------------------------------------
+    def _method(self, phase: Phase) -> _Method:
+        items = self.flow.of(phase)
+        arguments = self._arguments_of(phase)
+        order = [item for item in items if isinstance(item, fx.Node)]
+        kept = self.flow.kept(phase)
+        unpacked = self._unpacked(phase)
+        device = f"{self._tensor_of(phase)}.device"
+        body = StepBody(
+            self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
+            self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
+            sums=self._sums(phase),
+        )  # fmt: skip
+        given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
+        self.scope.taken |= given  # here alone: later methods read them as attributes
+        statements = body.statements()
+        self.scope.taken -= given
+        lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
+        lasting |= {n for n in self.seen if n not in body.place}
+        lines = with_sections(free_early(statements, body.text, lasting), self.shown)
+        lines = self._with_reductions(lines)
+        lines += self._updates(body)
+        lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
+        return _Method(phase, arguments, lines)
+
+    def _sums(self, phase: Phase) -> dict[Run, tuple[list[Line], list[Line]]]:
+        """What starts sums of gradients around the loops of the phase that makes the last ones."""
+        loops = [item for item in self.flow.of(phase) if isinstance(item, Loop)]
+        if self.ends.leaving is None or phase != ("W" if self.has("W") else "B"):
+            return {}
+        first = [self.attributes[self.graph.params[name]] for name in self.ends.leaving.first]
+        classes = [self.classes[loop.run] for loop in loops]
+        return early_sums(self.ends.leaving, first, classes, self.graph.params)
+
+    def _updates(self, body: StepBody) -> list[Line]:
+        """New values of buffers that this method makes."""
+        places = {
+            node: read(self.attributes[self.graph.buffers[name]])
+            for name, node in self.graph.outputs.buffers.items()
+            if node in body.place
+        }
+        return updates(places, body.text)
+
+    def _tensor_of(self, phase: Phase) -> str:
+        """A tensor on this rank's device that a method can read."""
+        arguments, own = list(self.arguments.values()), map(read, self.attributes.values())
+        if phase == "S":
+            return next(iter([*arguments, *own]), "self")
+        received = [str(self.seen[node]) for node in self.flow.received(phase)]
+        return next(iter([*own, *received, *(f"self.{name}" for name in arguments)]))
+
+    def _arguments_of(self, phase: Phase) -> list[str]:
+        """The arguments of a method, with their types."""
+        if phase == "S":
+            self.arguments = self.arguments_by_node()
+            self.seen |= {node: Text(name) for node, name in self.arguments.items()}
+            return [f"{name}: Tensor" for name in self.arguments.values()]
+        received = self.flow.received(phase)
+        main = max(received, key=lambda n: held(n).numel(), default=None)
+        for node in received:
+            wish = ("x" if phase == "F" else "d_y") if node is main else self.wishes.get(node, "x")
+            self.seen[node] = Text(self.scope.fresh(wish))
+        return ["i: int", *(f"{self.seen[n]}: Tensor" for n in received)]
+
+    def _opening(self) -> list[Line]:
+        """Places for what the methods leave for one another, known once all are printed."""
+        lines = []
+        for phase in METHODS:
+            places = [
+                f"self.{place}"
+                for (before, then), place in LEFT.items()
+                if then == phase and self._handed(before, then)
+            ]
+            if places:
+                lines.append(Line(f"{', '.join(places)} = {', '.join(['{}'] * len(places))}"))
+        lines += [Line("self.losses = []")] if self.graph.loss is not None else []
+        lists = ", ".join(f"{literal(name)}: []" for name in self.graph.outputs.results)
+        lines += [Line(f"self.results = {{{lists}}}")] if lists else []
+        if self.ends.reduces:
+            lines.append(Line(f"{self.helpers.use('with_partials')}(self)"))
+        if self.graph.early:
+            last = self.graph.early.last
+            lines.append(Line(f"self.reduced, self.last = [], {last}"))
+        return lines
+
+    def _unpacked(self, phase: Phase) -> list[Line]:
+        """Take what the microbatch's earlier methods have saved for this one."""
+        lines = []
+        for (before, then), place in LEFT.items():
+            names = self._handed(before, then) if then == phase else []
+            if names:
+                comma = "," if len(names) == 1 else ""
+                lines.append(Line(f"{', '.join(names)}{comma} = self.{place}.pop(i)"))
+        return lines
+
+    def _handed(self, before: Phase, then: Phase) -> list[str]:
+        """The names of what one method leaves for a later one."""
+        wanted = self.flow.read(then)
+        names: dict[str, None] = {}
+        for node in self.flow.made(before):
+            if node in wanted and node in self.seen:
+                names.setdefault(_base(self.seen[node].code))
+        word = LEFT[before, then]
+        for cls in self.classes.values():
+            if any(word in cls.left_by(s) for s in cls.sides if s.loop.phase == before):
+                names.setdefault(f"{cls.attribute}_{word}")
+        return list(names)
+
+    def _closing(self, phase: Phase, body: StepBody, kept: set[fx.Node]) -> list[Line]:
+        """Put away what others read, and give back what is sent."""
+        lines: list[Line] = []
+        if phase == "S":
+            for cls in self._steady():
+                lines.append(Line(f"for layer in self.{cls.attribute}:"))
+                lines.append(Line("layer.gather()", "weights for the whole step", indent=1))
+                lines.append(Line(f"for layer in self.{cls.attribute}:"))
+                taken = cls.taken("layer.whole", cls.forward)
+                lines.append(Line(f"layer.whole = {taken}", indent=1))
+            for node in self.graph.fx.nodes:
+                if node in kept:
+                    text = body.text(node).code
+                    attribute = self.own.fresh(_base(text))
+                    lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))
+                    self.seen[node] = Text(f"self.{attribute}")
+            return lines
+        for (before, then), place in LEFT.items():
+            names = self._handed(before, then) if before == phase else []
+            if names:
+                comma = "," if len(names) == 1 else ""
+                lines.append(Line(f"self.{place}[i] = ({', '.join(names)}{comma})"))
+        if phase == "F" and self.graph.loss is not None:
+            lines.append(Line(f"self.losses.append({body.text(self.graph.loss)})"))
+        for name, node in self.graph.outputs.results.items() if phase == "F" else ():
+            lines.append(Line(f"self.results[{literal(name)}].append({body.text(node)})"))
+        if phase in "FB":
+            sent = self.flow.sent(phase)
+            texts = [body.text(n).code for n in sent]
+            types = comment(", ".join(typed(n) for n in sent))
+            lines.append(
+                Line(f"return ({', '.join(texts)}{',' if len(texts) == 1 else ''})", types)
+            )
+        return lines
+
+    def _with_reductions(self, lines: list[Line]) -> list[Line]:
+        if not any("reduced" in line.code for line in lines):
+            return lines
+        return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
+
+
+@dataclass
+class _Method:
+    """One of ``METHODS`` before it is printed."""
+
+    phase: Phase
+    arguments: list[str]
+    lines: list[Line]
+
+    def function(self) -> dict[str, str]:
+        """What the template prints of it."""
+        signature = f"def {METHODS[self.phase]}({', '.join(['self', *self.arguments])})"
+        result = "tuple[Tensor, ...]" if self.phase in "FB" else "None"
+        return {
+            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
+            "doc": DOCS[self.phase],
+            "body": block(self.lines or [Line("pass")], 2),
+        }
+
+
+def _base(code: str) -> str:
+    """The name that an expression begins with.
+
+    >>> _base("attn_all[3]")
+    'attn_all'
+    """
+    found = re.match(r"(?:self\.)?([A-Za-z_]\w*)", code)
+    assert found is not None, code
+    return found.group(1)

@@ -1,0 +1,152 @@
+"""Whether two blocks compute the same, whatever the order in which their calls stand."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from partc.graph import Graph, Phase, collectives, held, value
+
+Owner = tuple[str, Phase]  # a block's module path, and forward or backward
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The calls of one block in one phase, in order."""
+
+    layer: str
+    nodes: tuple[fx.Node, ...]
+
+
+class Equal:
+    """Compares groups of one graph; ``owners`` says which block each call stands in."""
+
+    def __init__(self, graph: Graph, owners: Mapping[fx.Node, Owner]) -> None:
+        self.owners = owners
+        self.written = _written(graph)
+        self.numbers: dict[Any, int] = {}  # equal values of different blocks have one number
+
+    def aligned(self, first: Group | None, other: Group | None) -> Group | None:
+        """``other`` with its calls ordered as the equal ones of ``first``; None if they differ."""
+        if first is None or other is None or len(first.nodes) != len(other.nodes):
+            return None
+        if self._signature(first) == self._signature(other):
+            return other
+        alike: dict[int, list[fx.Node]] = defaultdict(list)
+        for node, number in self._numbered(other).items():
+            alike[number].append(node)
+        counterparts = [alike[number] for number in self._numbered(first).values()]
+        if not all(counterparts):
+            return None
+        taken = [nodes.pop(0) if nodes else None for nodes in counterparts]
+        ordered = Group(other.layer, tuple(node for node in taken if node is not None))
+        return ordered if self._signature(first) == self._signature(ordered) else None
+
+    def _numbered(self, group: Group) -> dict[fx.Node, int]:
+        """Per call a number that equal calls on equal operands share."""
+        found: dict[fx.Node, int] = {}
+
+        def known_as(node: fx.Node) -> Any:
+            return found[node] if node in found else ("outside", *self._outside(node, group.layer))
+
+        for node in group.nodes:
+            key = self._call(node, group, known_as)
+            found[node] = self.numbers.setdefault(key, len(self.numbers))
+        return found
+
+    def _signature(self, group: Group) -> tuple[Any, ...]:
+        """What a block computes, in this order of calls, free of which block it is."""
+        number = {node: i for i, node in enumerate(group.nodes)}
+        outside: dict[fx.Node, tuple[Any, ...]] = {}
+
+        def known_as(node: fx.Node) -> Any:
+            if node in number:
+                return ("here", number[node])
+            kind = _kind(node, group.layer)
+            return outside.setdefault(node, ("outside", len(outside), *kind))
+
+        return tuple(self._call(node, group, known_as) for node in group.nodes)
+
+    def _call(
+        self, node: fx.Node, group: Group, known_as: Callable[[fx.Node], Any]
+    ) -> tuple[Any, ...]:
+        return (
+            str(node.target),
+            mapped(node.args, known_as),
+            mapped(sorted(node.kwargs.items()), known_as),
+            _shapes(held(node)),
+            str(value(node).sharding),
+            tuple(w.replace(f" {group.layer}.", " ") for w in self.written.get(node, [])),
+        )
+
+    def _outside(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
+        """What an operand from outside is; one that several blocks read is itself."""
+        readers = {self.owners[u][0] for u in node.users if u in self.owners}
+        shared = node.name if node not in self.owners and len(readers) > 1 else ""
+        return (*_kind(node, layer), shared)
+
+
+def ends_step(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node only waits for gradients or picks one, which the step does at its end."""
+    if node.target is operator.getitem:
+        call = node.all_input_nodes[0]
+        return call.target is collectives.wait and ends_step(graph, call)
+    if node.target is not collectives.wait:
+        return False
+    start = node.all_input_nodes[0]
+    finals = list(node.users) if start.target in collectives.JOINED else [node]
+    if any(set(n.users) != {graph.fx.output_node()} for n in finals):
+        return False
+    moved = start.target in (collectives.all_gather, collectives.all_to_all)
+    whole = not moved or (start.kwargs["dim"] == 0 and start.kwargs.get("outer", 1) == 1)
+    outputs = graph.outputs
+    grads = Counter(outputs.grads.values())
+    others = {outputs.loss, *outputs.buffers.values(), *outputs.results.values()}
+    return bool(whole) and all(grads[n] == 1 and n not in others for n in finals)
+
+
+def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
+    """The call before the step's end that makes a gradient, or starts its last reduction."""
+    while ends_step(graph, grad):
+        grad = grad.all_input_nodes[0]
+    return grad
+
+
+def _written(graph: Graph) -> dict[fx.Node, list[str]]:
+    """Per node the parameters and buffers whose gradient or new value it is, or its wait is."""
+    found: dict[fx.Node, list[str]] = defaultdict(list)
+    outputs = graph.outputs
+    for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
+        for name, node in results.items():
+            which = f" {node.args[1]}" if node.target is operator.getitem else ""
+            found[made_in_step(graph, node)].append(f"{kind} {name}{which}")
+    return found
+
+
+def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
+    """Arguments with nodes replaced, hashable."""
+    if isinstance(args, fx.Node):
+        return known_as(args)
+    if isinstance(args, list | tuple):
+        return tuple(mapped(a, known_as) for a in args)
+    return repr(args)
+
+
+def _kind(node: fx.Node, layer: str) -> tuple[Any, ...]:
+    """What an operand from outside a block is like; its own parameters by their names there."""
+    own = node.op == "placeholder" and value(node).name.startswith(f"{layer}.")
+    name = value(node).name.removeprefix(layer) if own else ""
+    return (name, _shapes(held(node)), str(value(node).sharding))
+
+
+def _shapes(fake: Any) -> Any:
+    if isinstance(fake, Tensor):
+        return (tuple(fake.shape), str(fake.dtype))
+    if isinstance(fake, list | tuple):
+        return tuple(_shapes(f) for f in fake)
+    return repr(fake)

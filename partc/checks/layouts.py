@@ -1,0 +1,258 @@
+"""Whether the layouts noted on a local graph follow from one another, call by call.
+
+The axioms are the shardings of parameters, buffers and inputs. A call of an op must be all
+replicated on an axis or match one of the rules' strategies; a collective must do what it says.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from partc.checks.calls import result_nodes, wrong
+from partc.checks.pieces import check_piece, is_piecewise
+from partc.checks.rows import check_order, check_rows, rows_made
+from partc.checks.whole_twin import whole_twin
+from partc.errors import CheckError
+from partc.graph import (
+    Graph,
+    Origin,
+    collectives,
+    held,
+    is_tensor,
+    layout_on,
+    literals,
+    ops,
+    picked,
+    results_of,
+    tensor_args,
+    typed,
+    value,
+)
+from partc.graph.moves import Move, moves, results
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, M, R, Sharding, U, cut
+from partc.rules import strategies_for
+from partc.rules.local_batch_norm import fits_locally
+from partc.rules.rows import SORTS, alike, has_rows, rows_known
+from partc.rules.table import name_of
+
+MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
+
+
+def check_layouts(graph: Graph) -> None:
+    """Raise CheckError at the first call whose result does not lie as its operands make it lie."""
+    sound: set[Hashable] = set()  # the circumstances of calls that a rule allows
+    sorted_by: dict[int, Hashable] = {}
+    with FakeTensorMode():
+        for node in graph.calls():
+            if node.target in SORTS and value(node).rows is not None:
+                check_order(node, sorted_by)
+            if node.target is collectives.wait:
+                _check_wait(node)
+            elif node.target in MOVES:
+                _check_moves(node, graph.mesh)
+            elif node.target is ops.window:
+                _check_window(node, graph.mesh)
+            elif node.target in (ops.drawn_mask, ops.same_mask):
+                _check_mask(node)
+            elif is_piecewise(node):
+                check_piece(node)
+            elif node.target not in (operator.getitem, collectives.axis_index):
+                circumstances = _circumstances(node)
+                if circumstances not in sound:
+                    _check_call(node, graph.mesh)
+                    sound.add(circumstances)
+
+
+def _circumstances(node: fx.Node) -> Hashable:
+    """All that the check of a call looks at: equal calls of equal blocks are checked once."""
+    operands = tuple(_known(n) for n in tensor_args(node))
+    outs = tuple(None if n is None else _known(n) for n in result_nodes(node))
+    results = tuple(
+        None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
+    )
+    windows = tuple(windows_of(node).items())
+    is_local = value(node).origin is Origin.LOCAL_STATISTICS
+    rows = alike([*rows_known(node), *rows_made(result_nodes(node))]) if has_rows(node) else ()
+    return node.target, literals(node), operands, outs, results, windows, is_local, rows
+
+
+def _known(node: fx.Node) -> Hashable:
+    """How a value lies, as a whole and on this rank."""
+    known, fake = value(node), held(node)
+    here = (tuple(fake.shape), fake.dtype) if is_tensor(node) else repr(fake)
+    return known.shape, known.dtype, known.sharding, here
+
+
+def _check_wait(node: fx.Node) -> None:
+    (operand,) = tensor_args(node)
+    if typed(operand) != typed(node):
+        raise wrong(node, "a wait changes nothing", "Give its result the type of its operand.")
+
+
+def _check_moves(node: fx.Node, mesh: Mesh) -> None:
+    """A collective does to every tensor that it moves what its kind says."""
+    axis, num = str(node.kwargs["axis"]), node.kwargs["num"]
+    if axis not in mesh.names or mesh.size(axis) != num:
+        raise wrong(node, f"mesh {mesh} has no axis {axis} of {num} ranks", "Take its own axis.")
+    for move in moves(node):
+        if move.result is not None:
+            _check_move(node, move, move.result, mesh)
+
+
+def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
+    """The layout changes on the collective's axis as its kind says, and on no other axis."""
+    axis = move.kwargs["axis"]
+    have, want = value(move.operand).sharding, value(result).sharding
+    before, after = _meaning(move, have, want, mesh)
+    on = have.on(axis)
+    if on != before:
+        why = f"on {axis} its operand {move.operand.name} lies as {on}, and it needs {before}"
+        raise wrong(node, why, "Use the collective that fits, once, over the right axis and dim.")
+    if want != have.with_(axis, after, mesh) or value(move.operand).shape != value(result).shape:
+        why = f"it makes {axis} {after} and leaves the other axes alone"
+        raise wrong(node, why, "Correct its note, axis or dim.")
+    for side in (have, want):
+        if side.on(axis).kind == "cut" and not _innermost(side, axis):
+            why = f"another axis cuts inside {axis}'s pieces, so they are not neighbours"
+            raise wrong(node, why, "Move the inner cut first.")
+
+
+def _meaning(move: Move, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[Layout, Layout]:
+    """The layouts on its axis that a collective needs before it and leaves after it."""
+    named = move.kwargs
+    axis = named["axis"]
+    if move.target is collectives.all_reduce:
+        return (M if named.get("op") == "max" else U), R
+    if move.target is collectives.accumulate:
+        return U, R
+    if move.target is collectives.keep_first:
+        return R, U
+    if move.target in (collectives.all_gather, collectives.collect):
+        return _cut(have, axis, named["dim"], named.get("outer", 1), mesh), R
+    if move.target is collectives.all_to_all:
+        before = _cut(have, axis, named["dim"], named.get("outer", 1), mesh)
+        return before, _cut(want, axis, named["to_dim"], named.get("to_outer", 1), mesh)
+    after = _cut(want, axis, named["dim"], named.get("outer", 1), mesh)
+    return (U if move.target is collectives.reduce_scatter else R), after
+
+
+def _cut(sharding: Sharding, axis: str, dim: int, local_outer: int, mesh: Mesh) -> Layout:
+    """The cut of the whole that a collective's ``dim`` and ``outer``, counted locally, speak of."""
+    layout = sharding.on(axis)
+    if layout.kind != "cut" or sharding.local_outer(axis, mesh) != local_outer:
+        return cut(dim, local_outer)
+    return cut(dim, layout.outer)
+
+
+def _innermost(sharding: Sharding, axis: str) -> bool:
+    dim = sharding.on(axis).dim
+    return [a for a, layout in sharding.cuts() if layout.dim == dim][-1] == axis
+
+
+def _check_call(node: fx.Node, mesh: Mesh) -> None:
+    """On each axis the op is replicated, or cut in one of the ways its rule allows."""
+    outs, windows = result_nodes(node), windows_of(node)
+    if any(rows_made(outs)):
+        check_rows(node, outs)
+    for axis in mesh.names:
+        ins = [layout_on(n, axis) for n in tensor_args(node)]
+        noted = [None if n is None else layout_on(n, axis) for n in outs]
+        if axis not in windows and all(layout in (None, R) for layout in [*ins, *noted]):
+            continue
+        seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
+        fitting = [
+            s
+            for s in strategies_for(whole_twin(node, outs), mesh.size(axis), seen)
+            if _fits(s.ins, ins) and _fits(s.outs, noted)
+        ]
+        if value(node).origin is Origin.LOCAL_STATISTICS and fits_locally(node, ins, noted):
+            continue
+        if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
+            raise _unruled(node, axis, ins, noted, bool(fitting), axis in windows)
+        if axis in windows:
+            _check_rows(
+                node, axis, windows[axis], [*zip(tensor_args(node), ins, strict=True)], mesh
+            )
+
+
+def _unruled(
+    node: fx.Node, axis: str, ins: Sequence[Layout], outs: Sequence[Layout | None],
+    fits: bool, windowed: bool,
+) -> CheckError:  # fmt: skip
+    """The error for a call that no rule allows as it stands."""
+    text = ", ".join(map(str, ins))
+    made = ", ".join("-" if x is None else str(x) for x in outs)
+    if fits or windowed:
+        counts = (
+            "counts its indices from this rank's rows" if windowed else "has indices of the whole"
+        )
+        why = f"on {axis} it {counts}, and that is not how ({text}) is cut"
+        return wrong(node, why, "Put a window on its indices exactly where the rows are cut.")
+    why = f"on {axis} no rule of {name_of(node.target)} takes ({text}) to ({made})"
+    return wrong(node, why, "Finish sums before ops that are not linear in them; reshard operands.")
+
+
+# windows: indices counted from this rank's first row ---------------------------------------------
+def windows_of(node: fx.Node) -> dict[str, int]:
+    """The axes on which an operand is a window of indices, with the rows each window has."""
+    found: dict[str, int] = {}
+    for operand in tensor_args(node):
+        while operand.target is ops.window:
+            index = operand.args[1]
+            assert isinstance(index, fx.Node)
+            found[str(index.kwargs["axis"])] = int(str(operand.args[2]))
+            operand = tensor_args(operand)[0]
+    return found
+
+
+def _check_window(node: fx.Node, mesh: Mesh) -> None:
+    """A window lies as the indices it is made of, and divides the rows of the window before it."""
+    operand, index = tensor_args(node)
+    if index.target is not collectives.axis_index or index.kwargs["num"] != mesh.size(
+        str(index.kwargs["axis"])
+    ):
+        raise wrong(node, f"{index.name} is no rank's place on an axis", "Take axis_index.")
+    if typed(operand) != typed(node):
+        raise wrong(node, "a window lies as its indices do", "Give it the type of its operand.")
+    rows = int(str(node.args[2]))
+    if operand.target is ops.window and operand.args[2] != rows * int(str(index.kwargs["num"])):
+        why = f"{rows} rows on each rank are not the {operand.args[2]} of the window before"
+        raise wrong(node, why, "Divide the rows by one axis after the other.")
+
+
+def _check_mask(node: fx.Node) -> None:
+    """A mask is cut as what it is drawn for, and lies the same when it is drawn again."""
+    (operand,) = tensor_args(node)
+    if node.target is ops.drawn_mask:
+        (mask, _), cuts = results(node, 2), dict(value(operand).sharding.cuts())
+        layouts = {} if mask is None else dict(value(mask).sharding.layouts)
+        if mask is not None and layouts != cuts:
+            raise wrong(node, "a mask is cut as its value is", "Give it these cuts.")
+        return
+    drawn = picked(operand)[0] if operand.target is operator.getitem else operand
+    first = results(drawn, 2)[0] if drawn.target is ops.drawn_mask else None
+    if first is None or typed(first) != typed(node) or drawn.args[1] != node.args[1]:
+        raise wrong(node, "it is not the mask that was drawn from this state", "Copy that one.")
+
+
+def _check_rows(
+    node: fx.Node, axis: str, rows: int, operands: Sequence[tuple[fx.Node, Layout]], mesh: Mesh
+) -> None:
+    """The rows of the last window are those that this rank holds."""
+    cuts = [(n, layout.dim) for n, layout in operands if layout.kind == "cut"]
+    results = [(n, layout_on(n, axis).dim) for n in [node] if layout_on(n, axis).kind == "cut"]
+    held_rows = {held(n).shape[dim] for n, dim in [*cuts, *results]}
+    last = min(windows_of(node).values())
+    if held_rows != {last} or rows % last:
+        why = f"the window has {last} rows, and this rank holds {sorted(held_rows)}"
+        raise wrong(node, why, "Give the window the rows of this rank's piece.")
+
+
+def _fits(rule: Sequence[Layout], noted: Sequence[Layout | None]) -> bool:
+    pairs = zip(rule, noted, strict=True)
+    return all(mine is None or mine == layout for layout, mine in pairs)

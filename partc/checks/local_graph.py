@@ -1,0 +1,183 @@
+"""Static checks of a local graph: what ``compile`` proves of every program before it hands it out.
+
+Nothing here trusts the passes that made the graph: shapes are derived anew on fake tensors, layouts
+are checked against the rules call by call, collectives against their meaning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc.checks.layouts import check_layouts
+from partc.checks.pieces import check_turns
+from partc.cost.storage import Replay, replay
+from partc.errors import CheckError
+from partc.graph import Graph, collectives, held, typed, value
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import REPLICATED
+from partc.rules.table import name_of
+
+
+def check(graph: Graph, *, scheduled: bool = True) -> None:
+    """Raise CheckError unless a one-stage local graph is sound; ``scheduled``: its waits stand."""
+    check_order(graph)
+    check_shapes(graph)
+    check_layouts(graph)
+    check_turns(graph)
+    check_outputs(graph)
+    if scheduled:
+        check_waits(graph)
+
+
+def place(node: fx.Node) -> str:
+    """Where a node comes from, for messages: ``blocks.0.w1 (model.py:14), linear_3``."""
+    known = value(node)
+    line = known.source.partition(": ")[0]
+    origin = known.name or known.module
+    where = f"{origin} ({line})" if origin and line else origin or line
+    return f"{where}, {node.name}" if where else node.name
+
+
+def check_order(graph: Graph) -> None:
+    """Every value is defined before it is used, and no call writes into its operands."""
+    seen: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                raise CheckError(
+                    where=place(node) if node.op != "output" else "output",
+                    what=f"it reads {operand.name}, which is not there yet",
+                    why="a value must be defined before it is used",
+                    do="Move the reader behind the definition.",
+                )
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise CheckError(
+                where=place(node),
+                what=f"{name_of(node.target)} writes into an operand",
+                why="that memory may be in flight or saved for the backward",
+                do="Use the op without the trailing underscore.",
+            )
+        seen.add(node)
+
+
+def check_shapes(graph: Graph) -> None:
+    """Shapes and dtypes derived anew equal those held, and those that the shardings promise."""
+    ran = _replayed(graph)
+    for node in graph.fx.nodes:
+        if node.op in ("placeholder", "call_function") and isinstance(held(node), Tensor):
+            _check_shape(node, ran.results[node], graph.mesh)
+
+
+def _replayed(graph: Graph) -> Replay:
+    ran = Replay()
+    noisy = logging.getLogger("torch._subclasses.fake_tensor")  # prints what the error will say
+    was, noisy.disabled = noisy.disabled, True
+    try:
+        return replay(graph, ran)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        node = next(n for n in graph.fx.nodes if n not in ran.results)
+        raise CheckError(
+            where=place(node),
+            what=f"{name_of(node.target)} does not run on this rank's shapes",
+            why=str(error).strip().partition("\n")[0],
+            do="Look at the shardings of its operands.",
+        ) from None
+    finally:
+        noisy.disabled = was
+
+
+def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
+    """One tensor: the derived, the held and the promised shape and dtype are the same."""
+    known = value(node)
+    promised = known.sharding.local_shape(known.shape, mesh)
+    shapes = {"promises": promised, "is noted as": tuple(held(node).shape)}
+    for word, shape in shapes.items():
+        if shape != tuple(result.shape):
+            raise CheckError(
+                where=place(node),
+                what=f"one rank gets {list(result.shape)}, but {typed(node)} {word} {_text(shape)}",
+                why=f"mesh {mesh}",
+                do="Correct the sharding, or the call's sizes.",
+            )
+    if not result.dtype == known.dtype == held(node).dtype:
+        raise CheckError(
+            where=place(node),
+            what=f"it gives {result.dtype}, but is noted as {known.dtype}",
+            why="dtypes of operands decide that of the result",
+            do="Cast an operand, or correct the note.",
+        )
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "no even pieces" if shape is None else str(list(shape))
+
+
+def check_outputs(graph: Graph) -> None:
+    """The loss is whole on every rank; gradients and new buffers lie as what they belong to."""
+    if graph.loss is not None and value(graph.loss).sharding != REPLICATED:
+        raise CheckError(
+            where=place(graph.loss),
+            what=f"the loss is {typed(graph.loss)}",
+            why="every rank must see the whole loss",
+            do="Reduce it over the axes named in the type.",
+        )
+    _check_same("gradient", graph.grads, graph.params)
+    _check_same("new value", graph.outputs.buffers, graph.buffers)
+
+
+def _check_same(what: str, made: Mapping[str, fx.Node], stored: Mapping[str, fx.Node]) -> None:
+    """Each result has the type, sharding included, of the parameter or buffer of its name."""
+    for name, node in made.items():
+        if name not in stored:
+            raise CheckError(
+                where=name, what=f"there is a {what} but no such tensor", why="", do="Rename it."
+            )
+        if typed(node) != typed(stored[name]):
+            raise CheckError(
+                where=f"{name}, {node.name}",
+                what=f"its {what} is {typed(node)}, it is stored as {typed(stored[name])}",
+                why="the optimizer works on this rank's piece",
+                do="Reduce over exactly the axes in braces, and cut along the stored ones.",
+            )
+
+
+def check_waits(graph: Graph) -> None:
+    """Every collective is waited for once, and read through that wait only."""
+    for node in graph.calls():
+        starts = node.target in collectives.COLLECTIVES
+        waits = [u for u in node.users if u.target is collectives.wait]
+        if starts and len(waits) != 1:
+            raise CheckError(
+                where=place(node),
+                what=f"{_name(node)} over {node.kwargs['axis']} is waited for {len(waits)} times",
+                why="its result is ready after one wait, and not before",
+                do="Place one wait before the first reader.",
+            )
+        early = [u.name for u in node.users if u not in waits]
+        if starts and early:
+            raise CheckError(
+                where=place(node),
+                what=f"{early[0]} reads the result of {_name(node)} without a wait",
+                why="the transfer may still be under way",
+                do="Let it read the wait's result.",
+            )
+        if node.target is collectives.wait and not _starts(node.args[0]):
+            raise CheckError(
+                where=place(node),
+                what=f"it waits for {node.args[0]}, which starts nothing",
+                why="only collectives are waited for",
+                do="Drop the wait.",
+            )
+
+
+def _starts(operand: Any) -> bool:
+    return isinstance(operand, fx.Node) and operand.target in collectives.COLLECTIVES
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))

@@ -1,0 +1,289 @@
+"""The commands of the command line: each takes its parsed arguments and gives the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from partc.atomic import atomic_write
+from partc.errors import UsageError, explain
+
+if TYPE_CHECKING:
+    from partc.cli.models import Target
+    from partc.program import Program
+    from partc.reports.cost import CostReport
+
+
+def compile_command(args: argparse.Namespace) -> int:
+    """Compile a model and save the program."""
+    import torch
+
+    from partc import api
+    from partc.cli.models import find_model
+
+    start = time.monotonic()
+    with _progress(f"building {args.model}"):
+        target = find_model(args.model, _sizes(args))
+        target = target.for_inference() if args.inference else target
+    compiling = f"compiling for {args.mesh}, plan {args.plan}"
+    with _progress(compiling), torch.set_grad_enabled(not args.inference):
+        program = api.compile(
+            target.model, args.mesh, target.inputs, loss=target.loss, plan=args.plan,
+            microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
+            stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
+            memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
+        )  # fmt: skip
+    program.save(args.out)
+    lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}
+    told = {
+        "out": args.out, "model": program.model, "mesh": dict(program.mesh.axes),
+        "lines": lines, "cost": program.cost.as_json(), "seconds": time.monotonic() - start,
+    }  # fmt: skip
+    files = ", ".join(f"{name} ({num} lines)" for name, num in lines.items())
+    num = program.mesh.num_ranks
+    run = f"run it: torchrun --nproc-per-node {num} {args.out.rstrip('/')}/run.py"
+    _tell(args, f"{program.cost}\n{args.out}: {files}\n{run}", told)
+    return 0
+
+
+def _recompute(args: argparse.Namespace) -> str | list[str] | None:
+    """A word of the plan's, or a list of module paths."""
+    from partc.plan import RECOMPUTES
+
+    said: str | None = args.recompute
+    return said if said is None or said in RECOMPUTES else said.split(",")
+
+
+def explain_command(args: argparse.Namespace) -> int:
+    """Explain a saved program, an error code, or the sharding rules."""
+    if args.rules:
+        rules = _rules()
+        width = max(map(len, rules), default=0)
+        _tell(args, "\n".join(f"{n:<{width}}  {text}" for n, text in rules.items()), rules)
+    elif args.what is None:
+        raise UsageError(
+            where="partc explain",
+            what="there is nothing to explain",
+            why="it needs a folder, an error code or --rules",
+            do="Try `partc explain build/`, `partc explain PTC030` or `partc explain --rules`.",
+        )
+    elif args.what.upper().startswith("PTC"):
+        _tell(args, explain(args.what), {"code": args.what.upper(), "text": explain(args.what)})
+    else:
+        _explain_program(args)
+    return 0
+
+
+def simulate_command(args: argparse.Namespace) -> int:
+    """Show the predicted step of a saved program, also on faster or slower machines; of a pipeline
+    its grid, bubble and peaks.
+    """
+    from partc.machines.what_if import Change
+    from partc.program import load
+    from partc.reports.simulate_saved import simulate_saved
+
+    change = Change.parse(
+        bandwidth=args.bandwidth, latency=args.latency, peak=args.peak,
+        memory_bandwidth=args.memory_bandwidth, devices=args.devices,
+    )  # fmt: skip
+    shown = simulate_saved(load(args.folder), change, args.folder)
+    for path, kind in ((args.trace, "trace"), (args.svg, "svg")):
+        if path:
+            atomic_write(Path(path), shown.file(kind, args.folder))
+    _tell(args, shown.text, shown.told)
+    return 0
+
+
+def bench_command(args: argparse.Namespace) -> int:
+    """Run a saved program on its ranks: what it computes, hides and waits for, beside what was
+    predicted.
+    """
+    from partc.measure.bench import bench
+
+    with _progress(f"running {args.steps} steps of {args.folder}"):
+        found = bench(
+            args.folder, steps=args.steps, warmup=args.warmup, device=args.device,
+            timeout=args.timeout,
+        )  # fmt: skip
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks
+        if args.trace:
+            atomic_write(Path(args.trace), found.trace())
+        _tell(args, str(found), found.as_json())
+    return 0
+
+
+def calibrate_command(args: argparse.Namespace) -> int:
+    """Measure this machine's devices and links, as a mesh.toml that predictions rest on."""
+    from partc.measure.calibrate import calibrate
+
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks
+
+    def tell(line: str) -> None:
+        if first:
+            print(line, file=sys.stderr, flush=True)
+
+    found = calibrate(args.ranks, args.backend, keep_noisy=args.keep_noisy, tell=tell)
+    if first and args.out:
+        atomic_write(Path(args.out), str(found))
+    if first:
+        told = {"out": args.out, "toml": str(found.topology), "measured": list(found.comments)}
+        _tell(args, args.out or str(found), told)
+    return 0
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Run a saved program on all its ranks beside the model; 1 if they differ."""
+    from partc.program import load
+    from partc.verification.verification import verify
+
+    program = load(args.folder)
+    target = _target(args, args.folder, program, values=True)
+    with _progress(f"running {program.mesh.num_ranks} ranks"):
+        report = verify(
+            program, target.model, target.inputs, target.loss, processes=args.processes,
+            timeout=args.timeout,
+        )  # fmt: skip
+    right = report.ok(args.tolerance)
+    verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
+    _tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
+    if not right:
+        print(f"worst: {report.worst}", file=sys.stderr)
+    return 0 if right else 1
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Check a saved program's files; ``--accept-edits`` takes them as they are."""
+    from partc.program import accept_edits, load
+
+    program = accept_edits(args.folder) if args.accept_edits else load(args.folder)
+    files = sorted(program.sources)
+    told = {"folder": args.folder, "mesh": dict(program.mesh.axes), "sources": files}
+    _tell(
+        args, f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole", told
+    )
+    return 0
+
+
+def diff_command(args: argparse.Namespace) -> int:
+    """Compare plans and sources of two saved programs; 1 if they differ."""
+    from partc.program import load
+
+    old, new = load(args.old), load(args.new)
+    before = {"plan.toml": old.plan, **old.sources}
+    after = {"plan.toml": new.plan, **new.sources}
+    found = {
+        name: list(
+            difflib.unified_diff(
+                before.get(name, "").splitlines(), after.get(name, "").splitlines(),
+                f"{args.old}/{name}", f"{args.new}/{name}", lineterm="",
+            )
+        )
+        for name in sorted({*before, *after})
+    }  # fmt: skip
+    _tell(args, "\n".join(line for lines in found.values() for line in lines), found)
+    return 1 if any(found.values()) else 0
+
+
+def _explain_program(args: argparse.Namespace) -> None:
+    """Plan, cost and roles of a saved program, or the source of one rank."""
+    from partc.program import load
+    from partc.reports.explanation import explain_program
+
+    program = load(args.what)
+    if args.source:
+        source = program.source(args.rank)
+        _tell(
+            args, source, {"rank": args.rank, "file": program.role_of(args.rank), "source": source}
+        )
+        return
+    cost = _with_formulas(args, program) if args.model else program.cost
+    inputs = [f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in program.inputs.items()]
+    roles, first = [], 0
+    for num, name in program.roles:
+        roles.append(f"ranks {first} to {first + num - 1}: {name}")
+        first += num
+    text = [f"{program.model} on {program.mesh}", f"inputs {', '.join(inputs)}", *roles]
+    why = explain_program(program)
+    told = {
+        "model": program.model, "mesh": dict(program.mesh.axes), "plan": program.plan,
+        "cost": cost.as_json(), "explanation": why.as_json(),
+        "roles": [list(run) for run in program.roles],
+        "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
+    }  # fmt: skip
+    _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
+
+
+def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:
+    """The cost of a saved program with formulas, for which its model is needed again."""
+    from partc.cli.formulas import cost_with_formulas
+
+    target = _target(args, args.what, program)
+    with _progress("compiling at other sizes"):
+        return cost_with_formulas(program, target.model, target.inputs, target.loss)
+
+
+def _target(
+    args: argparse.Namespace, folder: str, program: Program, values: bool = False
+) -> Target:
+    """The model that a saved program was compiled from, as ``--model`` names it, or an error."""
+    from partc.cli.models import find_model, sizes_of_inputs
+    from partc.program import load
+
+    shapes = [shape for shape, _ in program.inputs.values()]
+    with _progress(f"building {args.model}"):
+        target = find_model(args.model, sizes_of_inputs(shapes, _sizes(args)), values=values)
+        target = target.for_inference() if program.role(0).is_inference else target
+    load(folder, model=target.model)
+    return target
+
+
+def _rules() -> dict[str, str]:
+    """Every op that has a rule, with the rule's letters or what its function says."""
+    from partc.rules.table import RULES  # importing the package registers every family
+
+    def text(notation: Any) -> str:
+        said = notation if isinstance(notation, str) else notation.__doc__
+        return (said or "depends on the call").strip().splitlines()[0]
+
+    return {name: text(RULES[name].notation) for name in sorted(RULES)}
+
+
+def _sizes(args: argparse.Namespace) -> Any:
+    from partc.cli.models import Sizes
+    from partc.program.role import dtype_of
+
+    dtype = dtype_of(args.dtype)
+    return Sizes(args.batch, args.seq, args.layers, dtype, not args.no_dropout)
+
+
+# output --------------------------------------------------------------------------------------
+def _tell(args: argparse.Namespace, text: str, told: Any) -> None:
+    print(json.dumps(told) if args.json else text)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Say on stderr what runs, and every ten seconds that it still does."""
+    start, over = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(10.0):
+            print(f"  ... {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

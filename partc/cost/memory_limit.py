@@ -1,0 +1,80 @@
+"""The predicted peaks of ranks in, an error out where one is beyond the plan's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partc.errors import MemoryLimitError
+from partc.plan.mesh import Mesh
+
+NAMED = 3  # holders that an error names
+SPARE = 0.92  # of a device's memory: the rest is for the allocator, the library's buffers, kernels
+Holders = tuple[tuple[str, int], ...]  # who, and how many bytes
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a rank holds when most is live: ``state`` through all steps, ``live`` of this one.
+
+    ``live`` are the largest pieces alone, so the two sum up to ``num_bytes`` at most.
+    """
+
+    rank: str
+    num_bytes: int
+    state: Holders
+    live: Holders
+
+
+def memory_limits(mesh: Mesh, memory_bytes: int) -> list[int] | None:
+    """What the ranks at each place of the pipeline may hold, None for no limit: ``memory_bytes``,
+    and where devices are of several kinds no more than theirs leave.
+    """
+    if not mesh.hardware.is_mixed:
+        return [memory_bytes] * mesh.pipeline_ranks if memory_bytes else None
+    own = (usable(mesh.at_place(at).hardware.memory_bytes) for at in range(mesh.pipeline_ranks))
+    return [min(memory_bytes, each) if memory_bytes else each for each in own]
+
+
+def usable(memory_bytes: int) -> int:
+    """What of a device's memory a program may count on."""
+    return round(SPARE * memory_bytes)
+
+
+def fits(peaks: Sequence[Peak], limits: Sequence[int] | None) -> bool:
+    """Whether no rank is above its limit."""
+    if limits is None:
+        return True
+    return all(peak.num_bytes <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def check_memory(peaks: Sequence[Peak], limits: Sequence[int] | None) -> None:
+    """MemoryLimitError for the rank that is most above its limit; one limit and one peak for each
+    place of the pipeline, or none.
+    """
+    if limits is None:
+        return
+    pairs = zip(peaks, limits, strict=True)
+    worst, limit_bytes = max(pairs, key=lambda pair: pair[0].num_bytes - pair[1])
+    if worst.num_bytes <= limit_bytes:
+        return
+    holders = sorted((*worst.state, *worst.live), key=lambda holder: -holder[1])[:NAMED]
+    raise MemoryLimitError(
+        where=f"memory_bytes={limit_bytes}, {worst.rank}",
+        what=f"the step needs {worst.num_bytes:,} bytes at its peak, {limit_bytes:,} are allowed",
+        why="most is held by " + "; ".join(f"{who}, {size:,} bytes" for who, size in holders),
+        do=_advice(worst),
+    )
+
+
+def _advice(peak: Peak) -> str:
+    state = sum(size for _, size in peak.state)
+    if 2 * state >= peak.num_bytes:
+        return (
+            "Cut what is held through all steps over more ranks (plan fsdp, more tp or pp ranks), "
+            "or raise memory_bytes."
+        )
+    return (
+        "Take more and smaller microbatches, more ranks, a schedule with fewer microbatches in "
+        "flight, sequence parallelism (megatron-sp), or raise memory_bytes."
+    )

@@ -1,0 +1,138 @@
+"""A schedule and the stage graphs in, proved programs and a simulated step of all ranks out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from partc.errors import PlanError
+from partc.graph import Graph, collectives, held, value
+from partc.graph.tied import Tied
+from partc.schedules import Schedule
+from partc.schedules.check_programs import check_programs
+from partc.schedules.lower import lower
+from partc.schedules.programs import Collective, RankProgram, Wiring
+from partc.schedules.simulate import Simulated, simulate
+from partc.schedules.step_costs import Link, StepCosts
+
+
+@dataclass(frozen=True)
+class Step:
+    """The programs of all ranks, and their time line at some costs."""
+
+    schedule: Schedule
+    programs: tuple[RankProgram, ...]
+    simulated: Simulated
+
+    @property
+    def wiring(self) -> Wiring:
+        return self.programs[0].wiring
+
+
+def plan_step(schedule: Schedule, costs: StepCosts, closing: Sequence[Collective] = ()) -> Step:
+    """Lower a schedule, check its programs and run them in simulation.
+
+    PlanError where a stage takes microbatches in another order than its neighbour makes them;
+    CheckError, with the cycle of waits, where the ranks would wait for each other.
+    """
+    check_queues(schedule)
+    programs = lower(schedule, costs=costs, collectives=closing)
+    check_programs(programs)
+    return Step(schedule, programs, simulate(programs, costs))
+
+
+def check_queues(schedule: Schedule) -> None:
+    """PlanError unless neighbouring stages run the microbatches in one order, each way.
+
+    What passes between two stages is a plain queue in generated programs.
+    """
+    runs = _microbatches(schedule)
+    for stage in range(schedule.stages - 1):
+        for way, kinds in (("forward", "F"), ("backward", "BI")):
+            here, there = ([m for k, m in runs[s] if k in kinds] for s in (stage, stage + 1))
+            if here != there:
+                at = next(i for i, (a, b) in enumerate(zip(here, there, strict=True)) if a != b)
+                raise PlanError(
+                    where=f"schedule {schedule.name}, stages {stage} and {stage + 1}",
+                    what=f"they run the {way}s of microbatches in different orders",
+                    why=f"number {at} is microbatch {here[at]} on stage {stage} and {there[at]} on "
+                    f"stage {stage + 1}, and what passes between stages stays in order",
+                    do="Let all stages take the microbatches in one order.",
+                )
+
+
+def _microbatches(schedule: Schedule) -> list[list[tuple[str, int]]]:
+    """Per stage its actions in order, as kind and microbatch."""
+    runs: list[list[tuple[str, int]]] = [[] for _ in range(schedule.stages)]
+    for order in schedule.orders:
+        for stage, kind, microbatch in order:
+            runs[stage].append((kind, microbatch))
+    return runs
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """Per stage, the most microbatches whose forward has run and whose backward has not."""
+    most = []
+    for run in _microbatches(schedule):
+        now = peak = 0
+        for kind, _ in run:
+            now += (kind == "F") - (kind in "BI")
+            peak = max(peak, now)
+        most.append(peak)
+    return most
+
+
+def closing_collectives(
+    graphs: Sequence[Graph], tied: Sequence[Tied], schedule: Schedule
+) -> list[Collective]:
+    """What ranks sum and tell each other after all microbatches, in the order of their programs.
+
+    A stage's sums over its own ranks meet nobody else in the pipeline: one member.
+    """
+    rank_of = schedule.rank_of
+    found = [
+        Collective(gradients_of(stage), (), (rank_of[stage],))
+        for rank in range(schedule.ranks)
+        for stage in schedule.stages_of(rank)
+        if any(end_collectives(graphs[stage]))
+    ]
+    for one in tied:
+        ranks = one.ranks(schedule)
+        if len(ranks) > 1:
+            found.append(Collective(tied_name(one), (), ranks))
+    if schedule.ranks > 1:
+        found.append(Collective("loss", (), tuple(range(schedule.ranks))))
+    return found
+
+
+def end_collectives(graph: Graph) -> Iterator[fx.Node]:
+    """A stage's collectives after all microbatches."""
+    for node in graph.calls():
+        if node.target in collectives.COLLECTIVES and value(node).phase == "E":
+            yield node
+
+
+def closing_seconds(
+    graphs: Sequence[Graph],
+    tied: Sequence[Tied],
+    schedule: Schedule,
+    ends: Sequence[float],
+    link: Link,
+) -> dict[str, float]:
+    """The time of each closing collective; ``ends`` has that of each stage's own sums."""
+    times = {gradients_of(stage): seconds for stage, seconds in enumerate(ends)}
+    for one in tied:
+        fake = held(graphs[one.stages[0]].params[one.name])
+        others = len(one.ranks(schedule)) - 1
+        times[tied_name(one)] = others * link.seconds(fake.numel() * fake.element_size())
+    return times | {"loss": link.seconds(0)}
+
+
+def gradients_of(stage: int) -> str:
+    return f"gradients of stage {stage}"
+
+
+def tied_name(one: Tied) -> str:
+    return f"gradient of tied {one.name}"

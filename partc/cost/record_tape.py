@@ -1,0 +1,191 @@
+"""Scheduled graphs in, tapes out: of a whole step, or of the phases of one pipeline stage."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TypeVar
+
+from torch import fx
+
+from partc.cost.bytes import packed_bytes, put_in_bytes, unpacked_bytes
+from partc.cost.roofline import call_of, dtype_of
+from partc.cost.storage import Replay
+from partc.cost.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
+from partc.graph import Graph, collectives, first_operand, held, is_backward, is_tensor, ops, value
+from partc.graph.blocks import outermost_block
+from partc.graph.folds import list_member
+from partc.graph.moves import gathers_param, kind_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Calls in a row that stand in one block (or phase), and how often they are executed."""
+
+    label: str
+    calls: list[fx.Node]
+    times: int
+
+
+def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
+    """The step of a scheduled graph of one stage; runs are labelled by the block they stand in."""
+    calls = (node for node in graph.calls() if not _finishes(node))
+    found = ((block, list(run)) for block, run in groupby(calls, key=outermost_block))
+    runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
+    recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True)
+    return replace(recorder.tape(runs), prefetch=prefetch)
+
+
+def record_phases(graph: Graph, ran: Replay) -> Tape:
+    """What a stage does, labelled by phase."""
+
+    def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
+        return value(node).phase, list_member(value(node).module)
+
+    found = ((at, list(run)) for at, run in groupby(graph.calls(), key=place))
+    runs = [_Calls(phase, mine, graph.times(mine[0])) for (phase, _), mine in found]
+    grads = set(graph.grads.values())
+    added = {node for node in graph.calls() if _is_added(node, grads)}
+    return _Recorder(
+        ran, lambda node: value(node).phase, apart=False, added=added, joined=_joined(graph)
+    ).tape(runs)  # fmt: skip
+
+
+def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
+    """The sums that end a step: the first of each kind stands for all of them, others for nothing.
+
+    Programs move them in large buckets, of which a few more starts make no difference.
+    """
+    found: dict[fx.Node, Move | None] = {}
+    alike: dict[object, list[fx.Node]] = {}
+    for node in graph.calls():
+        if value(node).phase == "E" and kind_of(node) in ("all_reduce", "reduce_scatter"):
+            key = (kind_of(node), node.kwargs["axis"], dtype_of(first_operand(node)))
+            alike.setdefault(key, []).append(node)
+    for nodes in alike.values():
+        found |= dict.fromkeys(nodes)
+        first = next((n for n in nodes if graph.times(n) == 1), nodes[0])
+        size = sum(graph.times(n) * put_in_bytes(n) for n in nodes)
+        after = sum(graph.times(n) * unpacked_bytes(n) for n in nodes)
+        several = len(nodes) > 1
+        packed = 2 * size if several else packed_bytes(first)
+        found[first] = _move_of(first)._replace(
+            put_in_bytes=size, packed_bytes=packed, unpacked_bytes=after
+        )
+    return found
+
+
+def _is_added(node: fx.Node, grads: Set[fx.Node]) -> bool:
+    """Whether a value is added to what earlier microbatches made: a gradient, or its part that is
+    summed over ranks when all are done.
+    """
+    if value(node).phase not in ("B", "W") or not is_tensor(node):
+        return False
+    ends = any(user.op != "output" and value(user).phase == "E" for user in node.users)
+    return ends or node in grads
+
+
+def _reading(product: Call) -> Call:
+    """A product that is added to what is there: read as the result is written, at the end."""
+    size = product.written_bytes
+    return product._replace(num_bytes=product.num_bytes + size, written_bytes=2 * size)
+
+
+@dataclass
+class _Recorder:
+    """Numbers calls, transfers and runs. With ``apart`` a run's gathers of parameters stand apart
+    from its other events, and transfers that finish gradients have no waits.
+    """
+
+    ran: Replay
+    phase: Callable[[fx.Node], str]
+    apart: bool
+    calls: dict[Call, int] = field(default_factory=dict)
+    moves: dict[Move, int] = field(default_factory=dict)
+    runs: dict[Run, int] = field(default_factory=dict)
+    marks: dict[fx.Node, str] = field(default_factory=dict)
+    added: Set[fx.Node] = frozenset()  # to sums over microbatches
+    joined: Mapping[fx.Node, Move | None] = field(default_factory=dict)
+
+    def tape(self, runs: list[_Calls]) -> Tape:
+        self._mark(runs)
+        order = [Place(each.label, _number(self.runs, self._run(each)), each.times)
+                 for each in runs]  # fmt: skip
+        return Tape(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
+
+    def _mark(self, runs: list[_Calls]) -> None:
+        """Name transfers; those that begin and end in one run by their place in it, so that equal
+        runs have equal names.
+        """
+        at = {node: number for number, run in enumerate(runs) for node in run.calls}
+        for number, run in enumerate(runs):
+            for place, node in enumerate(filter(_is_start, run.calls)):
+                waits = [user for user in node.users if user.target is collectives.wait]
+                stays = all(at.get(wait, number) == number for wait in waits)
+                self.marks[node] = f"{place}" if stays else f"{number}:{place}"
+
+    def _run(self, each: _Calls) -> Run:
+        gathers = [n for n in each.calls if self.apart and _is_start(n) and gathers_param(n)]
+        rest = [n for n in each.calls if n not in gathers]
+        return Run(
+            tuple(self._events(gathers)), tuple(self._events(rest)),
+            bool(rest) and is_backward(rest[-1]),
+        )  # fmt: skip
+
+    def _events(self, nodes: Iterable[fx.Node]) -> Iterator[Event]:
+        for node in nodes:
+            phase = self.phase(node)
+            if _is_start(node):
+                code = LAST if self.apart and _ends_step(node) else START
+                if moved := self._move(node):
+                    yield Event(phase, code, _number(self.moves, moved), self.marks[node])
+            elif node.target is collectives.wait:
+                started = first_operand(node)
+                if started in self.marks and (moved := self._move(started)):
+                    yield Event(phase, WAIT, _number(self.moves, moved), self.marks[started])
+            elif call := call_of(node, self.ran):
+                joins = node in self.added and node.target is ops.weight_grad
+                call = _reading(call) if joins else call
+                yield Event(phase, CALL, _number(self.calls, call))
+            if node in self.added and node.target is not ops.weight_grad:
+                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * held(node).nbytes)
+                yield Event(phase, CALL, _number(self.calls, adds))
+
+    def _move(self, node: fx.Node) -> Move | None:
+        """What a start moves; None for one whose transfer is another's."""
+        return self.joined[node] if node in self.joined else _move_of(node)
+
+
+def _number(table: dict[T, int], entry: T) -> int:
+    return table.setdefault(entry, len(table))
+
+
+def _is_start(node: fx.Node) -> bool:
+    return node.target in collectives.COLLECTIVES
+
+
+def _move_of(node: fx.Node) -> Move:
+    return Move(
+        kind_of(node), str(node.kwargs["axis"]), put_in_bytes(node), packed_bytes(node),
+        unpacked_bytes(node),
+    )  # fmt: skip
+
+
+def _finishes(node: fx.Node) -> bool:
+    """Whether a call waits for finished gradients, or picks one: the walk waits for them itself."""
+    if node.target is operator.getitem:
+        return _finishes(node.all_input_nodes[0])
+    return node.target is collectives.wait and _ends_step(first_operand(node))
+
+
+def _ends_step(node: fx.Node) -> bool:
+    """Whether a collective finishes gradients, which nothing reads before the step's end."""
+    if node.target not in collectives.COLLECTIVES or not is_backward(node):
+        return False
+    waits = [user for user in node.users if user.target is collectives.wait]
+    picks = [u for w in waits for u in w.users if u.target is operator.getitem]
+    return bool(waits) and all(u.op == "output" for n in picks or waits for u in n.users)

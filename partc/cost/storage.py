@@ -1,0 +1,107 @@
+"""Which values of a graph share memory, and what each call needs beside its results.
+
+The graph runs once on fake tensors, from its placeholders on, so the answer does not rest on what
+earlier passes noted down.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partc.cost.workspaces import workspace_of
+from partc.graph import Graph, held
+from partc.graph.fake_calls import FakeCalls, tensors_in
+
+GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be the first operand
+    torch.ops.aten.gelu_backward.default,
+    torch.ops.aten.sigmoid_backward.default,
+    torch.ops.aten.silu_backward.default,
+    torch.ops.aten.tanh_backward.default,
+    torch.ops.aten.threshold_backward.default,
+)
+
+Storage = int  # names one piece of memory within a Replay
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A graph run on fakes: every result, and per call the bytes of temporaries at its worst."""
+
+    results: dict[fx.Node, Any] = field(default_factory=dict)
+    temporary_bytes: dict[fx.Node, int] = field(default_factory=dict)
+
+    def tensors(self, node: fx.Node) -> list[Tensor]:
+        """The tensors of one node's result."""
+        return list(tensors_in(self.results[node]))
+
+    def storages(self, node: fx.Node) -> dict[Storage, int]:
+        """The memory behind one node's result, with its bytes."""
+        return _memories(self.tensors(node))
+
+
+def _memories(tensors: Iterable[Tensor]) -> dict[Storage, int]:
+    memories = (t.untyped_storage() for t in tensors)
+    return {memory._cdata: memory.nbytes() for memory in memories}
+
+
+class _Allocations(TorchDispatchMode):
+    """Watches the ops inside one call: composite ones allocate more than their results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outside: set[Storage] = set()  # the memory of the call's operands
+        self.inner: dict[Storage, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def run(self, target: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
+        """A call's result, and how far the memory inside it rises above that."""
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.outside, self.inner, self.peak_bytes = set(_memories(operands)), {}, 0
+        with self:
+            result = target(*args, **kwargs)
+        made = _memories(tensors_in(result))
+        kept = sum(size for memory, size in made.items() if memory not in self.outside)
+        composite = max(0, self.peak_bytes - kept)
+        return result, composite + workspace_of(target, result, args, kwargs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                memory = tensor.untyped_storage()
+                if memory._cdata not in self.outside:
+                    self.inner[memory._cdata] = (StorageWeakRef(memory), memory.nbytes())
+        alive = sum(size for ref, size in self.inner.values() if not ref.expired())
+        self.peak_bytes = max(self.peak_bytes, alive)
+        return result
+
+
+_CALLS = FakeCalls(_Allocations().run)  # of all graphs: it keeps how results look, no tensors
+
+
+def replay(graph: Graph, ran: Replay | None = None) -> Replay:
+    """Run a graph on fake tensors of its own shapes; ``ran`` has what succeeded, come what may."""
+    ran = ran or Replay()
+    with torch.no_grad(), FakeTensorMode():
+        for node in graph.fx.nodes:
+            if node.op == "placeholder":
+                ran.results[node] = _fresh(held(node))
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
+                ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)
+            else:
+                assert node.op == "output", node.op
+    return ran
+
+
+def _fresh(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)

@@ -1,0 +1,196 @@
+"""Counts the memory that is live while a program runs on tensors without data."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partc.cost.workspaces import workspace_of
+from partc.dryrun.streams import Streams
+from partc.graph.fake_calls import FakeCalls, tensors_in
+
+Lines = Counter[int]  # bytes by source line
+Turn = Hashable  # which call of a stage's method is running
+Place = Hashable  # where in it: in which of a stack's blocks
+
+
+@dataclass
+class Peak:
+    """The most that is live at a place, and the line and call where it is.
+
+    Where nothing is executed, ``lines`` were live before and ``extra`` beside them.
+    """
+
+    num_bytes: int = -1
+    line: int = 0
+    call: int = 0
+    lines: Lines | None = None
+    extra: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass
+class Piece:
+    """One storage: its bytes, the line that made it, and between which calls it was alive."""
+
+    num_bytes: int
+    line: int
+    born: int
+    died: int | None = None
+
+
+class Held:
+    """Pieces of memory without tensors: they go when it goes."""
+
+    def __init__(self, live: LiveMemory, pieces: list[Piece]) -> None:
+        self.live, self.pieces = live, pieces
+        live.pieces += pieces
+        for piece in pieces:
+            live.total += piece.num_bytes
+            live.lines[piece.line] += piece.num_bytes
+
+    def __del__(self) -> None:
+        for piece in self.pieces:
+            self.live.drop(piece)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of storages that are alive after every op; a storage tells when it dies.
+
+    ``peaks`` has the most of each turn and place that the program says it is at.
+    """
+
+    def __init__(self, file: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.file = file
+        self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
+        self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Piece]] = {}
+        self.pieces: list[Piece] = []
+        self.lines: Lines = Counter()
+        self.calls = self.total = self.made_line = 0
+        self.peaks: dict[tuple[Turn, Place], Peak] = {}
+        self.turn: Turn = None
+        self.streams = Streams()
+        self.enter(None, None)
+
+    def enter(self, turn: Turn, place: Place) -> None:
+        """Say where the program is from here on."""
+        self.turn = turn
+        self.here = self.peaks.setdefault((turn, place), Peak())
+
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count these."""
+        self.outside += tensors
+        for tensor in tensors:
+            self._add(tensor.untyped_storage(), counts=False)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if self.streams.under_way:
+            self.streams.call(func, args, kwargs or {}, self.place)
+        result, workspace_bytes = _CALLS(func, args, kwargs or {})
+        self.calls += 1
+        for tensor in tensors_in(result):
+            self._add(tensor.untyped_storage())
+        if self.total + workspace_bytes > self.here.num_bytes:
+            here = self.here
+            here.num_bytes, here.line = self.total + workspace_bytes, self._line()
+            here.call, here.lines = self.calls, None
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, *, counts: bool = True) -> None:
+        key = storage._cdata
+        if key not in self.alive:
+            piece = Piece(storage.nbytes() if counts else 0, self._line(), self.calls)
+            self.alive[key] = weakref.ref(storage, lambda _: self._died(key)), piece
+            self.total += piece.num_bytes
+            self.lines[piece.line] += piece.num_bytes
+            self.pieces.append(piece)
+
+    def _died(self, key: int) -> None:
+        _, piece = self.alive.pop(key)
+        self.drop(piece)
+
+    def drop(self, piece: Piece) -> None:
+        """Note that a piece of memory has gone."""
+        piece.died = self.calls
+        self.total -= piece.num_bytes
+        self.lines[piece.line] -= piece.num_bytes
+
+    def place(self) -> str:
+        """The file and line of the program that is being executed, for messages."""
+        file = self.file.removeprefix("<partc ").removesuffix(">")
+        return f"{file}:{self._line()}"
+
+    def _line(self) -> int:
+        """The line of the program that is being executed."""
+        if self.made_line:
+            return self.made_line
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self.file:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame.f_lineno if frame is not None else 0
+
+    # what was live --------------------------------------------------------------------------
+    def peak(self) -> Peak:
+        """The highest of all, the earliest of equal ones."""
+        return max(self.peaks.values(), key=lambda peak: (peak.num_bytes, -peak.call))
+
+    def lines_at(self, peak: Peak) -> Lines:
+        """Bytes by line of what was alive at a peak."""
+        found: Lines = Counter()
+        if peak.lines is not None:
+            found.update(peak.lines)
+            found.update(dict(peak.extra))
+        else:
+            for piece in self._alive_at(peak.call):
+                found[piece.line] += piece.num_bytes
+        return Counter({line: size for line, size in sorted(found.items()) if size})
+
+    def _alive_at(self, call: int) -> list[Piece]:
+        return [
+            piece
+            for piece in self.pieces
+            if piece.num_bytes and piece.born <= call and (piece.died is None or piece.died >= call)
+        ]
+
+    # for what is not executed ---------------------------------------------------------------
+    def hold(self, lines: Sequence[tuple[int, int]]) -> Held:
+        """Memory made at some lines, for as long as what is given back is kept."""
+        return Held(self, [Piece(size, line, self.calls) for line, size in lines])
+
+    def alive_pieces(self) -> dict[int, Piece]:
+        """Every storage that is alive, by its address, which a later one may have again."""
+        return {key: piece for key, (_, piece) in self.alive.items()}
+
+    def made_at(self, line: int, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that counts as made at a line."""
+        self.made_line = line
+        made = make()
+        self.made_line = 0
+        return made
+
+    def meet(self, turn: Turn, peaks: Sequence[tuple[Place, Peak]]) -> None:
+        """For a moment so many bytes more than now are live at each place."""
+        lines = Counter(self.lines)
+        for place, more in peaks:
+            self.peaks[turn, place] = Peak(
+                self.total + more.num_bytes, more.line, self.calls, lines, more.extra
+            )
+
+
+def _with_workspace(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
+    """A call's result, and the bytes that its kernel takes beside it."""
+    result = func(*args, **kwargs)
+    return result, workspace_of(func, result, args, kwargs)
+
+
+_CALLS = FakeCalls(_with_workspace)  # of all runs: it keeps how results look, no tensors

@@ -1,0 +1,221 @@
+"""A rank program executed line by line on tensors without data: what it holds at its worst, where.
+
+This is the program itself, so function boundaries, ``del``, in-place sums and handles count as they
+do at run time. It needs no process group, no other rank and no memory. CheckError where something
+touches memory that a transfer under way uses (``streams.py``).
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from partc.dryrun.layers import deep_stacks, most_of_all, shorten
+from partc.dryrun.lines import SourceLines
+from partc.dryrun.live_memory import Lines, LiveMemory
+from partc.dryrun.turns import KnownTurns, NotSteady, Turns
+from partc.plan.mesh import Mesh
+from partc.program.role import RankMesh, Role
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory that is live at the peak, by the source line that allocated it."""
+
+    line: int
+    text: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The most bytes live at a time beside parameters, buffers and inputs, and where that is."""
+
+    peak_bytes: int
+    line: int
+    holders: tuple[Holder, ...]  # largest first
+
+
+Known = dict[int, KnownTurns]  # by how many layers of a stack were left out
+
+
+def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str = "gloo") -> DryRun:
+    """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``.
+
+    Microbatches that do what others did are not executed (``dry_turns``), and of deep stacks of
+    layers as few as say what all need (``dry_layers``); ``known`` keeps what turns do for further
+    ranks of the pipeline. ``library`` is what moves data (``topology.LIBRARIES``).
+    """
+    turns: Known = {} if known is None else known
+
+    def shortened(left_out: int) -> LiveMemory:
+        try:
+            return execute(role, rank, turns.setdefault(left_out, KnownTurns()), left_out, library)
+        except NotSteady:
+            return execute(role, rank, None, left_out, library)
+
+    peak_bytes, line, lines = most_of_all(shortened, depth(role, rank))
+    return _report(role, peak_bytes, line, lines)
+
+
+def dry_run_all(role: Role, rank: int = 0) -> DryRun:
+    """The same, every microbatch and layer executed."""
+    live = execute(role, rank, None, 0)
+    peak = live.peak()
+    return _report(role, peak.num_bytes, peak.line, live.lines_at(peak))
+
+
+def execute(
+    role: Role, rank: int, known: KnownTurns | None, left_out: int, library: str = "gloo"
+) -> LiveMemory:
+    """Run a step with some layers of every stack ``left_out``, and all microbatches where ``known``
+    is None; NotSteady if a microbatch cannot be left out.
+    """
+    live = LiveMemory(_file(role))
+    eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
+    with alone(role, rank, library, live) as here, torch.no_grad(), FakeTensorMode(), eager:
+        step: Any = role.build(here)
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
+        if left_out:
+            shorten(step, left_out, live)
+        live.leave_out([*step.parameters(), *step.buffers(), *inputs])
+        if known is not None and hasattr(step, "stages") and not role.is_inference:
+            Turns(live, known, SourceLines.of(_file(role))).take_over([*step.stages.values()])
+        with live:
+            kept = step(*inputs) if role.is_inference else step.step(*inputs)
+    del kept
+    live.streams.end()
+    return live
+
+
+def depth(role: Role, rank: int) -> int:
+    """The length of the shortest deep stack of a role's equal layers; 0 if there is none."""
+    with alone(role, rank) as here, torch.no_grad(), FakeTensorMode():
+        return min((len(stack) for stack in deep_stacks(role.build(here))), default=0)
+
+
+def _file(role: Role) -> str:
+    return str(role.module.Step.__init__.__code__.co_filename)
+
+
+def _report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
+    file = _file(role)
+    holders = [Holder(line, _text(file, line), size) for line, size in lines.items()]
+    return DryRun(peak_bytes, line, tuple(sorted(holders, key=lambda h: (-h.num_bytes, h.line))))
+
+
+@contextmanager
+def alone(
+    role: Role, rank: int, library: str = "gloo", live: LiveMemory | None = None
+) -> Iterator[RankMesh]:
+    """Let one rank of a role run without the others: its collectives then move nothing."""
+    dist = role.module.__dict__.get("dist")  # the program of one rank alone needs none
+    here = _Here(role.mesh, rank)
+    role.module.__dict__["dist"] = _Dist(here, library, live)
+    try:
+        yield here
+    finally:
+        role.module.__dict__["dist"] = dist
+
+
+def _text(file: str, line: int) -> str:
+    """A line of a loaded role, its comment left out."""
+    return linecache.getline(file, line).partition("  #")[0].strip()
+
+
+@dataclass(frozen=True)
+class _Here:
+    """One rank's view of the mesh, as a DeviceMesh gives it."""
+
+    mesh: Mesh
+    rank: int
+
+    def get_group(self, mesh_dim: Any = None) -> str:
+        return str(mesh_dim)
+
+    def get_local_rank(self, mesh_dim: Any = None) -> int:
+        return self.mesh.coords(self.rank)[mesh_dim]
+
+
+class _Started:
+    """A collective under way: as c10d's handles do, it keeps its tensors until it is dropped."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], live: LiveMemory | None, number: int) -> None:
+        self.tensors, self.live, self.number = tensors, live, number
+
+    def wait(self) -> None:
+        if self.live is not None:
+            self.live.streams.wait(self.number)
+
+
+class _Dist:
+    """The functions of torch.distributed that rank programs call, without effect.
+
+    A transfer holds its operand and its result, as those of gloo and NCCL do.
+    """
+
+    ReduceOp, Work = c10d.ReduceOp, c10d.Work
+
+    def __init__(self, here: _Here, library: str, live: LiveMemory | None) -> None:
+        self.here, self.library, self.live = here, library, live
+
+    def get_rank(self, group: str) -> int:
+        """This rank's place along an axis; groups are called by their axes."""
+        return self.here.get_local_rank(group)
+
+    def all_reduce(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:
+        return self._start("all_reduce", (), (tensor,), async_op)
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
+    ) -> _Started:
+        return self._start("all_gather", (input,), (output,), async_op)
+
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
+    ) -> _Started:
+        return self._start("reduce_scatter", (input,), (output,), async_op)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
+    ) -> _Started:
+        return self._start("all_to_all", (input,), (output,), async_op)
+
+    def broadcast(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:
+        return self._start("broadcast", (), (tensor,), async_op)
+
+    def isend(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
+        return self._start("send", (tensor,), (), True)
+
+    def irecv(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
+        return self._start("receive", (), (tensor,), True)
+
+    def get_global_rank(self, group: Any, rank: int) -> int:
+        return rank
+
+    def get_backend(self, group: Any = None) -> str:
+        return self.library
+
+    def new_group(self, *args: Any, **named: Any) -> str:
+        return "pair"
+
+    def _start(
+        self, name: str, sent: tuple[Tensor, ...], arriving: tuple[Tensor, ...], later: bool
+    ) -> _Started:
+        number = 0
+        if self.live is not None:
+            number = self.live.streams.start(name, self.live.place(), sent, arriving)
+            if not later:
+                self.live.streams.wait(number)
+        return _Started((*sent, *arriving), self.live, number)

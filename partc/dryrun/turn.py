@@ -1,0 +1,233 @@
+"""What one call of a pipeline stage's method does to memory, and how to do it without the call.
+
+Its results are new tensors of the same form, what it keeps for later is one piece of memory per
+source line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.dryrun.live_memory import Lines, LiveMemory, Peak, Piece, Place
+from partc.graph.fake_calls import storage_of
+
+THEN = "then"  # the place behind a call, where its results are sent on
+Call = tuple[int, str, int]  # number of the stage, method and microbatch
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor of a result: an operand, or a new one of this form."""
+
+    operand: int = -1
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    line: int = 0
+
+    def again(self, operands: Sequence[Tensor], live: LiveMemory) -> Tensor:
+        if self.operand >= 0:
+            return operands[self.operand]
+        return live.made_at(
+            self.line, lambda: torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one call of a method did to memory."""
+
+    results: tuple[Made, ...]
+    peaks: tuple[tuple[Place, Peak], ...]  # by place, beside what was live before
+    tables: tuple[str, ...]  # in which the microbatch has an entry afterwards
+    kept: tuple[tuple[int, int], ...]  # bytes of those entries by line, of memory of their own
+    shares: tuple[int, ...]  # of results, operands and what is appended, what entries hold as well
+    grown: tuple[tuple[str, Made], ...]  # what was appended to the stage's lists
+    grads: tuple[tuple[int, str, Made], ...]  # what was given to which parameter, as what
+    lost: int  # bytes that it left elsewhere
+
+    def again(
+        self, call: Call, live: LiveMemory, stage: Any, operands: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Do it; gives the results."""
+        _, _, i = call
+        live.meet(call, self.peaks)
+        live.enter(call, THEN)
+        for table in _tables(stage).values():
+            table.pop(i, None)
+        results = tuple(made.again(operands, live) for made in self.results)
+        grown = [(name, made.again(operands, live)) for name, made in self.grown]
+        for name, tensor in grown:
+            getattr(stage, name).append(tensor)
+        params = [*stage.parameters()]
+        for place, name, made in self.grads:
+            setattr(params[place], name, made.again(operands, live))
+        shared = (*results, *operands, *(tensor for _, tensor in grown))
+        held: list[Any] = [shared[place] for place in self.shares]
+        held.append(live.hold(self.kept))
+        tables = _tables(stage)
+        for name in self.tables:
+            tables[name][i] = held
+        return results
+
+    def moved(self, line_for: Callable[[int], int | None]) -> Turn | None:
+        """The same in another file; None where a line is not there."""
+        lines: dict[int, int] = {}
+
+        def moved(line: int) -> int:
+            return lines.setdefault(line, _there(line_for(line)))
+
+        def made(one: Made) -> Made:
+            return replace(one, line=moved(one.line))
+
+        def peak(one: Peak) -> Peak:
+            extra = tuple(sorted((moved(line), size) for line, size in one.extra))
+            return replace(one, line=moved(one.line), extra=extra)
+
+        try:
+            return replace(
+                self,
+                results=tuple(map(made, self.results)),
+                peaks=tuple((place, peak(one)) for place, one in self.peaks),
+                kept=tuple(sorted((moved(line), size) for line, size in self.kept)),
+                grown=tuple((name, made(one)) for name, one in self.grown),
+                grads=tuple((number, name, made(one)) for number, name, one in self.grads),
+            )
+        except _NoLine:
+            return None
+
+
+class _NoLine(Exception):
+    pass
+
+
+def _there(line: int | None) -> int:
+    if line is None:
+        raise _NoLine
+    return line
+
+
+@dataclass(frozen=True)
+class State:
+    """What is alive before a call, and what the stage holds."""
+
+    alive: Mapping[int, Piece]
+    total: int
+    lines: Lines
+    held: Mapping[int, None]  # of the microbatch
+    lengths: Mapping[str, int]
+    grads: Mapping[tuple[int, str], Tensor]
+
+    @classmethod
+    def of(cls, live: LiveMemory, stage: Any, i: int) -> State:
+        lengths = {name: len(each) for name, each in _lists(stage).items()}
+        lines, grads = Counter(live.lines), _grads(stage)
+        return cls(live.alive_pieces(), live.total, lines, _held(stage, i), lengths, grads)
+
+
+def turn_since(
+    before: State, call: Call, live: LiveMemory, stage: Any, operands: Sequence[Tensor],
+    results: Sequence[Tensor],
+) -> Turn:  # fmt: skip
+    """What a call of a stage has done."""
+    _, _, i = call
+    alive = live.alive_pieces()
+    appended = [
+        (name, x)
+        for name, each in _lists(stage).items()
+        for x in each[before.lengths.get(name, 0) :]
+    ]
+    places: dict[int, int] = {}
+    for place, tensor in enumerate((*results, *operands, *(x for _, x in appended))):
+        places.setdefault(storage_of(tensor), place)
+    held = _held(stage, i)
+    new = {key: piece for key, piece in alive.items() if before.alive.get(key) is not piece}
+    own = [key for key in held if key not in places and (key in before.held or key in new)]
+    kept: Lines = Counter()
+    for piece in (alive[key] for key in own):
+        kept[piece.line] += piece.num_bytes
+    grads = {at: x for at, x in _grads(stage).items() if at not in before.grads}
+    given = {storage_of(x) for x in grads.values()} & {*new} - {*held, *places}
+    found = {*held, *places, *given}
+    return Turn(
+        results=tuple(_made(x, operands, alive) for x in results),
+        peaks=tuple(
+            (place, _beside(before, live, peak))
+            for (at, place), peak in live.peaks.items()
+            if at == call and peak.num_bytes >= 0  # something ran there
+        ),
+        tables=tuple(name for name, table in _tables(stage).items() if i in table),
+        kept=tuple(sorted(kept.items())),
+        shares=tuple(places[key] for key in held if key in places),
+        grown=tuple((name, _made(x, operands, alive)) for name, x in appended),
+        grads=tuple((*at, _made(x, operands, alive)) for at, x in grads.items()),
+        lost=len(grads)
+        - len(given)  # of memory that they share
+        + sum(piece.num_bytes for key, piece in new.items() if key not in found),
+    )
+
+
+def _beside(before: State, live: LiveMemory, peak: Peak) -> Peak:
+    """A peak as what is live there more than before the call."""
+    extra = live.lines_at(peak)
+    extra.subtract(before.lines)
+    more = tuple((line, size) for line, size in sorted(extra.items()) if size)
+    return Peak(peak.num_bytes - before.total, peak.line, extra=more)
+
+
+def _held(stage: Any, i: int) -> dict[int, None]:
+    """The memory of what a stage holds of a microbatch."""
+    entries = [table[i] for table in _tables(stage).values() if i in table]
+    return {storage_of(tensor): None for tensor in _deep(entries)}
+
+
+def _made(tensor: Tensor, operands: Sequence[Tensor], alive: Mapping[int, Piece]) -> Made:
+    for place, operand in enumerate(operands):
+        if operand is tensor:
+            return Made(operand=place)
+    piece = alive.get(storage_of(tensor))
+    line = piece.line if piece else 0
+    return Made(-1, tuple(tensor.shape), tensor.stride(), tensor.dtype, line)
+
+
+def _tables(stage: Any) -> dict[str, dict[int, Any]]:
+    """What a stage holds per microbatch."""
+    return {
+        name: each for name, each in vars(stage).items() if type(each) is dict and name[0] != "_"
+    }
+
+
+def _lists(stage: Any) -> dict[str, list[Tensor]]:
+    """What a stage collects of all microbatches, as its losses."""
+    found = {name: each for name, each in vars(stage).items() if type(each) is list}
+    return {n: each for n, each in found.items() if all(isinstance(x, Tensor) for x in each)}
+
+
+def _grads(stage: nn.Module) -> dict[tuple[int, str], Tensor]:
+    """What a stage's parameters have been given, by number of the parameter and name."""
+    found = {}
+    for number, param in enumerate(stage.parameters()):
+        for name, given in (*vars(param).items(), ("grad", param.grad)):
+            if isinstance(given, Tensor):
+                found[number, name] = given
+    return found
+
+
+def _deep(held: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, dicts and handles."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, Mapping):
+        for each in held.values():
+            yield from _deep(each)
+    elif isinstance(held, list | tuple):
+        for each in held:
+            yield from _deep(each)
+    elif hasattr(held, "tensors"):
+        yield from _deep(held.tensors)

@@ -1,0 +1,130 @@
+"""How a graph is changed: calls that are added with what is known of them, put in the place of
+others, erased, named again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.fx.graph import _Namespace
+
+from partc.graph import (
+    Graph,
+    Value,
+    draw_of,
+    held,
+    op_word,
+    set_draw,
+    set_held,
+    set_value,
+    update,
+    value,
+)
+from partc.graph.fake_calls import call_on_fakes
+from partc.plan.sharding import REPLICATED
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Adds calls to a graph before one node; they inherit what is known of ``like``."""
+
+    graph: fx.Graph
+    before: fx.Node
+    like: Value
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
+        set_held(node, run_fake(target, args, kwargs))
+        return node
+
+
+def copied(graph: Graph) -> Graph:
+    """The same graph on nodes of its own."""
+    nodes = fx.Graph()
+    result = nodes.graph_copy(graph.fx, {})
+    nodes.output(result)
+    return replace(graph, fx=nodes)
+
+
+def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call right before ``node``, with that node's origin and its own fake result."""
+    with node.graph.inserting_before(node):
+        new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
+    fake = run_on_fakes(new)
+    set_value(new, replace(value(node), kind="op", shape=(), dtype=torch.float32))
+    set_draw(new, draw_of(node))
+    set_held(new, fake)
+    return new
+
+
+def run_on_fakes(node: fx.Node) -> Any:
+    """The fake result of a call; factories give fakes as well."""
+    return run_fake_of(node.graph, node.target, node.args, node.kwargs)
+
+
+def run_fake_of(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives on fakes of a graph; one that reads no tensor gives a fake as well, and so
+    takes no memory.
+    """
+    with _fake_mode(graph):
+        return run_fake(target, args, kwargs)
+
+
+def replace_by(old: fx.Node, new: fx.Node) -> None:
+    """Let ``new`` be read wherever ``old`` was, erase ``old``, and remember for what ``new``
+    stands.
+    """
+    old.replace_all_uses_with(new)
+    stand_in(old, new)
+    old.graph.erase_node(old)
+
+
+def stand_in(old: fx.Node, new: fx.Node) -> None:
+    """Remember that backward nodes which name ``old`` as their forward now mean ``new``."""
+    new.meta.setdefault("stands_for", []).extend([old.name, *old.meta.get("stands_for", [])])
+
+
+def drop_dead(graph: Graph) -> None:
+    """Erase the calls that nobody reads."""
+    for node in reversed(list(graph.calls())):
+        if not node.users:
+            graph.fx.erase_node(node)
+
+
+def rename_calls(graph: Graph) -> None:
+    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were
+    replaced.
+    """
+    stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
+    stand_ins |= {n.name: n for n in graph.fx.nodes}
+    names = graph.fx._graph_namespace = _Namespace()
+    forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
+    for node in graph.fx.nodes:
+        word = op_word(node.target) if node.op == "call_function" else node.name
+        node.name = names.create_name(word, node)
+    for node, of in forward.items():
+        update(node, forward=of.name if of is not None else "")
+
+
+def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
+    """A fake tensor of this graph with the shape and dtype of a real one."""
+    with _fake_mode(graph):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _fake_mode(graph: fx.Graph) -> Any:
+    """The mode that the graph's fake tensors belong to, so that factories give fakes too."""
+    return detect_fake_mode(next(iter(graph.nodes)).meta.get("val")) or nullcontext()
+
+
+def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives on the fake values of its argument nodes."""
+    return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), held))

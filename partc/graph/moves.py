@@ -1,0 +1,78 @@
+"""What a collective does to each tensor that it moves, whether it moves one or several."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from partc.graph import collectives, is_tensor, picked, tensor_args, value
+
+GATHERS = (collectives.all_gather, collectives.all_gather_joined)
+SINGLE = {*collectives.COLLECTIVES, *collectives.LOCAL} - collectives.JOINED.keys()
+
+
+@dataclass(frozen=True)
+class Move:
+    """One tensor of a collective, as a collective of its own; ``result`` is None if unread."""
+
+    target: Callable[..., Any]
+    operand: fx.Node
+    kwargs: dict[str, Any]
+    result: fx.Node | None
+
+
+def moves(node: fx.Node) -> list[Move]:
+    """The tensors that a collective moves, in order; one for those that are not joined."""
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    operands = tensor_args(node)
+    if node.target not in collectives.JOINED:
+        assert callable(node.target)
+        return [Move(node.target, operands[0], kwargs, node)]
+    each = [dict(kwargs) for _ in operands]
+    for of_all, of_one in (("dims", "dim"), ("outers", "outer")):
+        for named in each if of_all in kwargs else ():
+            del named[of_all]
+        for named, at in zip(each, kwargs.get(of_all, ()), strict=False):
+            named[of_one] = at
+    target: Any = collectives.JOINED[node.target]
+    made = zip(operands, each, results(node, len(operands)), strict=True)
+    return [Move(target, *one) for one in made]
+
+
+def results(node: fx.Node, num: int) -> list[fx.Node | None]:
+    """The getitem nodes that pick the results of a call of several, None where one is unread.
+
+    Those of a started transfer are picked from its wait.
+    """
+    callers = [node, *(u for u in node.users if u.target is collectives.wait)]
+    users = [user for call in callers for user in call.users]
+    picks = {picked(u)[1]: u for u in users if u.target is operator.getitem}
+    return [picks.get(i) for i in range(num)]
+
+
+def carried(node: fx.Node) -> fx.Node | None:
+    """The value that a node holds in another layout, or ready to read; None for other calls."""
+    if node.target is operator.getitem:
+        call, index = picked(node)
+        start = call.all_input_nodes[0] if call.target is collectives.wait else call
+        return tensor_args(start)[index] if start.target in collectives.JOINED else None
+    if node.target in SINGLE or (node.target is collectives.wait and is_tensor(node)):
+        return node.all_input_nodes[0]
+    return None
+
+
+def gathers_param(node: fx.Node) -> bool:
+    """Whether a collective gathers parameters as they are stored: it may start at any time."""
+    return node.target in GATHERS and all(
+        n.op == "placeholder" and value(n).kind == "param" for n in tensor_args(node)
+    )
+
+
+def kind_of(node: fx.Node) -> str:
+    """``all_gather`` for an all_gather and for a joined one."""
+    target: Any = node.target
+    return str(collectives.JOINED.get(target, target).__name__)

@@ -1,0 +1,83 @@
+"""What a plan is chosen for: the time of a step, or what a million tokens cost in money or energy.
+
+Prices and watts are those of the machine's file: devices are paid, and draw their watts, for as
+long as the step runs, whether they compute or wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from partc.errors import PlanError, UsageError
+from partc.machines.topology import Device, Topology
+
+Objective = Literal["time", "dollars", "energy"]
+S_PER_HOUR = 3600.0
+MILLION = 1e6
+WATTS_PER_KILOWATT = 1000.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on: so many tokens, or samples where inputs are no tokens."""
+
+    size: int
+    unit: str
+
+
+NO_BATCH = Batch(0, "tokens")
+
+
+def objective_of(name: str) -> Objective:
+    """The objective of this name; UsageError lists what there is."""
+    known: dict[str, Objective] = {each: each for each in get_args(Objective)}
+    if name not in known:
+        raise UsageError(
+            where=f"objective {name!r}",
+            what="there is none of this name",
+            why="",
+            do=f"Known are {', '.join(known)}.",
+        )
+    return known[name]
+
+
+def check_price(objective: Objective, topology: Topology) -> None:
+    """PlanError if the machines have no price and it is asked for."""
+    unknown = [kind.name for kind, _ in topology.groups if kind.dollars_per_hour is None]
+    if objective == "dollars" and unknown:
+        raise PlanError(
+            where="objective 'dollars'",
+            what=f"the price of {unknown[0]} is not known",
+            why=f"[[devices]] of {topology.name} has no dollars_per_hour, and prices are yours",
+            do="Write print(topology) to a mesh.toml and add `dollars_per_hour = ...`, what one "
+            f'device costs, under name = "{unknown[0]}".',
+        )
+
+
+def per_million(
+    objective: Objective, seconds: float, devices: int, topology: Topology, batch: Batch
+) -> float | None:
+    """Of a million tokens (or samples), on so many of the machines' devices: $ or kWh; None where
+    time is what counts, a device has no price, or the batch is not known.
+    """
+    if objective == "time" or not batch.size:
+        return None
+    if objective == "dollars" and any(d.dollars_per_hour is None for d, _ in topology.groups):
+        return None
+    rate = topology.mean(_dollars_per_hour if objective == "dollars" else _kilowatts)
+    return seconds * devices / S_PER_HOUR * rate / batch.size * MILLION
+
+
+def _dollars_per_hour(device: Device) -> float:
+    return device.dollars_per_hour or 0.0
+
+
+def _kilowatts(device: Device) -> float:
+    return device.watts / WATTS_PER_KILOWATT
+
+
+def price_text(objective: Objective, price: float | None, batch: Batch) -> str:
+    """``0.42 $ per million tokens``; "" for None."""
+    unit = "$" if objective == "dollars" else "kWh"
+    return "" if price is None else f"{price:.3g} {unit} per million {batch.unit}"

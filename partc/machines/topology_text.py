@@ -1,0 +1,216 @@
+"""Topologies as TOML: the files that come with partc, a user's own, and the text of any."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from partc.errors import PlanError
+from partc.machines.topology import Device, Level, Points, Topology
+from partc.machines.topology_checks import check_keys, refusal
+
+T = TypeVar("T", Device, Level)
+NUMBERS = ("start_s", "contention", "skew", "sharing")
+TOPOLOGY_KEYS = ("name", "library", *NUMBERS, "notes", "devices", "levels")
+
+
+def shipped() -> tuple[str, ...]:
+    """The names that ``Topology.load`` takes."""
+    files = (resources.files("partc") / "machines").iterdir()
+    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+
+
+def read_shipped(name: str) -> Topology:
+    """A topology that comes with partc; PlanError lists what there is."""
+    if name not in shipped():
+        raise PlanError(
+            where=f"topology {name!r}",
+            what="no such machine comes with partc",
+            why=f"there are {', '.join(shipped())}",
+            do="Take one of these, or write a mesh.toml of your own.",
+        )
+    file = resources.files("partc") / "machines" / f"{name}.toml"
+    return parse_topology(file.read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def read_topology(path: str | Path) -> Topology:
+    """The topology in a file; PlanError names the file and the entry that is wrong."""
+    return topology_of(read_toml(path), str(path))
+
+
+def parse_topology(text: str, where: str = "topology") -> Topology:
+    """The topology of a text."""
+    return topology_of(parse_toml(text, where), where)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table in a TOML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(str(path), error) from None
+    return parse_toml(text, str(path))
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The table of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _unreadable(where, error) from None
+
+
+def topology_of(table: Mapping[str, Any], where: str) -> Topology:
+    """The topology that a table describes."""
+    check_keys(where, table, TOPOLOGY_KEYS)
+    given = {key: table[key] for key in ("name", "library", *NUMBERS) if key in table}
+    if "name" not in given:
+        raise refusal(where, "name is missing", "a topology has one")
+    try:
+        return Topology(
+            **given,
+            groups=tuple(_group(entry) for entry in _tables(table, "devices")),
+            levels=tuple(_level(entry) for entry in _tables(table, "levels")),
+            notes=tuple(_texts(table, "notes")),
+        )
+    except PlanError as error:
+        raise PlanError(
+            where=f"{where}, {error.where}", what=error.what, why=error.why, do=error.do
+        ) from None
+
+
+def _group(entry: Mapping[str, Any]) -> tuple[Device, int]:
+    count = entry.get("count", 1)
+    own = {key: value for key, value in entry.items() if key != "count"}
+    for key in ("flops_per_s", "efficiency"):
+        if not isinstance(own.get(key, {}), Mapping):
+            raise refusal(f"device {own.get('name', '')}", f"{key} is not a table", "it is one")
+    own["efficiency"] = {work: _points(p) for work, p in own.get("efficiency", {}).items()}
+    return _made(Device, own), count
+
+
+def _level(entry: Mapping[str, Any]) -> Level:
+    own = dict(entry)
+    if not isinstance(own.get("factors", {}), Mapping):
+        raise refusal(f"level {own.get('name', '')}", "factors is not a table", "it is one")
+    own["factors"] = {kind: _pair(pair) for kind, pair in own.get("factors", {}).items()}
+    return _made(Level, own)
+
+
+def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
+    """A device or a level from its table: all keys known, none missing."""
+    where = f"{kind.__name__.lower()} {entry.get('name', '')}".strip()
+    known = fields(kind)
+    check_keys(where, entry, [one.name for one in known])
+    for one in known:
+        optional = one.default is not MISSING or one.default_factory is not MISSING
+        if one.name not in entry and not optional:
+            raise refusal(where, f"{one.name} is missing", f"every {kind.__name__.lower()} has it")
+    return kind(**entry)
+
+
+def _points(points: Any) -> Any:
+    """Lists of lists as a table of points; anything else as it is, to be refused by name."""
+    if not isinstance(points, list):
+        return points
+    return tuple(map(_pair, points))
+
+
+def _pair(pair: Any) -> Any:
+    """A list as a tuple; anything else as it is."""
+    return tuple(pair) if isinstance(pair, list) else pair
+
+
+def _tables(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = table.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise refusal(key, "it is not a list of tables", f"write [[{key}]] over each entry")
+    return entries
+
+
+def _texts(table: Mapping[str, Any], key: str) -> Sequence[str]:
+    texts = table.get(key, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise refusal(key, "it is not a list of texts", "notes are for readers")
+    return texts
+
+
+def _unreadable(where: str, error: Exception) -> PlanError:
+    return PlanError(
+        where=where, what="the file cannot be read", why=str(error), do="Mend or name another."
+    )
+
+
+# writing ------------------------------------------------------------------------------------------
+def write_topology(topology: Topology) -> str:
+    """The TOML form."""
+    lines = [f"name = {_text(topology.name)}", f"library = {_text(topology.library)}"]
+    lines += [f"start_s = {_number(topology.start_s)}"]
+    told = {
+        "contention": topology.contention,
+        "skew": topology.skew,
+        "sharing": topology.sharing - 1,
+    }
+    lines += [f"{name} = {_number(getattr(topology, name))}" for name in told if told[name]]
+    if topology.notes:
+        lines += ["notes = [", *(f"    {_text(note)}," for note in topology.notes), "]"]
+    for device, count in topology.groups:
+        lines += ["", "[[devices]]", *_device_lines(device, count)]
+    for level in topology.levels:
+        lines += ["", "[[levels]]", *_plain_lines(level)]
+        if level.factors:
+            factors = (f"{kind} = {_pair_text(pair)}" for kind, pair in level.factors.items())
+            lines += ["[levels.factors]", *factors]
+    return "\n".join(lines) + "\n"
+
+
+def _device_lines(device: Device, count: int) -> Iterable[str]:
+    name, *rest = _plain_lines(device)
+    yield from (name, f"count = {count}", *rest)
+    yield "[devices.flops_per_s]"
+    yield from (f"{dtype} = {_number(peak)}" for dtype, peak in device.flops_per_s.items())
+    if device.efficiency:
+        yield "[devices.efficiency]"
+        yield from (
+            f"{work} = {_points_text(points)}" for work, points in device.efficiency.items()
+        )
+
+
+def _plain_lines(entry: Device | Level) -> list[str]:
+    """The fields that are texts or numbers, but for those that are as if they were not given."""
+    lines = []
+    for one in fields(entry):
+        content = getattr(entry, one.name)
+        if content == one.default or isinstance(content, Mapping):
+            continue
+        text = _text(content) if isinstance(content, str) else _number(content)
+        lines.append(f"{one.name} = {text}")
+    return lines
+
+
+def _points_text(points: Points) -> str:
+    return f"[{', '.join(map(_pair_text, points))}]"
+
+
+def _pair_text(pair: tuple[float, float]) -> str:
+    return f"[{_number(pair[0])}, {_number(pair[1])}]"
+
+
+def _number(number: float) -> str:
+    """The shortest text that reads back to this number."""
+    if isinstance(number, bool):
+        return str(number).lower()
+    if isinstance(number, int):
+        return f"{number:_}"
+    short = f"{number:.6g}"
+    text = short if float(short) == number else repr(number)
+    return text if set(text) & {*".e"} else f"{text}.0"
+
+
+def _text(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'

@@ -1,0 +1,58 @@
+"""``partc bench``: a saved program's steps on real ranks, beside what was predicted of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from partc.errors import UsageError
+from partc.measure.bench_rank import measure_rank
+from partc.measure.bench_report import Bench
+from partc.program import load
+from partc.program.handshake import check_world, world_size
+from partc.verification.processes import Processes
+
+TIMEOUT_S = 600.0
+
+
+def bench(
+    folder: str, *, steps: int = 10, warmup: int = 3, device: str = "cpu",
+    timeout: float = TIMEOUT_S,
+) -> Bench:  # fmt: skip
+    """Run steps of a saved program, with weights and a batch of its own making, and time them.
+
+    On new processes of this machine, one thread each, or under torchrun on its ranks; all of them
+    get the result. UsageError for a number of steps that tells nothing, or for GPUs without
+    torchrun; RunError if a rank fails or takes longer than ``timeout`` seconds.
+    """
+    program = load(folder)
+    _check(folder, steps, device)
+    job = (folder, device, steps, warmup)
+    if "RANK" not in os.environ:
+        with Processes(program.mesh.num_ranks, timeout=timeout, quiet=True) as world:
+            return Bench(program, tuple(world.run(measure_rank, *job)))
+    check_world(program.mesh, world_size())
+    mine = measure_rank(*job)
+    every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, mine)
+    dist.destroy_process_group()
+    return Bench(program, tuple(every))
+
+
+def _check(folder: str, steps: int, device: str) -> None:
+    if steps < 2:
+        raise UsageError(
+            where=f"--steps {steps}",
+            what="so few steps tell nothing of their spread",
+            why="medians and quartiles are shown",
+            do="Give 2 or more.",
+        )
+    if device != "cpu" and "RANK" not in os.environ:
+        raise UsageError(
+            where=f"--device {device}",
+            what="GPUs need a launcher",
+            why="processes that partc starts itself are gloo's, on the CPU",
+            do=f"Run torchrun --nproc-per-node N -m partc bench {folder} --device {device}.",
+        )

@@ -1,0 +1,138 @@
+"""One rank of ``partc bench``: a program with weights and inputs of its own making, timed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partc.cost.roofline import Box
+from partc.measure.timed_calls import Clock, CudaClock, HostClock
+from partc.measure.timed_step import StepTimes, block_paths, time_step
+from partc.program import Program, load
+from partc.program.role import Role
+from partc.program.runtime import Stage
+
+Optimizers = dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-4, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-4, momentum=0.9, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-4),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-4),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-4, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True),
+}
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank found: seconds of steps as they are (step and optimizer), those of steps with
+    timers, and each of these as boxes.
+    """
+
+    plain_s: list[tuple[float, float]] = field(default_factory=list)
+    timed: list[StepTimes] = field(default_factory=list)
+    boxes: list[list[Box]] = field(default_factory=list)
+
+
+def measure_rank(folder: str, device: str, steps: int, warmup: int) -> RankTimes:
+    """This rank's steps, as they are and with timers in turns; all ranks call this together."""
+    program = load(folder)
+    runner = Runner(program, program.module(device))
+    for _ in range(warmup):
+        runner.plain()
+    found = RankTimes()
+    for _ in range(steps):
+        found.plain_s.append(runner.plain())
+        times, boxes = runner.timed()
+        found.timed.append(times)
+        found.boxes.append(boxes)
+    return found
+
+
+class Runner:
+    """Runs this rank's steps."""
+
+    def __init__(self, program: Program, stage: Stage) -> None:
+        role = program.role(dist.get_rank())
+        self.stage, self.inference = stage, role.is_inference
+        self.clock: Clock = CudaClock() if stage.device.type == "cuda" else HostClock()
+        with torch.no_grad():
+            for name, (_, piece) in stage.pieces().items():
+                _fill(name, piece)
+        stage.seed(0)
+        self.inputs = make_inputs(role, stage.device)
+        self.optimizer = self._optimizer(program)
+        self.paths = block_paths(stage.rank_step, role.shards)
+        self.axes = _axes(stage)
+
+    def _optimizer(self, program: Program) -> torch.optim.Optimizer | None:
+        make = OPTIMIZERS.get(program.cost.as_json()["optimizer"])
+        trained = [p for p in self.stage.parameters() if p.requires_grad]
+        return make(trained) if make and trained and not self.inference else None
+
+    def plain(self) -> tuple[float, float]:
+        """The seconds of a step, and of the optimizer's."""
+        self.begin()
+        first = self.clock.now()
+        self.run()
+        middle = self.clock.now()
+        self.update()
+        last = self.clock.now()
+        return self.clock.seconds(first, middle), self.clock.seconds(middle, last)
+
+    def timed(self) -> tuple[StepTimes, list[Box]]:
+        """A step with timers."""
+        return time_step(
+            self.stage.rank_step, self.paths, self.axes, self.clock,
+            self.begin, self.run, self.update,
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        """All ranks begin a step together."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        dist.barrier()
+
+    def run(self) -> None:
+        """Forward and backward, or the forward of a program for inference."""
+        (self.stage if self.inference else self.stage.step)(*self.inputs)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def make_inputs(role: Role, device: torch.device) -> list[Tensor]:
+    """A global batch, equal on all ranks: normal for floats, 0 or 1 for integers, which is right
+    as token, label and mask of any model.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape, dtype in role.inputs.values():
+        if dtype.is_floating_point:
+            made.append(torch.randn(shape, generator=generator).to(device, dtype))
+        else:
+            made.append(torch.randint(2, shape, generator=generator).to(device, dtype))
+    return made
+
+
+def _fill(name: str, piece: Tensor) -> None:
+    """Small weights, scales of 1 and no bias, equal on copies of a piece."""
+    if not piece.is_floating_point():
+        return
+    if piece.dim() < 2:
+        piece.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    generator = torch.Generator(piece.device).manual_seed(zlib.crc32(name.encode()))
+    piece.normal_(0, 0.02, generator=generator)
+
+
+def _axes(stage: Stage) -> dict[str, str]:
+    """The mesh's axes by the names of this rank's groups."""
+    return {group.group_name: axis for axis, group in stage.groups.items()}

@@ -1,0 +1,393 @@
+"""The plan: every decision of a compile as text that a person reads, edits and replays.
+
+In: a preset's words, a plan.toml, what the search chose. Out: a `Plan`, which every pass reads.
+Start: here; `mesh.py` has the mesh that a plan is for, `sharding.py` how a tensor lies on it.
+Never: a graph or a pass: a plan is read without the model.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from partc.errors import PlanError
+from partc.plan.mesh import MB, Mesh, layout_mesh
+from partc.plan.plan_values import Lies, Values, read_value, write_value
+from partc.plan.sharding import Layout, R, Sharding, cut
+from partc.schedules.csv_form import CSV, load_csv, write_csv
+
+T = TypeVar("T")
+Cuts = Mapping[str, Layout]  # axis -> cut
+COMPILERS = ("none", "inductor")  # of what a program computes between transfers
+RECOMPUTES = ("cheap", "none", "attention", "block")  # by the backward, beside modules by path
+_FIELDS = {
+    "mesh",
+    "preset",
+    "microbatches",
+    "schedule",
+    "order",
+    "chunks",
+    "memory_bytes",
+    "stages",
+    "reduce",
+    "batch_norm",
+    "recompute",
+    "compile",
+    "join_mb",
+    "messages",
+    "prefetch",
+    "pieces",
+    "inputs",
+    "params",
+    "gather",
+    "scatter",
+    "values",
+    "notes",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions; what a partial plan does not name is filled in from ``preset``.
+
+    ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored.
+    ``gather`` says along which axes stored cuts are gathered before use, and how long the whole
+    lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
+    names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
+    parallelism). ``values`` says how results of calls lie that do not follow from these, and how
+    single parameters lie in use (``plan_values.py``). ``recompute`` says what the backward
+    computes again instead of keeping it: ``"cheap"`` sums, products and views of what is saved
+    anyway, ``"attention"`` also what stands between an attention's projections and takes few FLOPs
+    per byte, ``"block"`` all that the blocks of a stack compute (they keep what enters them),
+    ``"none"`` nothing. A tuple of module paths, or patterns with ``*``, names modules that keep
+    what enters them; the rest is cheap. ``compile``: ``"inductor"`` leaves what a program computes
+    between transfers to torch.compile, each block once. ``join_mb`` is the most megabytes of
+    weights or gradients that share one transfer: a transfer costs time of its own, but several
+    tensors in one have to be copied together, and none of them leaves before the last is made;
+    where it makes the step faster, a block's gradients leave in a few parts, and what takes
+    longer to copy than a transfer to start goes alone. 0 joins nothing. ``messages``: what gloo
+    would gather, or sum and scatter, ranks send each other, as that copies less (None: where the
+    copies take a part of the step that can be measured).
+    ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
+    loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
+    fits into memory, else one). Pipelines gather one.
+    ``pieces``: in so many are the blocks computed that wait for sums of activations, so that those
+    of one piece are on their way while the next is computed (1: not in pieces; 0: in as many as
+    make the step fastest, if that is by much).
+    ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
+    that the plan replays without it; where it is empty, 1f1b for training and forward-only for
+    inference. ``stages`` has the module path at which each pipeline stage but the first begins.
+    Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as the schedule
+    usually has). No rank may need more than ``memory_bytes`` (0: no limit).
+    Gradients are summed over ranks once per
+    ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3). ``apart`` has the values that no pattern may
+    fit when it is written, as they lie otherwise than those that it would join.
+    """
+
+    mesh: Mesh | None = None
+    preset: str = ""
+    params: Mapping[str, Cuts] = field(default_factory=dict)
+    inputs: Mapping[str, Cuts] = field(default_factory=dict)
+    gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
+    scatter: Mapping[str, int] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+    batch_norm: Literal["global", "local"] = "global"
+    recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
+    compile: Literal["none", "inductor"] = "none"
+    join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
+    messages: bool | None = None
+    prefetch: int = 0
+    pieces: int = 0
+    microbatches: int = 1
+    schedule: str = ""
+    order: str = ""
+    chunks: int = 0
+    memory_bytes: int = 0
+    stages: tuple[str, ...] = ()
+    reduce: Literal["step", "microbatch"] = "step"
+    notes: tuple[str, ...] = ()
+    apart: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @classmethod
+    def parse(cls, text: str, where: str = "plan") -> Plan:
+        """Read the TOML form; PlanError names the entry that is wrong."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise _wrong(where, "this is not TOML", str(error)) from None
+        unknown = sorted(set(table) - _FIELDS)
+        if unknown:
+            raise _wrong(
+                where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
+            )
+        mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
+        for name in ("params", "inputs"):
+            table[name] = {
+                k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()
+            }
+        table["values"] = {
+            k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
+        }
+        _check_words(table, where)
+        lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
+        if isinstance(table.get("recompute"), list):
+            lists["recompute"] = tuple(table["recompute"])
+        return cls(**{**table, "mesh": mesh, **lists})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.toml; a schedule's file is looked for beside it."""
+        try:
+            plan = cls.parse(Path(path).read_text(), str(path))
+        except OSError as error:
+            raise _wrong(str(path), "the plan cannot be read", str(error)) from None
+        return plan.with_order(Path(path).parent)
+
+    def with_order(self, folder: Path = Path()) -> Plan:
+        """The plan with the rows of the CSV file that ``schedule`` names, if it names one, and with
+        its microbatches, unless the plan asks for several. PlanError if it cannot be read, or if
+        there are rows of no file.
+        """
+        if self.order and not self.schedule.endswith(CSV):
+            why = f"the order is that of a file, and the schedule is {self.schedule!r}"
+            raise _wrong("plan, order", f'without schedule = "own{CSV}" it has no name', why)
+        if self.order or not self.schedule.endswith(CSV):
+            return self
+        own = load_csv(folder / self.schedule)
+        return replace(
+            self, schedule=own.name, order=write_csv(own),
+            microbatches=own.microbatches if self.microbatches == 1 else self.microbatches,
+        )  # fmt: skip
+
+    def stored(self, name: str, table: Mapping[str, Cuts] | None = None) -> Cuts:
+        """The cuts of one parameter, by its name or the first pattern that fits."""
+        table = self.params if table is None else table
+        name = name.partition("#")[0]  # a tied parameter's copy on another stage lies as it does
+        if name in table:
+            return table[name]
+        return next((cuts for pattern, cuts in table.items() if fits(pattern, name)), {})
+
+    def used(self, name: str) -> Cuts:
+        """The cuts of one parameter while it is computed with."""
+        stored = {axis: x for axis, x in self.stored(name).items() if axis not in self.gather}
+        entry = self.lies(name)
+        if entry is None:
+            return stored
+        named = {axis: each.out for axis, each in entry.items()}
+        every = {**stored, **named} if entry else {}
+        return {axis: layout for axis, layout in every.items() if layout != R}
+
+    def lies(self, name: str) -> Mapping[str, Lies] | None:
+        """What it says of a value by name or pattern, by axis; None if nothing."""
+        if name in self.values:
+            return self.values[name]
+        return next((lies for pattern, lies in self.values.items() if fits(pattern, name)), None)
+
+    @property
+    def batch_axes(self) -> set[str]:
+        """The axes that cut inputs, microbatches apart."""
+        return {axis for cuts in self.inputs.values() for axis in cuts} - {MB}
+
+    @property
+    def recompute_paths(self) -> tuple[str, ...]:
+        """The modules whose values are computed again, where the plan names some."""
+        return () if isinstance(self.recompute, str) else self.recompute
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether it tells blocks of a stack apart, by their numbers."""
+        values = (name.partition(":")[0] for name in self.values)
+        names = (*self.params, *self.stages, *self.recompute_paths, *values)
+        return any(
+            re.fullmatch(r"\d+|.*\d.*\*.*|.*\*.*\d.*", p) for n in names for p in n.split(".")
+        )
+
+    def sharding(self, cuts: Cuts) -> Sharding:
+        assert self.mesh is not None
+        return Sharding.of(cuts, layout_mesh(self.mesh, self.microbatches))
+
+    def __str__(self) -> str:
+        """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
+        lines = [f'preset = "{self.preset}"'] if self.preset else []
+        lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
+        lines += _words("recompute", self.recompute)
+        lines += _words("compile", self.compile) if self.compile != "none" else []
+        lines += [f"join_mb = {self.join_mb:g}"]
+        if self.messages is not None:
+            lines += [f"messages = {str(self.messages).lower()}"]
+        if self.microbatches > 1:
+            lines += [f'reduce = "{self.reduce}"']
+        if self.schedule:
+            lines += [f"schedule = {_quote(self.schedule)}"]
+        if self.order:
+            lines += ['order = """', *(_escape(row) for row in self.order.splitlines()), '"""']
+        counts = (
+            ("prefetch", self.prefetch), ("pieces", self.pieces), ("chunks", self.chunks),
+            ("memory_bytes", self.memory_bytes),
+        )  # fmt: skip
+        lines += [f"{name} = {count}" for name, count in counts if count]
+        lines += _list("stages", self.stages) + _list("notes", self.notes)
+        if self.mesh is not None:
+            lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
+        lines += _section("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
+        lines += _section("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
+        for name, table in (("inputs", self.inputs), ("params", self.params)):
+            lines += _section(
+                name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()}
+            )
+        values = fold_names(self.values, self.apart).items()
+        lines += _section("values", {_quote(k): write_value(v) for k, v in values})
+        return "\n".join(lines) + "\n"
+
+    def changed(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a name: ``*`` between dots (or a dot and a colon) is one part of a
+    path, elsewhere any text.
+    """
+    if "*" not in pattern:
+        return pattern == name
+    return _regex(pattern).fullmatch(name) is not None
+
+
+@cache
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(?<=\.)(\*)(?=[.:])", pattern)
+    texts = (
+        r"[^.:]+" if i % 2 else ".*".join(map(re.escape, part.split("*")))
+        for i, part in enumerate(parts)
+    )
+    return re.compile("".join(texts))
+
+
+def fold_names(
+    table: Mapping[str, Mapping[str, T]], apart: Iterable[str] = ()
+) -> dict[str, Mapping[str, T]]:
+    """Join entries that differ in layer numbers only: ``layers.0.w, layers.1.w -> layers.*.w``. No
+    pattern fits a name of those ``apart``.
+    """
+    folds: dict[str, bool] = {}  # pattern -> whether all names that fit it have the same cuts
+
+    def fold(name: str) -> str:
+        for pattern in _patterns(name):
+            if pattern not in folds:
+                folds[pattern] = all(
+                    dict(table[n]) == dict(table[name]) for n in table if fits(pattern, n)
+                ) and not any(fits(pattern, n) for n in apart)
+            if folds[pattern]:
+                return pattern
+        return name
+
+    return {fold(name): cuts for name, cuts in table.items()}
+
+
+def widest_pattern(name: str) -> str:
+    """A name with ``*`` for all its numbers."""
+    return next(_patterns(name))
+
+
+def _patterns(name: str) -> Iterator[str]:
+    """A name with ``*`` for all its numbers, then for the first one only."""
+    numbers = list(re.finditer(r"(?<=\.)\d+(?=[.:])", name))
+    for taken in (numbers, numbers[:1]):
+        parts = list(name)
+        for number in reversed(taken):
+            parts[number.start() : number.end()] = "*"
+        yield "".join(parts)
+
+
+def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
+    if not isinstance(entry, Mapping):
+        raise _wrong(
+            where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }"
+        )
+    cuts = {}
+    for axis, at in entry.items():
+        dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)
+        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
+            raise _wrong(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
+        cuts[axis] = cut(dim, outer)
+    return cuts
+
+
+def _read_value(entry: Any, where: str) -> dict[str, Lies]:
+    try:
+        return read_value(entry)
+    except ValueError as error:
+        raise _wrong(where, f"{entry!r} is not understood", str(error)) from None
+
+
+def _write_cuts(cuts: Cuts) -> str:
+    texts = [f"{a} = {x.dim if x.outer == 1 else f'[{x.dim}, {x.outer}]'}" for a, x in cuts.items()]
+    return "{ " + ", ".join(texts) + " }" if texts else "{}"
+
+
+def _words(name: str, given: str | tuple[str, ...]) -> list[str]:
+    """One word, or a list in one line."""
+    if isinstance(given, str):
+        return [f"{name} = {_quote(given)}"]
+    return [f"{name} = [{', '.join(map(_quote, given))}]"]
+
+
+def _list(name: str, texts: Iterable[str]) -> list[str]:
+    rows = [f"    {_quote(text)}," for text in texts]
+    return [f"{name} = [", *rows, "]"] if rows else []
+
+
+def _section(name: str, entries: Mapping[str, str]) -> Iterable[str]:
+    return (
+        ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
+    )
+
+
+def _quote(text: str) -> str:
+    return f'"{_escape(text)}"'
+
+
+def _escape(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped)
+
+
+def _check_words(table: Mapping[str, Any], where: str) -> None:
+    allowed = {
+        "batch_norm": ("global", "local"),
+        "recompute": RECOMPUTES,
+        "compile": COMPILERS,
+        "reduce": ("step", "microbatch"),
+    }
+    counts = ("prefetch", "pieces", "chunks", "memory_bytes")
+    for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
+        count = table.get(key, least)
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")
+    paths = table.get("recompute")
+    if isinstance(paths, list) and all(isinstance(path, str) and path for path in paths):
+        del allowed["recompute"]
+    for key, words in allowed.items():
+        if table.get(key, words[0]) not in words:
+            raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")
+    size = table.get("join_mb", 0)
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
+        raise _wrong(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
+    if not isinstance(table.get("messages", True), bool):
+        raise _wrong(where, f"messages = {table['messages']!r} means nothing", "true or false")
+    for key in ("schedule", "order"):
+        if not isinstance(table.get(key, ""), str):
+            raise _wrong(where, f"{key} = {table[key]!r} means nothing", "it is a text")
+    for axis, life in table.get("gather", {}).items():
+        if life not in ("use", "step"):
+            raise _wrong(where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"')
+
+
+def _wrong(where: str, what: str, why: str) -> PlanError:
+    return PlanError(
+        where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one."
+    )

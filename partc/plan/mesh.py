@@ -1,0 +1,278 @@
+"""The device mesh: named axes with sizes, the machines under them, where each rank stands."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+from partc.errors import PlanError
+from partc.machines.topology import Topology
+
+DP, TP = "dp", "tp"
+PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
+MB = "mb"  # microbatches, as an axis that runs in time
+_AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes in rank order, slowest first, as in torch's DeviceMesh: ``Mesh((("dp", 2), ("tp",
+    4)))``.
+
+    ``topology`` says what ranks run on, rank by rank; two meshes with the same axes are equal
+    whatever that is, so that a plan replays elsewhere. Without axes but with a topology the mesh is
+    open: who plans has still to choose them.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    topology: Topology | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, size in self.axes:
+            _check_axis(name, size)
+        if len(set(self.names)) != len(self.axes):
+            raise PlanError(
+                where=f"mesh {self}",
+                what="an axis name stands twice",
+                why="axes are found by name",
+                do="Rename one.",
+            )
+        if self.axes and self.topology and self.topology.num_devices != self.num_ranks:
+            raise PlanError(
+                where=f"mesh {self}",
+                what=f"{self.num_ranks} ranks are not {self.topology.num_devices} devices",
+                why=f"every device of {self.topology.name} is one rank",
+                do=f"Take {self.topology.name} with {self.num_ranks} devices, or other axes.",
+            )
+
+    @classmethod
+    def load(cls, machine: str, devices: int | None = None) -> Mesh:
+        """An open mesh of so many devices of a machine that comes with partc (``dgx-h100``)."""
+        return cls((), Topology.load(machine, devices))
+
+    @classmethod
+    def of(cls, mesh: Any) -> Mesh:
+        """A Mesh from a Mesh, a torch DeviceMesh, a dict, ``"dp=2,tp=4"`` or the path of a
+        mesh.toml.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return cls(tuple(mesh.items()))
+        if isinstance(mesh, Path) or (isinstance(mesh, str) and mesh.endswith(".toml")):
+            from partc.plan.mesh_file import read_mesh
+
+            return read_mesh(Path(mesh))
+        if isinstance(mesh, str):
+            return cls.parse(mesh)
+        names = getattr(mesh, "mesh_dim_names", None)
+        if names is not None:
+            return cls(tuple(zip(names, map(int, mesh.mesh.shape), strict=True)))
+        raise PlanError(
+            where="mesh",
+            what=f"a {type(mesh).__name__} does not describe a mesh",
+            why="no named axes could be read from it",
+            do='Give a Mesh, a DeviceMesh with names, a dict, "dp=2,tp=4" or a .toml path.',
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read ``"dp=2,tp=4"`` (commas or blanks between axes)."""
+        axes = []
+        for part in re.split(r"[,\s]+", text.strip()):
+            name, equals, size = part.partition("=")
+            if not equals or not size.isdigit():
+                raise PlanError(
+                    where=f"mesh {text!r}",
+                    what=f"{part!r} is not an axis",
+                    why="an axis is written name=size",
+                    do='Write for example "dp=2,tp=4".',
+                )
+            axes.append((name, int(size)))
+        return cls(tuple(axes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether axes have still to be chosen."""
+        return not self.axes and self.topology is not None and self.topology.num_devices > 1
+
+    @property
+    def hardware(self) -> Topology:
+        """The machines to plan for; where nothing says which, CPU processes of one machine."""
+        return self.topology or _processes(self.num_ranks)
+
+    def at_place(self, place: int) -> Mesh:
+        """This mesh as the ranks at one place of the pipeline see it, whose devices may be of
+        another kind than those at other places.
+        """
+        return _at_place(self.axes, self.topology, place) if self._is_mixed else self
+
+    @property
+    def _is_mixed(self) -> bool:
+        return self.topology is not None and self.topology.is_mixed
+
+    def settled(self, axes: Mesh | None) -> Mesh:
+        """This mesh if it has axes; an open one with those of another, PlanError without one."""
+        if not self.is_open:
+            return self
+        if axes is None:
+            raise PlanError(
+                where=f"mesh {self}",
+                what="its axes are open",
+                why="neither the mesh nor the plan says how its devices are arranged",
+                do='Give the plan a [mesh], or the mesh axes: "dp=2,tp=4".',
+            )
+        return replace(self, axes=axes.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along one axis; PlanError if the mesh has no such axis."""
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise PlanError(
+            where=f"mesh {self}",
+            what=f"there is no axis {axis!r}",
+            why=f"it has {', '.join(self.names)}",
+            do="Use one of these names, or add the axis to the mesh.",
+        )
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        at = {}
+        for name, size in reversed(self.axes):
+            rank, at[name] = divmod(rank, size)
+        return {name: at[name] for name in self.names}
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank that stands at these coordinates."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coords[name]
+        return rank
+
+    def peers(self, rank: int, axis: str) -> list[int]:
+        """The ranks that differ from ``rank`` along ``axis`` only, itself among them, in axis
+        order.
+        """
+        coords = self.coords(rank)
+        return [self.rank({**coords, axis: i}) for i in range(self.size(axis))]
+
+    def all_coords(self) -> list[dict[str, int]]:
+        """The coordinates of every rank, in rank order."""
+        ranges = (range(size) for _, size in self.axes)
+        return [dict(zip(self.names, at, strict=True)) for at in itertools.product(*ranges)]
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks along the axis ``pp``; 1 without one."""
+        return dict(self.axes).get(PP, 1)
+
+    def without_pipeline(self) -> Mesh:
+        """The axes that cut tensors."""
+        return Mesh(tuple(axis for axis in self.axes if axis[0] != PP))
+
+    def first_rank(self, pipeline_rank: int) -> int:
+        """The first of all ranks that stand at this place of the pipeline."""
+        return self.rank({**dict.fromkeys(self.names, 0), PP: pipeline_rank})
+
+    def crosses(self, axis: str) -> tuple[int, ...]:
+        """Per level of the hardware, innermost first, how many members of one group of the axis
+        stand in one unit of it, each in another unit of the level below.
+
+        >>> Mesh((("dp", 4), ("tp", 4)), Topology.load("dgx-h100", 16)).crosses("dp")
+        (2, 2)
+
+        Where groups differ, because axes and levels do not nest, it is the one that crosses most.
+        """
+        units = self.hardware.unit_sizes
+        return _crosses(self._stride(axis), self.size(axis), units, self.num_ranks)
+
+    def _stride(self, axis: str) -> int:
+        """How far apart neighbours along an axis are in rank order."""
+        return prod(size for _, size in self.axes[self.names.index(axis) + 1 :])
+
+    def __str__(self) -> str:
+        if self.is_open and self.topology:
+            return f"of {self.topology.num_devices} devices of {self.topology.name}"
+        return " ".join(f"{name}={size}" for name, size in self.axes)
+
+
+@cache
+def _processes(num: int) -> Topology:
+    return Topology.load("cpu", num)
+
+
+@cache
+def _at_place(axes: tuple[tuple[str, int], ...], topology: Topology, place: int) -> Mesh:
+    mesh = Mesh(axes, topology)
+    ranks = (r for r in range(mesh.num_ranks) if mesh.coords(r).get(PP, 0) == place)
+    return Mesh(axes, topology.at(ranks))
+
+
+@cache
+def _crosses(stride: int, size: int, units: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    most = [_most_units(stride, size, unit, num_ranks) for unit in units]
+    return tuple(-(-below // units) for below, units in pairwise([size, *most]))
+
+
+def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:
+    """The most units of ``unit`` ranks in a row that a group of ``size`` ranks, ``stride`` apart,
+    stands in.
+    """
+    if stride >= unit:
+        return size
+    # no unit between the first and the last member is left out, so what counts is where in its
+    # unit a group begins; groups that are alike in this repeat
+    step, span = stride * size, (size - 1) * stride
+    groups = min(num_ranks // step, unit // gcd(step, unit))
+    latest = (min(group * step % unit + stride, unit) - 1 for group in range(groups))
+    return max((begin + span) // unit for begin in latest) + 1
+
+
+def _check_axis(name: str, size: int) -> None:
+    if not isinstance(name, str) or not _AXIS_NAME.match(name):
+        raise PlanError(
+            where="mesh",
+            what=f"{name!r} cannot name an axis",
+            why="axis names become Python identifiers",
+            do="Use letters, digits and _ only, a letter first.",
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise PlanError(
+            where=f"mesh axis {name}",
+            what=f"{size!r} is not a size",
+            why="an axis has one rank or more",
+            do="Give a whole number from 1.",
+        )
+
+
+def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
+    """The axes that values are laid out on: those of one stage's ranks, then ``mb``.
+
+    As the last axis it cuts a batch first, so that whatever ranks exchange stays within a
+    microbatch. Pipeline stages hold different values, so ``pp`` is none of them.
+    """
+    if MB in mesh.names:
+        raise PlanError(
+            where=f"mesh {mesh}",
+            what=f"an axis is called {MB!r}",
+            why="this name stands for microbatches",
+            do="Rename the axis, for example to dp.",
+        )
+    turns = ((MB, microbatches),) if microbatches > 1 else ()
+    return Mesh((*mesh.without_pipeline().axes, *turns))

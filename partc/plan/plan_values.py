@@ -1,0 +1,110 @@
+"""The plan's ``[values]``: how the results of calls lie where that does not follow by itself.
+
+    "model.layers.*:add" = { tp = 1 }
+    "model.layers.*.mlp:mul" = "whole"
+    "model.norm:d_mul" = { tp = "whole, 1 -> sum" }
+    "model.embed_tokens:embedding" = { dp = "1, whole -> 2 -> 0" }
+
+A name is a module's path and the op, as ``passes/shard/value_names.py`` writes it; a parameter's
+name says how it lies while it is computed with. Before an arrow stand the operands, behind a second
+one how those that read the result find it, for whom it is moved. An entry speaks of the axes that
+it names, and ``"whole"`` of all; on any other axis a value lies as follows from the rest of the plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from partc.plan.sharding import Layout, M, R, U, cut
+
+_WORDS = {"whole": R, "sum": U, "max": M}
+_CUT = re.compile(r"(\d+)(?:/(\d+))?(~?)\Z", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Lies:
+    """How a call's (first) result lies on one axis; ``ins`` has the operands' layouts where several
+    ways to call it lead there, ``then`` how readers may have it as if it lay so.
+    """
+
+    out: Layout = R
+    ins: tuple[Layout, ...] | None = None
+    then: Layout | None = None
+
+    def allows(self, ins: tuple[Layout, ...], outs: tuple[Layout, ...]) -> bool:
+        """Whether a strategy does as it says."""
+        return (outs[0] if outs else R) == self.out and self.ins in (None, ins)
+
+    @property
+    def layouts(self) -> list[tuple[int, Layout]]:
+        """What it names, by position: the operands, then the result (when operands are named)."""
+        return list(enumerate((*(self.ins or ()), self.out)))
+
+
+Values = Mapping[str, Mapping[str, Lies]]  # name or pattern -> axis -> layout
+
+
+def lies_on(entry: Mapping[str, Lies] | None, axis: str) -> Lies | None:
+    """What an entry says of one axis, None if nothing."""
+    if entry is None:
+        return None
+    return entry.get(axis) if entry else Lies()
+
+
+def read_value(entry: Any) -> dict[str, Lies]:
+    """An entry of ``[values]``; ValueError says what is wrong with it."""
+    if entry == "whole":
+        return {}
+    if not isinstance(entry, Mapping):
+        raise ValueError(f'{entry!r} is neither "whole" nor {{ axis = dim }}')
+    return {axis: _read(given) for axis, given in entry.items()}
+
+
+def write_value(lies: Mapping[str, Lies]) -> str:
+    """The entry as TOML; ``read_value`` reads it back."""
+    if not lies:
+        return '"whole"'
+    return "{ " + ", ".join(f"{axis} = {_write(each)}" for axis, each in lies.items()) + " }"
+
+
+def _read(given: Any) -> Lies:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return Lies(cut(given))
+    if not isinstance(given, str):
+        raise ValueError(f"{given!r} is no layout")
+    if given.count("->") > 2:
+        raise ValueError(f"{given!r} is no layout: operands -> result -> as it is read")
+    parts = given.split("->")
+    if len(parts) == 1:
+        return Lies(_layout(given))
+    ins = tuple(_layout(text) for text in parts[0].split(",") if text.strip())
+    return Lies(_layout(parts[1]), ins, *map(_layout, parts[2:]))
+
+
+def _layout(text: str) -> Layout:
+    text = text.strip()
+    if text in _WORDS:
+        return _WORDS[text]
+    found = _CUT.match(text)
+    if found is None or found.group(2) == "0":
+        raise ValueError(f"{text!r} is no layout: write dim, dim/outer, {', '.join(_WORDS)}")
+    return cut(int(found.group(1)), int(found.group(2) or 1), own=bool(found.group(3)))
+
+
+def _write(lies: Lies) -> str:
+    out = _text(lies.out)
+    if lies.ins is not None:
+        then = "" if lies.then is None else f" -> {_text(lies.then)}"
+        return f'"{", ".join(map(_text, lies.ins))} -> {out}{then}"'
+    return out if out.isdigit() else f'"{out}"'
+
+
+def _text(layout: Layout) -> str:
+    for word, each in _WORDS.items():
+        if layout == each:
+            return word
+    outer = f"/{layout.outer}" if layout.outer > 1 else ""
+    return f"{layout.dim}{outer}{'~' if layout.own else ''}"

@@ -1,0 +1,201 @@
+"""A compiled program: plan, cost and one source per role, saved to and loaded from a folder.
+
+In: the sources that were printed, or a folder. Out: a `Program`; on a rank, its `Stage`, an
+nn.Module. Start: here; `runtime.py` is the Stage, `role.py` reads a source. Never: a pass, or
+anything of codegen: a saved program runs without the compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jinja2
+from torch import Tensor, nn
+
+from partc.atomic import atomic_directory, atomic_write
+from partc.errors import LoadError, UsageError
+from partc.plan.mesh import PP, Mesh
+from partc.program import manifest as manifests
+from partc.program.basis import Basis
+from partc.program.manifest import Manifest, sha256
+from partc.program.role import Role
+from partc.program.tensorfile import TensorFile, write_tensors
+from partc.quoting import docstring
+from partc.trace.fingerprint import Fingerprint, table
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from partc.program.runtime import Stage
+
+PLAN, RUN, CONSTANTS = "plan.toml", "run.py", "constants.safetensors"
+SCHEDULE = "schedule.csv"  # of a pipeline
+
+
+class Cost(Protocol):
+    """What a program tells of its cost: a table as text, and numbers."""
+
+    def as_json(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SavedCost:
+    """A cost as it was printed when the program was compiled."""
+
+    text: str = ""
+    data: Any = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_json(self) -> Any:
+        return self.data
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything that running needs. ``roles`` is run-length coded: ``((2, "a.py"), (2, "b.py"))``
+    says that ranks 0 and 1 run a.py and ranks 2 and 3 b.py. ``schedule`` is that of a pipeline, as
+    ``partc.schedules.csv_form`` writes it. ``basis`` is what its predictions rest on."""
+
+    plan: str
+    mesh: Mesh
+    sources: Mapping[str, str]
+    roles: tuple[tuple[int, str], ...]
+    cost: Cost = field(default_factory=SavedCost)
+    model: str = ""
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    schedule: str = ""
+    basis: Basis = field(default_factory=Basis, compare=False)
+
+    def role_of(self, rank: int) -> str:
+        """The name of the file that a rank runs."""
+        first = 0
+        for num, name in self.roles:
+            if first <= rank < first + num:
+                return name
+            first += num
+        raise UsageError(
+            where=f"rank {rank}",
+            what="there is no such rank",
+            why=f"the mesh {self.mesh} has {self.mesh.num_ranks}",
+            do=f"Give a rank from 0 to {self.mesh.num_ranks - 1}.",
+        )
+
+    def source(self, rank: int = 0) -> str:
+        """The Python text that this rank runs."""
+        return self.sources[self.role_of(rank)]
+
+    def role(self, rank: int = 0) -> Role:
+        """The rank's source, loaded."""
+        place = self.mesh.coords(rank).get(PP, 0)
+        return Role.load(self.source(rank), self.role_of(rank), place)
+
+    def module(self, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
+        """This rank's part as an ``nn.Module``, inside torchrun; all ranks call this together."""
+        from partc.program.start import start_stage
+
+        return start_stage(self, device, mesh)
+
+    def digests(self) -> dict[str, str]:
+        """What must be equal on all ranks of a run, each as sha256."""
+        sources = hashlib.sha256()
+        for name, text in sorted(self.sources.items()):
+            sources.update(f"{name}\n{len(text)}\n{text}".encode())
+        runs = "".join(f"{num} {name}\n" for num, name in self.roles)
+        sources.update(runs.encode())
+        mesh, plan = str(self.mesh).encode(), self.plan.encode()
+        return {"sources": sources.hexdigest(), "plan": sha256(plan), "mesh": sha256(mesh)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the folder, whole or not at all; a program saved there earlier is replaced."""
+        with atomic_directory(path) as folder:
+            texts = {**self.sources, PLAN: self.plan, RUN: self._run_script()}
+            texts |= {SCHEDULE: self.schedule} if self.schedule else {}
+            for name, text in sorted(texts.items()):
+                (folder / name).write_text(text, encoding="utf-8", newline="\n")
+            write_tensors(folder / CONSTANTS, self.constants)
+            names = [*texts, CONSTANTS]
+            digests = {name: sha256((folder / name).read_bytes()) for name in names}
+            text = self._manifest(digests).as_json()
+            (folder / manifests.NAME).write_text(text, encoding="utf-8", newline="\n")
+
+    def _manifest(self, digests: Mapping[str, str]) -> Manifest:
+        return Manifest(
+            model=self.model,
+            mesh=self.mesh,
+            roles=self.roles,
+            inputs=self.inputs,
+            fingerprint=self.fingerprint,
+            cost={"text": str(self.cost), "data": self.cost.as_json()},
+            basis=self.basis,
+            files=digests,
+        )
+
+    def _run_script(self) -> str:
+        """``run.py``: trains the program with nothing but torch installed."""
+        template = resources.files("partc.program").joinpath("templates/run.py.j2").read_text()
+        environment = jinja2.Environment(
+            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
+        )  # the output is Python source, so there is nothing to escape for HTML
+        return environment.from_string(template).render(
+            model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
+            compiles=self.role(0).compiles,
+        )  # fmt: skip
+
+
+def load(path: str | Path, model: nn.Module | None = None) -> Program:
+    """Read a saved program; LoadError if it is damaged, of another schema, or for another model."""
+    folder = Path(path)
+    manifest = Manifest.read(folder)
+    if model is not None:
+        _check_model(folder, manifest, model)
+    roles = {name for _, name in manifest.roles}
+    return Program(
+        plan=_text(folder / PLAN),
+        mesh=manifest.mesh,
+        sources={name: _text(folder / name) for name in sorted(roles)},
+        roles=manifest.roles,
+        cost=SavedCost(manifest.cost["text"], manifest.cost["data"]),
+        model=manifest.model,
+        fingerprint=manifest.fingerprint,
+        constants=dict(TensorFile(folder / CONSTANTS)),
+        inputs=manifest.inputs,
+        schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
+        basis=manifest.basis,
+    )
+
+
+def accept_edits(path: str | Path) -> Program:
+    """Take a saved program's files as they now are, if they are still rank programs."""
+    folder = Path(path)
+    manifest = Manifest.read(folder, edited=True)
+    names = [name for num, name in manifest.roles for _ in range(num)]
+    places = [coords.get(PP, 0) for coords in manifest.mesh.all_coords()]
+    for name, place in sorted({*zip(names, places, strict=True)}):
+        Role.load(_text(folder / name), name, place)
+    digests = {name: sha256((folder / name).read_bytes()) for name in manifest.files}
+    atomic_write(folder / manifests.NAME, replace(manifest, files=digests).as_json())
+    return load(folder)
+
+
+def _check_model(folder: Path, manifest: Manifest, model: nn.Module) -> None:
+    differences = manifest.fingerprint.differences(Fingerprint.of(model))
+    if differences:
+        raise LoadError(
+            where=str(folder),
+            what=f"this program was compiled for another model than {type(model).__name__}",
+            why=f"{len(differences)} of its tensors differ",
+            do=f'Compile again, with plan="{folder / PLAN}":{table(differences)}',
+        )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,86 @@
+"""What a program's predictions rest on, saved with it: machines and laws of the model's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from partc.cost.tape import Tape
+from partc.errors import LoadError
+from partc.machines.topology import Topology
+from partc.machines.topology_text import parse_topology
+from partc.passes.search.plans.save_laws import taken_as_json, taken_of_json
+from partc.passes.search.plans.search_plans import Taken
+
+Json = Mapping[str, Any]
+
+
+def _nothing() -> None:
+    """Finds no candidate."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """``machine`` is a topology as TOML; ``tapes`` are those of the stages in order and
+    ``trained_bytes`` the parameters with gradients of each pipeline rank; ``find`` gives the
+    candidate that the program is, among all others, or None where nothing can be estimated. It
+    takes as long as a partition, so it is asked when somebody wants to know.
+    """
+
+    machine: str = ""
+    tapes: tuple[Tape, ...] = ()
+    trained_bytes: tuple[int, ...] = ()
+    find: Callable[[], Taken | None] = field(default=_nothing, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets it without laws: what finds them holds a graph."""
+        return Basis, (self.machine, self.tapes, self.trained_bytes)
+
+    @cached_property
+    def taken(self) -> Taken | None:
+        """What ``find`` gives."""
+        return self.find()
+
+    def topology(self) -> Topology:
+        """The machines that were planned for."""
+        return parse_topology(self.machine, "the saved machine")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "machine": self.machine,
+            "tapes": [tape.as_json() for tape in dict.fromkeys(self.tapes)],
+            "stages": [list(dict.fromkeys(self.tapes)).index(tape) for tape in self.tapes],
+            "trained_bytes": list(self.trained_bytes),
+            "laws": taken_as_json(self.taken) if self.taken else None,
+        }
+
+    @classmethod
+    def of_json(cls, data: Json) -> Basis:
+        """From what ``as_json`` gave; KeyError and its like where entries are missing.
+
+        Laws are read when somebody wants to know: LoadError if they cannot be.
+        """
+        machine, laws = data["machine"], data["laws"]
+        if not isinstance(machine, str):
+            raise TypeError("the machine is not a text")
+        tapes = [Tape.of_json(each) for each in data["tapes"]]
+        return cls(
+            machine, tuple(tapes[number] for number in data["stages"]),
+            tuple(map(int, data["trained_bytes"])),
+            partial(_read, laws) if laws else _nothing,
+        )  # fmt: skip
+
+
+def _read(laws: Json) -> Taken:
+    try:
+        return taken_of_json(laws)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise LoadError(
+            where="program.json, basis",
+            what="the laws of the step cannot be read",
+            why=repr(error),
+            do="Compile the program again.",
+        ) from None

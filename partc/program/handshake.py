@@ -1,0 +1,89 @@
+"""Before a run: this world must have the mesh's size, and all ranks the same program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from partc.errors import RunError
+from partc.plan.mesh import Mesh
+from partc.program import Program
+from partc.program.manifest import sha256
+
+PART_BYTES = 8  # four parts make 32 bytes; they catch accidents, not attackers
+
+
+def check_world(mesh: Mesh, world: int) -> None:
+    """RunError unless as many processes run as the mesh has ranks."""
+    if world == mesh.num_ranks:
+        return
+    more = "more" if world > mesh.num_ranks else "fewer"
+    raise RunError(
+        where=f"mesh {mesh}",
+        what=f"{world} processes were started for {mesh.num_ranks} ranks",
+        why=f"that is {more} than the program was compiled for",
+        do=f"Use torchrun --nproc-per-node {mesh.num_ranks}, or compile for {world} ranks.",
+    )
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
+    """torch's mesh of the same axes; None where there are none."""
+    if not mesh.axes:
+        return None
+    sizes = tuple(size for _, size in mesh.axes)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=mesh.names)
+
+
+def world_size() -> int:
+    """The number of processes of this run, known before any process group exists."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def parts_of(program: Program) -> dict[str, str]:
+    """What all ranks must share, each as a digest."""
+    return {**program.digests(), "torch": sha256(torch.__version__.encode())}
+
+
+def check_agreement(program: Program, device: torch.device) -> None:
+    """Compare 32 bytes between all ranks; if they differ, every rank prints who does and raises."""
+    mine = parts_of(program)
+    found = [_table(row, mine) for row in _exchange(_as_bytes(mine), device)]
+    differing = [name for name in mine if len({row[name] for row in found}) > 1]
+    if not differing:
+        return
+    lines = [f"rank {r}: " + _row(row, differing) for r, row in enumerate(found)]
+    error = RunError(
+        where=f"rank {dist.get_rank()}",
+        what=f"the ranks do not run the same program: {', '.join(differing)} differ",
+        why="their collectives would be paired wrongly",
+        do="Copy one saved program to all hosts:\n  " + "\n  ".join(lines),
+    )
+    print(error, file=sys.stderr, flush=True)
+    raise error
+
+
+def _exchange(mine: bytes, device: torch.device) -> list[bytes]:
+    sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
+    got: list[Tensor] = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(got, sent)
+    return [bytes(each.tolist()) for each in got]
+
+
+def _as_bytes(parts: Mapping[str, str]) -> bytes:
+    return b"".join(bytes.fromhex(digest)[:PART_BYTES] for digest in parts.values())
+
+
+def _table(row: bytes, names: Mapping[str, str]) -> dict[str, str]:
+    return {name: row[i * PART_BYTES : (i + 1) * PART_BYTES].hex() for i, name in enumerate(names)}
+
+
+def _row(row: Mapping[str, str], differing: list[str]) -> str:
+    return "  ".join(f"{name} {row[name]}" for name in differing)

@@ -1,0 +1,92 @@
+"""Which pipeline rank holds which of a model's tensors, and what the ranks tell each other of them.
+
+A tied parameter stands on several stages: the first pipeline rank that holds it speaks for it, in
+checkpoints, in gradient norms and when whole tensors are handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partc.plan.mesh import PP
+from partc.program import Program
+from partc.program.role import Role, Shard, dtype_of
+from partc.program.weights import kept_aside
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Every tensor of a program by its name in the user's model."""
+
+    shards: Mapping[str, Shard]  # as its first holder has it; copies are cut alike
+    first: Mapping[str, int]  # the first pipeline rank that holds it
+    aliases: Mapping[str, str]  # second name of a tied tensor -> first name
+    aside: Mapping[str, Shard]  # what no step reads: every rank keeps it for checkpoints
+
+    @classmethod
+    def of(cls, program: Program) -> Holders:
+        """Read the tables of all pipeline ranks' roles."""
+        shards: dict[str, Shard] = {}
+        first: dict[str, int] = {}
+        aliases: dict[str, str] = {}
+        for rank, role in enumerate(roles_of(program)):
+            for shard in role.shards:
+                shards.setdefault(shard.name, shard)
+                first.setdefault(shard.name, rank)
+            aliases |= role.aliases
+        kept = kept_aside(program.fingerprint, {*shards, *aliases})
+        aside = {
+            name: Shard("", name, spec.shape, dtype_of(spec.dtype), ())
+            for name, spec in kept.items()
+        }
+        return cls({**shards, **aside}, {**first, **dict.fromkeys(aside, 0)}, aliases, aside)
+
+    def is_first_stage(self, shard: Shard, coords: Mapping[str, int]) -> bool:
+        """Whether the rank at ``coords`` is in the first pipeline rank that holds a tensor."""
+        return self.first[shard.name] == coords.get(PP, 0)
+
+    def is_first_copy(self, shard: Shard, coords: Mapping[str, int]) -> bool:
+        """Whether the rank at ``coords`` is the first of all that hold the same piece."""
+        others = {axis: index for axis, index in coords.items() if axis != PP}
+        return shard.is_first_copy(others) and self.is_first_stage(shard, coords)
+
+
+def roles_of(program: Program) -> list[Role]:
+    """The role of each pipeline rank."""
+    mesh = program.mesh
+    return [program.role(mesh.first_rank(number)) for number in range(mesh.pipeline_ranks)]
+
+
+def from_first(
+    tensor: Tensor | None, shard: Shard, first: int, group: Any, device: torch.device
+) -> Tensor:
+    """A tensor that one pipeline rank has, on all of them; the others pass None.
+
+    It travels as bytes, since not every backend knows every dtype.
+    """
+    if tensor is None:
+        tensor = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+    tensor = tensor.contiguous()
+    if tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=first)
+    return tensor
+
+
+def exchange_texts(text: str, group: Any, device: torch.device) -> list[str]:
+    """What every rank of a group says, in rank order."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([mine.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    most = max(int(each) for each in sizes)
+    padded = torch.cat([mine, mine.new_zeros(most - mine.numel())])
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    pairs = zip(found, sizes, strict=True)
+    return [bytes(each[: int(num)].tolist()).decode() for each, num in pairs]

@@ -1,0 +1,190 @@
+"""``program.json``: what a saved program consists of, read as the untrusted input it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from partc.errors import LoadError, PartcError
+from partc.plan.mesh import Mesh
+from partc.program.basis import Basis
+from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
+
+NAME = "program.json"
+SCHEMA = 2
+TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
+MAX_BYTES = 64_000_000
+FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
+COMPILE_AGAIN = "Compile the program again, or copy the folder again."
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The checked content of ``program.json``."""
+
+    model: str
+    mesh: Mesh
+    roles: tuple[tuple[int, str], ...]
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    fingerprint: Fingerprint
+    cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
+    basis: Basis
+    files: Mapping[str, str]  # name -> sha256
+
+    def as_json(self) -> str:
+        """The file's text; its last entry is the digest of all others."""
+        fields = {
+            "schema": SCHEMA,
+            "torch": [_dotted(TORCH_MIN), _dotted(TORCH_BELOW)],
+            "model": self.model,
+            "mesh": [list(axis) for axis in self.mesh.axes],
+            "roles": [list(run) for run in self.roles],
+            "inputs": {name: [list(shape), dtype] for name, (shape, dtype) in self.inputs.items()},
+            "fingerprint": {
+                name: [spec.kind, list(spec.shape), spec.dtype]
+                for name, spec in self.fingerprint.tensors.items()
+            },
+            "cost": dict(self.cost),
+            "basis": self.basis.as_json(),
+            "files": dict(sorted(self.files.items())),
+        }
+        return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path, *, edited: bool = False) -> Manifest:
+        """Read and check it; every listed file must be there and, unless edited, unchanged."""
+        path = folder / NAME
+        refuse_link(path)
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                refuse(path, "is too large to be a manifest", f"it may have {MAX_BYTES} bytes")
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            refuse(path, "cannot be read", str(error))
+        try:
+            manifest = cls._checked(fields)
+        except (_OutOfOrder, PartcError) as error:
+            refuse(path, "is not a manifest that this partc wrote", str(error))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            refuse(path, "has entries that are missing or malformed", repr(error))
+        for name, digest in manifest.files.items():
+            _check_file(folder / name, None if edited else digest)
+        return manifest
+
+    @classmethod
+    def _checked(cls, fields: Any) -> Manifest:
+        """Build the manifest from parsed JSON, or fail on the first thing that is out of order."""
+        _need(isinstance(fields, dict), "it is not a table")
+        schema = fields.get("schema")
+        _need(schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}")
+        rest = {key: entry for key, entry in fields.items() if key != "sha256"}
+        _need(fields["sha256"] == _digest_of(rest), "its content does not have its digest")
+        _need(set(rest) == _FIELDS, f"its fields differ in {sorted(set(rest) ^ _FIELDS)}")
+        _check_torch(*fields["torch"])
+        mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
+        files = {_file_name(name): _text(digest) for name, digest in fields["files"].items()}
+        roles = tuple((_size(num), _text(name)) for num, name in fields["roles"])
+        _need(sum(num for num, _ in roles) == mesh.num_ranks, "its roles do not cover its mesh")
+        _need({name for _, name in roles} <= set(files), "a role has no file")
+        return cls(
+            model=_text(fields["model"]),
+            mesh=mesh,
+            roles=roles,
+            inputs={n: (_sizes(s), _text(d)) for n, (s, d) in fields["inputs"].items()},
+            fingerprint=Fingerprint(
+                {n: _spec(*entry) for n, entry in fields["fingerprint"].items()}
+            ),
+            cost=_cost(fields["cost"]),
+            basis=Basis.of_json(fields["basis"]),
+            files=files,
+        )
+
+
+_FIELDS = {
+    "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
+    "files",
+}  # fmt: skip
+
+
+class _OutOfOrder(Exception):
+    """What a manifest has that it must not have."""
+
+
+def _need(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _OutOfOrder(otherwise)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def refuse(path: Path, what: str, why: str, do: str = COMPILE_AGAIN) -> NoReturn:
+    raise LoadError(where=str(path), what=what, why=why, do=do) from None
+
+
+def refuse_link(path: Path) -> None:
+    """A saved program holds plain files only: a link could point anywhere."""
+    if path.is_symlink():
+        refuse(path, "is a symbolic link", "a saved program consists of plain files")
+
+
+def _check_file(path: Path, digest: str | None) -> None:
+    refuse_link(path)
+    if not path.is_file():
+        refuse(path, "is missing", f"{NAME} lists it")
+    if digest is not None and sha256(path.read_bytes()) != digest:
+        do = f"Undo the change, or accept it with `partc check {path.parent} --accept-edits`."
+        refuse(path, "was changed or damaged after it was saved", "its digest differs", do)
+
+
+def _check_torch(least: str, below: str) -> None:
+    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    low, high = (tuple(map(int, text.split("."))) for text in (least, below))
+    _need(low <= here < high, f"it needs torch {least} to below {below}, here is {_dotted(here)}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _digest_of(fields: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(fields, sort_keys=True).encode())
+
+
+def _text(entry: Any) -> str:
+    _need(isinstance(entry, str), f"{entry!r} is not a text")
+    return str(entry)
+
+
+def _file_name(entry: Any) -> str:
+    _need(
+        FILE_NAME.match(_text(entry)) is not None, f"{entry!r} is not the name of a program's file"
+    )
+    return _text(entry)
+
+
+def _size(entry: Any) -> int:
+    _need(type(entry) is int and entry >= 0, f"{entry!r} is not a size")
+    return int(entry)
+
+
+def _sizes(entry: Any) -> tuple[int, ...]:
+    return tuple(_size(size) for size in entry)
+
+
+def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
+    _need(kind in KINDS, f"{kind!r} is no kind of tensor")
+    return TensorSpec(kind, _sizes(shape), _text(dtype))
+
+
+def _cost(entry: Any) -> Mapping[str, Any]:
+    _need(set(entry) == {"text", "data"}, "its cost is not a text and its numbers")
+    return {"text": _text(entry["text"]), "data": entry["data"]}

@@ -1,0 +1,150 @@
+"""A role's source text in, its tables and its Step class out.
+
+The source is the contract: ``MESH``, ``SHARDS``, ``BUFFERS``, ``ALIASES``, ``INPUTS`` are plain
+data, ``Step`` is the module. Nothing of it runs before its digest was verified by the caller.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import LoadError
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import cut, join_pieces, take_piece
+
+COMPILES = "@torch.compile"  # the line before a function that torch.compile compiles
+TABLES = ("MESH", "SHARDS", "BUFFERS", "ALIASES", "INPUTS")
+RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have a table for each
+
+
+class RankMesh(Protocol):
+    """What a Step asks of the mesh: a torch DeviceMesh has it, and the threads' stand-in."""
+
+    def get_group(self, mesh_dim: Any = None) -> Any: ...
+
+    def get_local_rank(self, mesh_dim: Any = None) -> int: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter or buffer of a role: where it lies in the module, and which piece it is."""
+
+    key: str  # in the Step's state dict
+    name: str  # in the user's model
+    shape: tuple[int, ...]  # of the whole
+    dtype: torch.dtype
+    cuts: tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
+
+    def take(self, whole: Tensor, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
+        """The piece of a whole tensor that the rank at ``coords`` holds."""
+        for axis, dim, outer in self.cuts:
+            whole = take_piece(whole, dim, outer, mesh.size(axis), coords[axis])
+        return whole
+
+    def join(self, piece: Tensor, gather: Callable[[Tensor, str], list[Tensor]]) -> Tensor:
+        """The whole from this rank's piece; ``gather(x, axis)`` gives the x of an axis's ranks."""
+        for axis, dim, outer in reversed(self.cuts):
+            piece = join_pieces(gather(piece, axis), cut(dim, outer), outer)
+        return piece
+
+    def is_first_copy(self, coords: Mapping[str, int]) -> bool:
+        """Whether this rank is the first of those that hold the same piece."""
+        cut_axes = {axis for axis, _, _ in self.cuts}
+        return all(index == 0 for axis, index in coords.items() if axis not in cut_axes)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A loaded role file."""
+
+    module: ModuleType
+    mesh: Mesh
+    params: tuple[Shard, ...]
+    buffers: tuple[Shard, ...]
+    aliases: dict[str, str]  # second name of a tied tensor -> first name
+    inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    compiles: bool = False  # whether torch.compile compiles its functions
+
+    @classmethod
+    def load(cls, source: str, file_name: str, pipeline_rank: int = 0) -> Role:
+        """Run the source as a module whose lines tracebacks and debuggers can show.
+
+        ``pipeline_rank`` says whose tables to take, where several ranks run the file.
+        """
+        shown = f"<partc {file_name}>"
+        linecache.cache[shown] = (len(source), None, source.splitlines(keepends=True), shown)
+        module = ModuleType(file_name.removesuffix(".py"))
+        try:
+            exec(compile(source, shown, "exec"), module.__dict__)
+            tables = {name: getattr(module, name) for name in TABLES}
+            module.Step  # noqa: B018 - part of the contract
+            if hasattr(module, RANKS):
+                tables |= {name: tables[name][pipeline_rank] for name in ("SHARDS", "BUFFERS")}
+        except (SyntaxError, ImportError, AttributeError, NameError, LookupError) as error:
+            raise _malformed(file_name, str(error)) from error
+        return cls(
+            module=module,
+            mesh=Mesh.of(tables["MESH"]),
+            params=_shards(tables["SHARDS"]),
+            buffers=_shards(tables["BUFFERS"]),
+            aliases=dict(tables["ALIASES"]),
+            inputs={n: (tuple(s), dtype_of(d)) for n, (s, d) in tables["INPUTS"].items()},
+            compiles=f"\n{COMPILES}\n" in source,
+        )
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Parameters, then buffers."""
+        return self.params + self.buffers
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether the role computes results only: its Step has no ``step``."""
+        return not hasattr(self.module.Step, "step")
+
+    def build(self, mesh: RankMesh | None, device: torch.device | str = "cpu") -> nn.Module:
+        """This rank's Step, its values not yet set."""
+        with torch.device(device):
+            step: nn.Module = self.module.Step(mesh)
+        return step
+
+    def tensors(self, step: nn.Module) -> dict[str, Tensor]:
+        """Every parameter and buffer of a Step by its name in the user's model."""
+        held = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+        return {shard.name: held[shard.key] for shard in self.shards}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LoadError(
+            where="role file",
+            what=f"{name!r} is no dtype of torch",
+            why=f"torch is {torch.__version__}",
+            do="Compile the program again.",
+        )
+    return dtype
+
+
+def _shards(table: Mapping[str, tuple[str, tuple[int, ...], str, Any]]) -> tuple[Shard, ...]:
+    return tuple(
+        Shard(key, name, tuple(shape), dtype_of(dtype), tuple(map(tuple, cuts)))
+        for key, (name, shape, dtype, cuts) in table.items()
+    )
+
+
+def _malformed(file_name: str, why: str) -> LoadError:
+    return LoadError(
+        where=file_name,
+        what="is not a rank program",
+        why=why,
+        do="Compile the program again, or undo your edits.",
+    )

@@ -1,0 +1,276 @@
+"""A program inside torchrun: this rank's ``nn.Module``, under the user's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from partc.errors import RunError
+from partc.plan.sharding import dtype_name
+from partc.program import Program
+from partc.program.clip import clip_gradients
+from partc.program.cpp_compiler import check_compiler
+from partc.program.rank_tensors import RankTensors, Unmatched
+from partc.program.role import Role, Shard
+from partc.program.weights import Source, whole_tensors
+
+
+class Stage(nn.Module):
+    """One rank's share of a training step.
+
+    Parameters and buffers are this rank's pieces, under their names in the user's model; a pipeline
+    rank has those of its own stages. ``train`` and ``eval`` change nothing: the mode was compiled
+    in.
+    """
+
+    _rank_step: Any  # the role's own module
+
+    def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
+        super().__init__()
+        self._role: Role = program.role(dist.get_rank())
+        check_compiler(self._role)
+        self._tensors = RankTensors(program, self._role, mesh, device)
+        self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
+        # not registered as a child: its keys are not the user's names
+        object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
+        self._show_tensors()
+        known = program.constants.items()
+        self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
+
+    @property
+    def groups(self) -> Mapping[str, Any]:
+        """This rank's process group of every axis of the mesh, by axis."""
+        return self._tensors.groups
+
+    @property
+    def rank_step(self) -> nn.Module:
+        """The module of the program's own text."""
+        step: nn.Module = self._rank_step
+        return step
+
+    # running ---------------------------------------------------------------------------------
+    def step(self, *inputs: Tensor) -> Tensor:
+        """Global batch in, loss out; every parameter's ``.grad`` grows by its gradient."""
+        self._check_inputs(inputs)
+        loss: Tensor = self._rank_step.step(*inputs)
+        return loss
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The loss, ready for ``.backward()``; of an inference program its results by name.
+
+        A training program computes its gradients here already and hands them to autograd; under
+        ``torch.no_grad()`` they are dropped. RunError if it has several pipeline stages.
+        """
+        if self._role.is_inference:
+            self._check_inputs(inputs)
+            with torch.no_grad():
+                return self._rank_step(*inputs)
+        self._check_one_stage()
+        params = [p for p in self.parameters() if p.requires_grad]
+        apply: Any = _LossOfStep.apply
+        return apply(lambda: self._fresh_grads(params, inputs), *params)
+
+    def seed(self, seed: int) -> None:
+        """Seed dropout: equal on copies, different on pieces and stages; all ranks pass the same
+        number."""
+        if hasattr(self._rank_step, "seed"):
+            self._rank_step.seed(seed)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
+        held = self._tensors.held
+        params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
+        groups = list(self._tensors.groups.values())
+        return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
+
+    # whole tensors ---------------------------------------------------------------------------
+    def load_full(self, source: Source, *, strict: bool = True) -> None:
+        """Take this rank's pieces from whole tensors: a model, a state dict, or safetensors files.
+
+        A tied tensor may come under any of its names. Buffers that a model's state dict leaves out
+        come from a model, otherwise they keep what was known when compiling.
+        """
+        self._tensors.load(whole_tensors(source), strict, self.shards)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every tensor of the model's own state dict, whole, on the CPU; all ranks together.
+
+        The names of a tied tensor have one tensor.
+        """
+        tensors = self._tensors
+        names = list(tensors.saved_names(self.shards))
+        firsts = dict.fromkeys(map(tensors.first_name, names))
+        whole = {first: tensors.whole(first).to("cpu", copy=True) for first in firsts}
+        return {name: whole[tensors.first_name(name)] for name in names}
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return self._tensors.device
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """How every tensor is cut that some rank holds, by name."""
+        return self._tensors.all_shards
+
+    @property
+    def pipeline(self) -> Any:
+        """The process group of the ranks with the other stages; None if there is none."""
+        return self._tensors.pipeline
+
+    def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
+        """Every tensor that this rank holds by name, with how it is cut from the whole."""
+        held = self._tensors.held
+        return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
+
+    def is_first_copy(self, shard: Shard) -> bool:
+        """Whether this rank is the first of all that hold the same piece of this tensor."""
+        return self._tensors.holders.is_first_copy(shard, self.coords)
+
+    def is_first_stage(self, shard: Shard) -> bool:
+        """Whether this rank is one of the first pipeline rank that holds this tensor."""
+        return self._tensors.holders.is_first_stage(shard, self.coords)
+
+    # checkpoints -----------------------------------------------------------------------------
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """DTensors under the user's names, for torch.distributed.checkpoint; all ranks together.
+
+        A pipeline rank gives its own stages' tensors, on the mesh without ``pp``. They share memory
+        with the parameters, except those that ``partc.program.dtensors`` has to gather.
+        """
+        state = {} if destination is None else destination
+        for name in self._tensors.saved_names(self._tensors.shards):
+            state[prefix + name] = self._tensors.as_dtensor(name)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Unmatched:
+        """Take values from whole tensors, or from DTensors of any mesh and placements."""
+        return self._tensors.load(state_dict, strict, self._tensors.shards)
+
+    # inside ----------------------------------------------------------------------------------
+    def _fresh_grads(
+        self, params: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and the gradients of one step, while every ``.grad`` stays as it was."""
+        before = [p.grad for p in params]
+        try:
+            for p in params:
+                p.grad = None
+            loss = self.step(*inputs)
+            return loss, [p.grad for p in params]
+        finally:
+            for p, grad in zip(params, before, strict=True):
+                p.grad = grad
+
+    def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        device = self.device.type
+        wanted = [(shape, dtype, device) for shape, dtype in self._role.inputs.values()]
+        given = [(tuple(x.shape), x.dtype, x.device.type) for x in inputs]
+        if given == wanted:
+            return
+        names = list(self._role.inputs)
+        expected = [f"{n}: {_typed(*w)}" for n, w in zip(names, wanted, strict=True)]
+        got = [_typed(*each) for each in given]
+        raise RunError(
+            where="step",
+            what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
+            why="the program was compiled for one global batch",
+            do="Pass the whole batch on every rank, or compile for this shape.",
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
+        """``.to()`` and its like act on the rank's module; the view by the user's names follows."""
+        self._check_dtypes_stay(fn)
+        self._rank_step._apply(fn, recurse)
+        self._tensors.apply(fn)
+        self._show_tensors()
+        return self
+
+    def _has_stages(self) -> bool:
+        """Whether the program has several pipeline stages, on this rank or on others."""
+        return self.pipeline is not None or len(getattr(self._rank_step, "stages", ())) > 1
+
+    def _check_one_stage(self) -> None:
+        if self._has_stages():
+            raise RunError(
+                where="stage(...)",
+                what="a program with several pipeline stages has no loss.backward()",
+                why="its schedule mixes forward and backward of the microbatches",
+                do="Call stage.step(...): it returns the loss and adds to every .grad.",
+            )
+
+    def _check_dtypes_stay(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if not self._has_stages():
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self._tensors.held.values()):
+            new = fn(torch.empty(0, dtype=dtype, device=self.device)).dtype
+            if new != dtype:
+                raise RunError(
+                    where=f".to({new})",
+                    what=f"the program holds {dtype_name(dtype)}",
+                    why="what its stages send each other was compiled with these dtypes",
+                    do="Convert the model and compile it again; another device is fine.",
+                )
+
+    def _show_tensors(self) -> None:
+        """Register the rank's tensors in a tree of the user's module names."""
+        for registered in (self._modules, self._parameters, self._buffers):
+            registered.clear()
+        self._tensors.read(self._rank_step)
+        for name, tensor, saved in self._tensors.named():
+            _register(self, name, tensor, saved)
+
+
+class _LossOfStep(torch.autograd.Function):
+    """A step whose gradients are computed with its loss and handed out on ``backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], *params: Tensor) -> Tensor:
+        loss, ctx.grads = run()
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RunError(
+                where="loss.backward()",
+                what="was called a second time",
+                why="a step's gradients are handed out once, to save memory",
+                do="Call the stage again.",
+            )
+        return None, *(None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads)
+
+
+def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
+    """Put a tensor at a dotted name; straight into the tables, as our methods own some names."""
+    *path, leaf = name.split(".")
+    for part in path:
+        child = root._modules.get(part)
+        root._modules[part] = root = child if child is not None else nn.Module()
+    if isinstance(tensor, nn.Parameter):
+        root._parameters[leaf] = tensor
+        return
+    root._buffers[leaf] = tensor
+    if not saved:
+        root._non_persistent_buffers_set.add(leaf)
+
+
+def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
+    return f"{dtype_name(dtype)}{list(shape)} on {device}"

@@ -1,0 +1,54 @@
+"""A program and a device in, this rank's Stage out: all ranks of a run start together."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from partc.errors import RunError
+from partc.plan.mesh import Mesh
+from partc.program import Program
+from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
+from partc.program.runtime import Stage
+
+
+def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
+    """Join the run and build this rank's Stage; all ranks call this together."""
+    check_world(program.mesh, world_size())
+    here = _device_of(device)
+    if not dist.is_initialized():
+        _join(here)
+    check_agreement(program, here)
+    mesh = mesh or device_mesh(program.mesh, here.type)
+    if mesh is not None and Mesh.of(mesh) != program.mesh:
+        raise RunError(
+            where=f"mesh {Mesh.of(mesh)}",
+            what="is not the mesh of this program",
+            why=f"it was compiled for {program.mesh}",
+            do="Pass a DeviceMesh with these axes in this order, or none.",
+        )
+    return Stage(program, mesh, here)
+
+
+def _device_of(device: str) -> torch.device:
+    """``"cuda"`` means this process's own GPU; where there are fewer, processes share them."""
+    here = torch.device(device)
+    if here.type == "cuda" and here.index is None:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        here = torch.device("cuda", local % max(torch.cuda.device_count(), 1))
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    return here
+
+
+def _join(device: torch.device) -> None:
+    """Start the default process group; a single process needs no launcher."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

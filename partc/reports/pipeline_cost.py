@@ -1,0 +1,271 @@
+"""What a pipelined step costs: per stage compute and bytes, per rank memory, and the step's time.
+
+Times are predictions (``roofline.py``), memory is counted: state and activations from the stages'
+graphs, the peak by running each rank's program on fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import fx
+
+from partc.amounts import amount, table, time_text
+from partc.cost.memory import STATE_COPIES
+from partc.cost.memory_limit import Holders, Peak
+from partc.cost.pipeline_prediction import predict_pipeline
+from partc.cost.pipeline_step import Step, plan_step
+from partc.cost.prediction import Prediction, Work
+from partc.cost.stage_cost import StageCost, num_bytes, stage_link, stage_of_json, step_costs
+from partc.dryrun.run import DryRun, Known, dry_run
+from partc.graph import Graph
+from partc.plan.mesh import Mesh
+from partc.program.role import Role
+from partc.reports.cost import TOP
+from partc.schedules import Schedule
+from partc.schedules.programs import Collective
+from partc.schedules.step_costs import Link
+
+DRY_RUN_ACTIONS = 4096  # of a rank; a longer program's peak is that of the simulation
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """One pipeline rank's memory in bytes, and what it waits for.
+
+    ``in_flight`` are activations and messages at the worst time of the simulated step;
+    ``live`` is what the program holds beside parameters, buffers and inputs at its worst line,
+    gradients among it, and 0 where the program was too long to be run on fakes. ``holders`` are
+    the largest pieces of it.
+    """
+
+    stages: tuple[int, ...]
+    params: int
+    grads: int
+    optimizer: int
+    buffers_and_inputs: int
+    in_flight: int
+    live: int
+    holders: Holders
+    bubble: float
+    exposed_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that the rank holds when most is live."""
+        live = self.live or self.grads + self.in_flight
+        return self.params + self.optimizer + self.buffers_and_inputs + live
+
+
+@dataclass(frozen=True)
+class Closing:
+    """What pipeline ranks do together after all microbatches, and how long it takes."""
+
+    name: str
+    members: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """The costs of one step: by stage, by rank, and of the whole."""
+
+    model: str
+    mesh: str
+    schedule: str
+    microbatches: int
+    optimizer: str
+    device: str
+    link: Link
+    stages: tuple[StageCost, ...]
+    ranks: tuple[RankCost, ...]
+    closing: tuple[Closing, ...]
+    step_s: float
+    prediction: Prediction
+
+    def peaks(self) -> list[Peak]:
+        """The peak of every pipeline rank."""
+        return [
+            Peak(
+                f"pipeline rank {number}",
+                rank.peak_bytes,
+                (
+                    ("parameters", rank.params),
+                    (f"optimizer {self.optimizer}", rank.optimizer),
+                    ("buffers and inputs", rank.buffers_and_inputs),
+                ),
+                rank.holders,
+            )
+            for number, rank in enumerate(self.ranks)
+        ]
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they do not compute."""
+        return sum(rank.bubble for rank in self.ranks) / len(self.ranks)
+
+    def __str__(self) -> str:
+        lines = [f"cost of {self.model}, per rank and step    mesh {self.mesh}", ""]
+        for heading, rows in (
+            ("per stage and microbatch", self._stage_rows()),
+            (f"per pipeline rank, optimizer {self.optimizer}", self._rank_rows()),
+        ):
+            lines += [f"  {heading}", *_columns(rows), ""]
+        lines += [
+            f"  {self.schedule}, {self.microbatches} microbatches: {time_text(self.step_s)}, "
+            f"bubble {self.bubble:.1%}; then the optimizer",
+            *table(self.prediction.rows()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _stage_rows(self) -> list[list[str]]:
+        rows = [["stage", "forward", "backward", "weights", "held", "sent", "F", "B", "W"]]
+        for number, s in enumerate(self.stages):
+            flops = (s.forward_flops, s.backward_flops, s.weight_flops)
+            sizes = (s.activation_bytes, s.sent_bytes)
+            times = (s.forward_s, s.backward_s, s.weight_s)
+            texts = [amount(x, "FLOP") for x in flops] + [amount(x, "B") for x in sizes]
+            rows.append([str(number), *texts, *map(time_text, times)])
+        return rows
+
+    def _rank_rows(self) -> list[list[str]]:
+        heads = ["parameters", "gradients", "optimizer", "in flight", "peak", "bubble", "exposed"]
+        rows = [["rank", "stages", *heads]]
+        for number, r in enumerate(self.ranks):
+            sizes = (r.params, r.grads, r.optimizer, r.in_flight, r.peak_bytes)
+            stages = ",".join(map(str, r.stages))
+            texts = [amount(x, "B") for x in sizes]
+            rows.append([str(number), stages, *texts, f"{r.bubble:.1%}", time_text(r.exposed_s)])
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers as plain data."""
+        ranks = [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in self.ranks]
+        return asdict(self) | {"ranks": ranks, "bubble": self.bubble}
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> PipelineCost:
+        """A cost from what ``as_json`` gave."""
+        own = {field.name: data[field.name] for field in fields(cls)}
+        ranks = [{**rank, "stages": tuple(rank["stages"])} for rank in own["ranks"]]
+        closing = [{**each, "members": tuple(each["members"])} for each in own["closing"]]
+        for rank in ranks:
+            del rank["peak_bytes"]
+            rank["holders"] = tuple((who, size) for who, size in rank["holders"])
+        return cls(**own | {
+            "link": Link(*own["link"]),
+            "stages": tuple(map(stage_of_json, own["stages"])),
+            "ranks": tuple(RankCost(**rank) for rank in ranks),
+            "closing": tuple(Closing(**each) for each in closing),
+            "prediction": Prediction.of_json(own["prediction"]),
+        })  # fmt: skip
+
+    def plan_step(self, schedule: Schedule) -> Step:
+        """Lower, prove and simulate the schedule again, in seconds and bytes."""
+        closing_s = {each.name: each.seconds for each in self.closing}
+        costs = step_costs(self.stages, closing_s, self.link)
+        closing = [Collective(each.name, (), each.members) for each in self.closing]
+        return plan_step(schedule, costs, closing)
+
+
+def pipeline_cost(
+    graphs: Sequence[Graph],
+    stages: Sequence[StageCost],
+    step: Step,
+    roles: Sequence[Role],
+    mesh: Mesh,
+    *,
+    work: Work,
+    optimizer: str = "adamw",
+) -> PipelineCost:
+    """The costs of a planned step; ``roles`` are the programs of pipeline ranks 0, 1, ..."""
+    trained = [trained_bytes_of(graphs, step.schedule.stages_of(r)) for r in range(len(roles))]
+    return PipelineCost(
+        model=graphs[0].model,
+        mesh=str(mesh),
+        schedule=step.schedule.name,
+        microbatches=step.schedule.microbatches,
+        optimizer=optimizer,
+        device=f"{mesh.hardware.name}: {mesh.hardware.kinds}",
+        link=stage_link(stages, mesh),
+        stages=tuple(stages),
+        ranks=_rank_costs(graphs, step, roles, optimizer, mesh.hardware.library),
+        closing=tuple(
+            Closing(each.name, each.members, step.simulated.costs.collectives[each.name])
+            for each in step.wiring.collectives
+        ),
+        step_s=step.simulated.makespan,
+        prediction=predict_pipeline(
+            [stage.spent for stage in stages], step, trained, work, mesh, optimizer=optimizer,
+            flops=sum(s.forward_flops + s.backward_flops + s.weight_flops for s in stages),
+        ),
+    )  # fmt: skip
+
+
+# ranks --------------------------------------------------------------------------------------------
+def _rank_costs(
+    graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str, library: str
+) -> tuple[RankCost, ...]:
+    """The costs of every rank; they know each other's turns."""
+    known: Known = {}
+    found = []
+    for rank, role in enumerate(roles):
+        long = len(step.schedule.orders[rank]) > DRY_RUN_ACTIONS
+        ran = None if long else dry_run(role, role.mesh.first_rank(rank), known, library)
+        found.append(_rank_cost(graphs, step, rank, ran, optimizer))
+    return tuple(found)
+
+
+def _rank_cost(
+    graphs: Sequence[Graph], step: Step, rank: int, ran: DryRun | None, optimizer: str
+) -> RankCost:
+    schedule, simulated = step.schedule, step.simulated
+    stages = schedule.stages_of(rank)
+    mine = [graphs[stage] for stage in stages]
+    # a parameter of several of the rank's stages is there once
+    params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
+    grads = {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
+    buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
+    trained = trained_bytes_of(graphs, stages)
+    of_grads, in_flight = sum(grads.values()), int(simulated.peaks[rank])
+    return RankCost(
+        stages=stages,
+        params=sum(params.values()),
+        grads=of_grads,
+        optimizer=STATE_COPIES[optimizer] * trained,
+        buffers_and_inputs=sum(buffers.values()) + sum(map(num_bytes, graphs[0].inputs.values())),
+        in_flight=in_flight,
+        live=0 if ran is None else ran.peak_bytes,
+        holders=_holders(ran, of_grads, in_flight),
+        bubble=simulated.bubbles[rank],
+        exposed_s=simulated.exposed[rank],
+    )
+
+
+def trained_bytes_of(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
+    """Bytes of the parameters with gradients of some stages, each once."""
+    mine = [graphs[stage] for stage in stages]
+    params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
+    trained = {name for graph in mine for name in graph.grads}
+    return sum(size for name, size in params.items() if name in trained)
+
+
+def _sizes(graph: Graph, named: Mapping[str, fx.Node]) -> dict[str, int]:
+    """Bytes of parameters, gradients or buffers by name, of blocks that are left out as well."""
+    places = {**graph.params, **graph.buffers}
+    return {name: graph.times(places[name]) * num_bytes(node) for name, node in named.items()}
+
+
+def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:
+    """Who holds most: lines of the program, or what the simulation knows."""
+    if ran is None:
+        return ("gradients", grads), ("activations and messages in flight", in_flight)
+    return tuple((str(each), each.num_bytes) for each in ran.holders[:TOP])
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equally many texts, each column to the right."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{t:>{w}}" for t, w in zip(row, wide, strict=True)) for row in rows]

@@ -1,0 +1,90 @@
+"""The predicted step of a saved pipeline: as a grid of text, numbers, a picture, a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from partc.amounts import time_text
+from partc.cost.pipeline_step import Step
+from partc.plan import Plan
+from partc.program import Program
+from partc.reports.pipeline_cost import PipelineCost
+from partc.schedules import Schedule
+from partc.schedules.csv_form import read_csv
+from partc.schedules.picture import grid, svg
+from partc.schedules.step_trace import chrome_trace
+from partc.schedules.timing import Costs, Timeline, timeline
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A simulated step; ``cost`` is the one that was predicted when the program was compiled."""
+
+    cost: PipelineCost
+    step: Step
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they do not compute."""
+        bubbles = self.step.simulated.bubbles
+        return sum(bubbles) / len(bubbles)
+
+    def timeline(self) -> Timeline:
+        """When each action runs, in microseconds, with megabytes held."""
+        costs = self.step.simulated.costs
+        us = {name: _scaled(getattr(costs, name), 1e6)
+              for name in ("forward", "input_grad", "weight_grad", "transfer")}  # fmt: skip
+        mb = {name: _scaled(getattr(costs, name), 1e-6) for name in ("activation", "waiting")}
+        return timeline(self.step.schedule, Costs(**us, **mb))
+
+    def svg(self) -> str:
+        return svg(self.timeline())
+
+    def trace(self) -> str:
+        return chrome_trace(self.step.simulated)
+
+    def __str__(self) -> str:
+        """The grid, in microseconds and megabytes, then a row for each rank."""
+        ran = self.step.simulated
+        rows = [
+            "(in microseconds and megabytes; without what closes the step)",
+            "",
+            f"step {time_text(ran.makespan)}, bubble {self.bubble:.1%}, {self.cost.device}",
+        ]
+        rows.append("rank  bubble  exposed us  in flight MB  peak MB")
+        for rank, known in enumerate(self.cost.ranks):
+            numbers = (ran.exposed[rank] * 1e6, ran.peaks[rank] / 1e6, known.peak_bytes / 1e6)
+            exposed, held, peak = (f"{number:.4g}" for number in numbers)
+            rows.append(f"{rank:4}  {ran.bubbles[rank]:6.1%}  {exposed:>10}  {held:>12}  {peak:>7}")
+        return "\n".join([grid(self.timeline()), *rows])
+
+    def as_json(self) -> dict[str, Any]:
+        """Seconds and bytes, the ranks in order."""
+        ran = self.step.simulated
+        return {
+            "schedule": self.step.schedule.name,
+            "microbatches": self.step.schedule.microbatches,
+            "step_s": ran.makespan,
+            "bubble": self.bubble,
+            "bubbles": ran.bubbles,
+            "exposed_s": ran.exposed,
+            "in_flight_bytes": ran.peaks,
+            "peak_bytes": [rank.peak_bytes for rank in self.cost.ranks],
+            "device": self.cost.device,
+        }
+
+
+def saved_step(program: Program) -> SavedStep:
+    """Simulate the schedule of a pipeline's program again."""
+    cost = PipelineCost.of_json(program.cost.as_json())
+    return SavedStep(cost, cost.plan_step(saved_schedule(program)))
+
+
+def saved_schedule(program: Program) -> Schedule:
+    """The schedule of a pipeline's program, under the plan's name for it."""
+    return replace(read_csv(program.schedule), name=Plan.parse(program.plan).schedule)
+
+
+def _scaled(row: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    return tuple(factor * each for each in row)

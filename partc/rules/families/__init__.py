@@ -1,0 +1,12 @@
+"""The rules themselves: one file for each family of ops.
+
+In: a call's dims and arguments. Out: lines such as `rule("aten.mm", "mk,kn->mn")` in the table.
+Start: `matmul.py`, then `pointwise.py`; a file here adds its rules when it is imported, and all
+files here are. Never: a mesh, a plan or a pass.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

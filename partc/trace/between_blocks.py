@@ -1,0 +1,108 @@
+"""Calls that a model makes in its loop over blocks belong to them, wherever they are written.
+
+``for block in self.blocks: x = x + block(x)`` adds outside of the block. What stands between two
+blocks in the same lines of every turn counts as the end of the one before, and what is left as the
+beginning of the one behind. So blocks are equal and whole, and are printed once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+from torch import fx
+
+from partc.graph import literals, update, value
+from partc.graph.folds import DEPTHS, layer_path
+
+Calls = Sequence[fx.Node]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A member of a list, and between which places its calls stand."""
+
+    path: str
+    first: int
+    behind: int
+
+
+def adopt_between(forward: Calls) -> None:
+    """Give the calls between blocks to these blocks; ``forward`` has all calls in order."""
+    for depth in DEPTHS:
+        for path, blocks in _lists(forward, depth).items():
+            inside = [
+                [n for n in forward[b.first : b.behind] if not _is_in(n, path)] for b in blocks
+            ]
+            between = [forward[a.behind : b.first] for a, b in pairwise(blocks)]
+            loose = (n for calls in (*inside, *between) for n in calls)
+            if len(blocks) > 1 and all(_is_loose(n, path) for n in loose):
+                _fill(blocks, inside)
+                _divide(forward, path, blocks, between)
+
+
+def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
+    """The blocks of each list, if all calls of one come before those of the next."""
+    places: dict[str, dict[int, list[int]]] = {}
+    for place, node in enumerate(forward):
+        path, _, index = layer_path(value(node).module, depth).rpartition(".")
+        if path:
+            places.setdefault(path, {}).setdefault(int(index), []).append(place)
+    lists = {
+        path: [_Block(f"{path}.{i}", min(of[i]), max(of[i]) + 1) for i in sorted(of)]
+        for path, of in places.items()
+    }
+    return {path: blocks for path, blocks in lists.items() if _in_order(blocks)}
+
+
+def _in_order(blocks: Sequence[_Block]) -> bool:
+    return all(a.behind <= b.first for a, b in pairwise(blocks))
+
+
+def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:
+    """What stands in the middle of every block is its own."""
+    if len({tuple(map(_says, calls)) for calls in inside}) == 1:
+        _give(blocks, inside)
+
+
+def _divide(forward: Calls, path: str, blocks: Sequence[_Block], between: Sequence[Calls]) -> None:
+    """What all turns begin with behind a block is its end; the last block has such an end as well.
+    The rest is the next one's beginning, and the first block's where the same stands before it.
+    """
+    behind = [*takewhile(lambda n: _is_loose(n, path), forward[blocks[-1].behind :])]
+    said = [[_says(n) for n in calls] for calls in (*between, behind)]
+    same = takewhile(lambda turns: len(set(turns)) == 1, zip(*said, strict=False))
+    num = len([*same])
+    _give(blocks, [calls[:num] for calls in (*between, behind)])
+    rest = [each[num:] for each in said[:-1]]
+    if rest[0] and all(each == rest[0] for each in rest):
+        first = forward[max(blocks[0].first - len(rest[0]), 0) : blocks[0].first]
+        begins = [_says(n) for n in first] == rest[0]
+        _give(blocks, [first if begins else [], *(calls[num:] for calls in between)])
+
+
+def _is_in(node: fx.Node, path: str) -> bool:
+    return value(node).module.startswith(f"{path}.")
+
+
+def _is_loose(node: fx.Node, path: str) -> bool:
+    """Whether a call may stand in a block: one of the module that has the list, or of another one
+    that all turns may share, as it has nothing to learn there.
+    """
+    module = value(node).module
+    above = not module or path.startswith(f"{module}.")
+    return above or not any(n.op == "placeholder" for n in node.all_input_nodes)
+
+
+def _says(node: fx.Node) -> tuple[object, ...]:
+    """What the calls of a line have in common in every turn of a loop."""
+    module = re.sub(r"\d+", "#", value(node).module)
+    return node.target, literals(node), module, value(node).source
+
+
+def _give(blocks: Sequence[_Block], calls: Sequence[Calls]) -> None:
+    for block, own in zip(blocks, calls, strict=True):
+        for node in own:
+            update(node, module=block.path)

@@ -1,0 +1,260 @@
+"""Run a training step once on fake tensors and record every ATen op with its origin.
+
+In: a module, a loss and inputs. Out: a raw ``torch.fx`` graph, in-place ops and views among its
+nodes, each annotated with module path, source line, phase and, if it is random, which draw it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx.traceback as provenance
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.backends import mkldnn
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from partc.graph.fake_calls import quiet_log, storage_of
+from partc.graph.folds import Fold
+from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.source_lines import calls_here, source_here
+
+Objective = Callable[..., Any]
+SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compiling
+
+
+@dataclass
+class Names:
+    """A module's tensors by name: each once, the second names of tied ones, who is trainable."""
+
+    params: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> list[str]:
+        return [name for name, param in self.params.items() if param.requires_grad]
+
+    def without(self, folds: Sequence[Fold]) -> Names:
+        """The same but for what blocks that are left out own."""
+
+        def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t for n, t in tensors.items() if not any(f.covers(n) for f in folds)}
+
+        return Names(kept(self.params), kept(self.buffers), self.aliases)
+
+
+def names_of(model: nn.Module) -> Names:
+    """Every parameter and buffer of the user's module, tied ones told by identity."""
+    names = Names()
+    first: dict[int, str] = {}
+    params = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    for found, tensors in ((params, names.params), (buffers, names.buffers)):
+        for name, tensor in found:
+            kept = first.setdefault(id(tensor), name)
+            if kept == name:
+                tensors[name] = tensor
+            else:
+                names.aliases[name] = kept
+    return names
+
+
+@dataclass
+class Recording:
+    """A raw graph, the module that holds its constants, and what its outputs are called."""
+
+    module: fx.GraphModule
+    names: Names
+    results: list[str]  # names of the tensors that stand where the loss would
+
+
+def record(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    objective: Objective,
+    train: bool,
+    left_out: Sequence[Fold] = (),
+) -> Recording:
+    """Trace ``objective(model, *inputs)``, and its backward where ``train``, under fake tensors.
+
+    ``left_out`` are blocks that do not run; the graph has no parameter or buffer of theirs.
+
+    The raw graph's placeholders are the parameters, buffers and inputs; its output is the list of
+    results, gradients of the trainable parameters (None where there is none) and final buffers.
+    """
+    names, mode = names_of(model).without(left_out), FakeTensorMode(allow_non_fake_inputs=True)
+    recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
+    params = [fake_of(p, mode) for p in names.params.values()]
+    buffers = [fake_of(b, mode) for b in names.buffers.values()]
+    fakes = [fake_of(i, mode) for i in inputs]
+    origins: Any = _Origins()  # type: ignore[no-untyped-call]
+
+    def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
+        held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
+        held |= {alias: held[name] for alias, name in names.aliases.items()}
+        with _reparametrize_module(model, held), torch.set_grad_enabled(train), origins:
+            outcome = named_results(objective(model, *inputs))
+            recording.results = list(outcome)
+            grads = _backward(outcome, held, names) if train else []
+        return list(outcome.values()), grads, [held[name] for name in names.buffers]
+
+    unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
+    with (
+        untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
+        converted_to_themselves(), _portable_kernels(), mode,
+    ):  # fmt: skip
+        make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
+        recording.module = make(params, buffers, fakes)
+    return recording
+
+
+@contextmanager
+def _portable_kernels() -> Iterator[None]:
+    """An LSTM is traced as the products that it is made of, not as a kernel that only CPUs have."""
+    enabled: Any = mkldnn.enabled
+    mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        mkldnn.enabled = enabled
+
+
+def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A value-less stand-in on the CPU, wherever the tensor lives."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
+    """Gradients of the only outcome by every trainable parameter, recorded as phase B."""
+    (loss,) = outcome.values()
+    wanted = [held[name] for name in names.trainable]
+    if loss.grad_fn is None or not wanted:
+        return [None for _ in wanted]
+    setup_stacktrace_preservation_hooks([loss.grad_fn])
+    with provenance.annotate({"phase": "B", "module": ""}):
+        return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested result by dotted path: ``logits``, ``past.0``."""
+    if isinstance(outcome, Tensor):
+        return {prefix or "result": outcome}
+    if isinstance(outcome, Mapping):
+        items = [(str(key), value) for key, value in outcome.items()]
+    elif isinstance(outcome, list | tuple):
+        fields = getattr(outcome, "_fields", map(str, range(len(outcome))))
+        items = list(zip(fields, outcome, strict=True))
+    else:
+        return {}
+    paths = ((f"{prefix}.{key}" if prefix else key, value) for key, value in items)
+    return {n: t for path, value in paths for n, t in named_results(value, path).items()}
+
+
+@contextmanager
+def module_scopes(model: nn.Module) -> Iterator[None]:
+    """While this lasts, nodes recorded inside a submodule's forward are annotated with its path."""
+    open_scopes: list[Any] = []
+
+    def enter(path: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            scope = provenance.annotate({"module": path})
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        stack.enter_context(provenance.preserve_node_meta())
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(enter(path), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put back every attribute that the run sets on a module: fake tensors must not stay there."""
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [
+        (module, dict(vars(module)), [dict(vars(module)[table]) for table in tables])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for table, content in zip(tables, contents, strict=True):
+                vars(module)[table].clear()
+                vars(module)[table].update(content)
+
+
+class _Origins(TorchDispatchMode):
+    """Annotates each op with the user's source line and each random op with the generator's state.
+
+    ``torch.utils.checkpoint`` puts the generator back before it recomputes; a fake run draws
+    nothing, so every random op moves the generator by hand. Equal states mean equal numbers.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks this of every tensor; it is no op
+        if func in READS:
+            with suppress(UnknownNumberError):
+                return known_number(func, args)
+        origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            with _disable_current_modes():
+                state = torch.default_generator.get_state().numpy().tobytes()
+                torch.rand(())
+            origin["draw"] = hashlib.sha256(state).hexdigest()
+        with provenance.annotate(origin):
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def converted_to_themselves() -> Iterator[None]:
+    """``module.to(dtype)`` in a forward may give what the module has: torch swaps fake parameters
+    for what comes of them, and refuses where others hold them.
+    """
+    swap: Any = torch.utils.swap_tensors
+
+    def swap_others(one: Tensor, other: Tensor) -> None:
+        if one.dtype != other.dtype or storage_of(one) != storage_of(other):
+            swap(one, other)
+
+    torch.utils.swap_tensors = swap_others
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+@contextmanager
+def quiet_generator() -> Iterator[None]:
+    """Give the user's random generator back as it was."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

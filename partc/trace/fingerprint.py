@@ -1,0 +1,72 @@
+"""What a program was compiled for: the model's tensors by name, shape and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+
+from partc.plan.sharding import dtype_name
+
+Kind = Literal["param", "buffer", "unsaved buffer"]
+KINDS: tuple[Kind, ...] = ("param", "buffer", "unsaved buffer")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of the model; an unsaved buffer is a non-persistent one."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The tensors of a model by name, second names of tied ones among them."""
+
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Fingerprint:
+        """Read the names, shapes and dtypes of a model; it may be on the meta device."""
+        tensors, saved = named_tensors(model), model.state_dict(keep_vars=True)
+        in_order = [*(n for n in saved if n in tensors), *(n for n in tensors if n not in saved)]
+        return cls({name: _spec(tensors[name], name in saved) for name in in_order})
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One line per name that is not the same here and in the other; none if they agree."""
+        lines = []
+        for name in sorted({*self.tensors, *other.tensors}):
+            mine, theirs = self.tensors.get(name), other.tensors.get(name)
+            if mine != theirs:
+                lines.append(f"{name}: {mine or 'absent'} compiled, {theirs or 'absent'} given")
+        return lines
+
+    def saved_names(self) -> Iterator[str]:
+        """The names that stand in the model's own state dict, in the model's order."""
+        return (name for name, spec in self.tensors.items() if spec.kind != "unsaved buffer")
+
+
+def _spec(tensor: Tensor, saved: bool) -> TensorSpec:
+    kind: Kind = "buffer" if saved else "unsaved buffer"
+    if isinstance(tensor, nn.Parameter):
+        kind = "param"
+    return TensorSpec(kind, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def table(lines: list[str], most: int = 20) -> str:
+    """The first lines of a list, indented, and how many more there are."""
+    rest = len(lines) - most
+    return "".join(f"\n  {line}" for line in lines[:most]) + (f"\n  ... {rest} more" * (rest > 0))
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a model under each of its names."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {**params, **dict(model.named_buffers(remove_duplicate=False))}

@@ -1,0 +1,339 @@
+"""Record a model and its loss as one Graph of forward and backward.
+
+In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of ATen
+ops as recorded, whose values know their module, source line, phase and forward counterpart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from partc.errors import PartcError, TraceError
+from partc.graph import (
+    Graph,
+    Outputs,
+    Value,
+    held,
+    set_draw,
+    set_held,
+    set_like,
+    set_value,
+    update,
+    value,
+)
+from partc.graph.folds import Fold
+from partc.graph.graph_edits import fake_like
+from partc.trace.between_blocks import adopt_between
+from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
+from partc.trace.scan_blocks import skipping, spare_blocks
+from partc.trace.source_lines import module_of, source_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is traced: a model, its inputs, and what of them is the loss."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    names: list[str]  # of the inputs
+    objective: Objective
+    train: bool  # with a backward
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> Source:
+        """What ``trace`` is given. Without a loss the model's own result is the loss (or has one as
+        ``.loss``); under ``torch.no_grad()`` it is then the forward alone, with every tensor of the
+        result by name.
+        """
+        checked = _checked(inputs)
+        train = loss is not None or torch.is_grad_enabled()
+        objective = _scalar(loss or _own_loss) if train else _call
+        return cls(model, checked, _input_names(model, checked, loss), objective, train)
+
+    def recorded(self, left_out: Sequence[Fold]) -> Graph:
+        """The graph as recorded, some blocks left out: ops may write in place."""
+        try:
+            with skipping(self.model, left_out):
+                recording = record(self.model, self.inputs, self.objective, self.train, left_out)
+        except PartcError:
+            raise
+        except Exception as error:
+            raise _explain(error, self.model) from error
+        return _build(recording, self.model, self.names, self.train)
+
+    def spare_blocks(self) -> tuple[Fold, ...]:
+        """The blocks that need not be recorded, as the forward tells."""
+        return spare_blocks(self.model, self.inputs, self.objective, self.train)
+
+
+def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]) -> None:
+    """Values of small buffers that the step does not change are known when compiling."""
+    changed = graph.outputs.buffers
+    for name, buffer in names_of(model).buffers.items():
+        fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
+        alike = next((fold.twin(name) for fold in left_out if fold.covers(name)), name)
+        if fits and alike not in changed and type(buffer) is Tensor and not buffer.is_meta:
+            graph.constants[name] = buffer.detach().cpu().clone()
+
+
+# what is traced ------------------------------------------------------------------------------
+def _call(model: nn.Module, *inputs: Tensor) -> Any:
+    return model(*inputs)
+
+
+def _own_loss(model: nn.Module, *inputs: Tensor) -> Any:
+    """The model's result, or its ``loss`` where it has one."""
+    result = model(*inputs)
+    own = getattr(result, "loss", None)
+    return result if own is None else own
+
+
+def _scalar(objective: Objective) -> Objective:
+    """The objective, refusing what is not one number that has a gradient."""
+
+    def checked(model: nn.Module, *inputs: Tensor) -> Tensor:
+        loss = objective(model, *inputs)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            given = f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                given = f"a tensor {loss.dtype} of shape {tuple(loss.shape)}"
+            raise TraceError(
+                where=type(model).__name__,
+                what=f"the loss is {given}",
+                why="a training step starts from one floating-point number",
+                do="Give loss=fn(model, *inputs) with a 0-d result, or use torch.no_grad().",
+            )
+        return loss
+
+    return checked
+
+
+def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inputs as a tuple; a single tensor is a tuple of one."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    for i, item in enumerate(given):
+        if not isinstance(item, Tensor):
+            raise TraceError(
+                where=f"input {i}",
+                what=f"it is a {type(item).__name__}",
+                why="inputs are the tensors that change from step to step",
+                do="Pass tensors, and bind everything else inside the loss function.",
+            )
+    return given
+
+
+def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
+    """What the loss (or the model's forward) calls its arguments, else ``input_0``."""
+    given = list(inspect.signature(loss or model.forward).parameters.values())
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in given[loss is not None :] if p.kind in plain]
+    own = names_of(model)
+    taken = {*own.params, *own.buffers, *own.aliases}
+    names = [f"input_{name}" if name in taken else name for name in names]
+    return [names[i] if i < len(names) else f"input_{i}" for i in range(len(inputs))]
+
+
+def _explain(error: Exception, model: nn.Module) -> TraceError:
+    """A failure below the user's code as a TraceError that says where and what to do."""
+    path, source = module_of(error, model) or type(model).__name__, source_of(error)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kind = type(error).__name__
+    what, do = (
+        "tracing failed",
+        "Run the model once without partc; if that works, simplify this line.",
+    )
+    if kind == "DataDependentOutputException" or "item()" in reason or "numpy" in reason:
+        what = "Python code asks for the value of a tensor"
+        do = "Use torch.where instead of a branch, or move this code out of the step."
+        reason = f"{reason}: while tracing, tensors have shapes but no values"
+    elif kind == "DynamicOutputShapeException":
+        what = "the size of a result depends on the values of a tensor"
+        do = "Use a mask or a fixed capacity instead of selecting elements."
+    elif "use_reentrant" in reason:
+        what = "a reentrant checkpoint cannot be traced"
+        do = "Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+    elif kind == "UnsupportedOperatorException":
+        what = "an op has no shape function"
+        do = "Register one with torch.library.register_fake."
+    return TraceError(where=f"{path} ({source})" if source else path, what=what, why=reason, do=do)
+
+
+# from the raw graph to a Graph ---------------------------------------------------------------
+def _build(recording: Recording, model: nn.Module, inputs: list[str], train: bool) -> Graph:
+    """A Graph whose placeholders, values and outputs are named and described."""
+    names = recording.names
+    graph = Graph(recording.module.graph, model=type(model).__name__, aliases=dict(names.aliases))
+    graph.classes = {path: type(m).__name__ for path, m in model.named_modules() if _computes(m)}
+    placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
+    kinds = (
+        ["param"] * len(names.params) + ["buffer"] * len(names.buffers) + ["input"] * len(inputs)
+    )
+    for node, kind, name in zip(
+        placeholders, kinds, (*names.params, *names.buffers, *inputs), strict=True
+    ):
+        fake = held(node)
+        node._rename(name.replace(".", "_"))
+        set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
+    _lift_constants(graph, recording, len(names.params) + len(names.buffers))
+    _describe(graph)
+    _set_outputs(graph, recording, model, train)
+    return graph
+
+
+def _set_outputs(graph: Graph, recording: Recording, model: nn.Module, train: bool) -> None:
+    """Name what the raw graph returns: results, then gradients, then buffers."""
+    trainable = recording.names.trainable if train else []
+    raw: Any = graph.fx.output_node().args[0]
+    results, grads = raw[: len(recording.results)], raw[len(recording.results) :]
+    grads, buffers = grads[: len(trainable)], grads[len(trainable) :]
+    graph.set_outputs(
+        Outputs(
+            loss=results[0] if train else None,
+            grads=_all_grads(trainable, grads, model),
+            buffers=dict(zip(recording.names.buffers, buffers, strict=True)),
+            results={} if train else dict(zip(recording.results, results, strict=True)),
+        )
+    )
+    graph.untrained = tuple(name for name in trainable if name not in graph.grads)
+
+
+def _all_grads(
+    trainable: list[str], grads: Sequence[fx.Node | None], model: nn.Module
+) -> dict[str, fx.Node]:
+    """Gradients by parameter name, of those that the loss depends on; TraceError if that is none of
+    the trainable ones.
+    """
+    pairs = zip(trainable, grads, strict=True)
+    found = {name: grad for name, grad in pairs if grad is not None}
+    if trainable and not found:
+        raise TraceError(
+            where=type(model).__name__,
+            what="the loss depends on no trainable parameter",
+            why=f"the gradient of {trainable[0]} is None, and so are all others",
+            do="Compute the loss from the model's result, without detach() or torch.no_grad().",
+        )
+    return found
+
+
+def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
+    """Tensors held outside parameters and buffers become buffers with known values: equal ones one,
+    so that layers that each make theirs read the same.
+    """
+    placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
+    anchor = placeholders[num_own] if num_own < len(placeholders) else placeholders[-1].next
+    lifted: dict[str, fx.Node] = {}
+    for node in [n for n in graph.fx.nodes if n.op == "get_attr"]:
+        tensor: Tensor = getattr(recording.module, str(node.target))
+        _refuse_trainable(tensor)
+        if tensor.dim() == 0:
+            new = _number(node, tensor)
+        else:
+            name = _constant_name(graph, tensor.detach().cpu().clone())
+            if name not in lifted:
+                lifted[name] = _constant(graph, anchor, graph.constants[name], name)
+            new = lifted[name]
+        node.replace_all_uses_with(new)
+        graph.fx.erase_node(node)
+
+
+def _constant_name(graph: Graph, tensor: Tensor) -> str:
+    """The name of a constant that holds the same, bit by bit; a new one where there is none."""
+    for name, known in graph.constants.items():
+        pair = (each.flatten().view(torch.uint8) for each in (known, tensor))
+        if (known.dtype, known.shape) == (tensor.dtype, tensor.shape) and torch.equal(*pair):
+            return name
+    name = f"constant_{len(graph.constants)}"
+    graph.constants[name] = tensor
+    return name
+
+
+def _number(node: fx.Node, tensor: Tensor) -> fx.Node:
+    """A 0-d constant as a call that writes its number."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(
+            torch.ops.aten.full.default, ([], tensor.item()), {"dtype": tensor.dtype}
+        )
+    set_like(new, node)
+    set_held(new, fake_like(node.graph, tensor))
+    return new
+
+
+def _constant(graph: Graph, anchor: fx.Node, tensor: Tensor, name: str) -> fx.Node:
+    """A lifted tensor as a buffer placeholder before ``anchor``."""
+    with graph.fx.inserting_before(anchor):
+        placeholder = graph.fx.placeholder(name)
+    set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
+    set_held(placeholder, fake_like(graph.fx, tensor))
+    return placeholder
+
+
+def _refuse_trainable(tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise TraceError(
+            where=f"a tensor of shape {tuple(tensor.shape)}",
+            what="the loss reads a trainable tensor that is no parameter of the model",
+            why="its gradient would be lost",
+            do="Make it a parameter of the module that is traced, or detach it.",
+        )
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module does something of its own: it is no list of others."""
+    return not type(module).__module__.startswith("torch.nn.modules.container")
+
+
+# provenance ----------------------------------------------------------------------------------
+def _describe(graph: Graph) -> None:
+    """Give every call its Value: module, source, phase, and in the backward its forward node."""
+    for node in graph.calls():
+        noted = node.meta.get("custom", {})
+        fake = node.meta.get("val")
+        known = Value(
+            module=noted.get("module", ""),
+            source=noted.get("source", ""),
+            calls=noted.get("calls", ()),
+        )
+        set_value(node, known)
+        set_held(node, fake)
+        set_draw(node, noted.get("draw", ""))
+    adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
+    forward: dict[int, fx.Node] = {}
+    for node in graph.calls():
+        if _is_noted_backward(node):
+            _describe_backward(node, forward)
+        else:
+            forward.setdefault(node.meta.get("seq_nr", -1), node)
+
+
+def _is_noted_backward(node: fx.Node) -> bool:
+    return bool(node.meta.get("custom", {}).get("phase") == "B")
+
+
+def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
+    """A backward node takes the origin of its forward node; a recomputed one has its own."""
+    update(node, phase="B")
+    of = forward.get(node.meta.get("seq_nr", -1)) if _has_forward(node) else None
+    if of is not None:
+        update(node, forward=of.name)
+    origin = of or max(node.all_input_nodes, key=_order, default=None)
+    if not value(node).module and origin is not None:
+        update(node, module=value(origin).module)
+        if not value(node).source:
+            update(node, source=value(origin).source, calls=value(origin).calls)
+
+
+def _has_forward(node: fx.Node) -> bool:
+    """Sums of gradients that meet at one value carry a stale number, of no forward op."""
+    return bool(node.meta.get("autograd_backward")) and "Gradient addition" not in (
+        node.stack_trace or ""
+    )
+
+
+def _order(node: fx.Node) -> Any:
+    return node._sort_key

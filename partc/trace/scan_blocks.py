@@ -1,0 +1,368 @@
+"""Find the equal blocks of a model before it is traced, by running its forward alone.
+
+Recording a step op by op costs far more than running it on fake tensors. So the forward is run
+once, and what each member of a list of modules computes is compared. The middle of a span of
+equal members need not be recorded: while a ``skipping`` lasts, each gives what the member before it
+gave. A second run with the middle skipped has to compute what is left of the first, op for op; the
+backward is autograd's, and follows from the forward where no hook and no Function of the user's
+takes part. ``fold_layers`` then compares the blocks that were recorded, backward and all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from partc.graph.fake_calls import call_on_fakes, quiet_log, storage_of
+from partc.graph.folds import Fold, list_member
+from partc.trace.capture import (
+    SMALL_BYTES,
+    Objective,
+    converted_to_themselves,
+    fake_of,
+    named_results,
+    names_of,
+    quiet_generator,
+    untouched,
+)
+
+Owner = tuple[str, int]  # a member of a list of modules: its path and index
+OUTSIDE: Owner = ("", 0)
+FEWEST = 5  # blocks of a span that skipping is worth it for
+
+
+class _Unequal(Exception):
+    """Something that a forward does not show may tell blocks apart."""
+
+
+def spare_blocks(
+    model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool
+) -> tuple[Fold, ...]:
+    """Members of lists that compute what the one before them does; none if that is not sure."""
+    if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
+        return ()
+    try:
+        whole = _run(model, inputs, objective, train, ())
+        folds = tuple(fold for path in whole.paths() for fold in _folds(whole, path))
+        if folds:
+            short = _run(model, inputs, objective, train, folds)
+            if short.texts(folds, joined=True) != whole.texts(folds, joined=False):
+                return ()
+    except Exception:  # the recording meets the same failure, and says where it came from
+        return ()
+    return folds
+
+
+@contextmanager
+def skipping(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
+    """While this lasts, blocks left out give what the last one before them gave."""
+    latest: dict[str, Any] = {}
+
+    def keep(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            latest[path] = result
+
+        return hook
+
+    def again(path: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: latest[path]
+
+    left_out = {(fold.path, i) for fold in folds for i in range(fold.first, fold.last + 1)}
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model))
+        for (path, index), module in members(model):
+            if (path, index) in left_out:
+                module.forward = again(path)
+            elif any(path == fold.path for fold in folds):
+                stack.callback(module.register_forward_hook(keep(path)).remove)
+        yield
+
+
+def no_calls(model: nn.Module, folds: Sequence[Fold]) -> str:
+    """A block among those to be left out that cannot be, as it is a list itself that others walk
+    through; "" if there is none.
+    """
+    walked = (
+        f"{path}.{index}"
+        for (path, index), module in members(model)
+        if type(module).forward is nn.Module.forward
+        and any(fold.covers(f"{path}.{index}") for fold in folds)
+    )
+    return next(walked, "")
+
+
+def members(model: nn.Module) -> Iterator[tuple[Owner, nn.Module]]:
+    """Every member of an outermost list of modules."""
+    for name, module in model.named_modules():
+        path, index = list_member(name)
+        if path and name == f"{path}.{index}":
+            yield (path, index), module
+
+
+# what a forward computes --------------------------------------------------------------------------
+@dataclass
+class _Forward:
+    """Each owner's calls in order, operands by their places, and who reads and writes whose."""
+
+    calls: dict[Owner, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    own: dict[Owner, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    given: dict[Owner, Any] = field(default_factory=dict)
+    readers: dict[Owner, set[Owner]] = field(default_factory=lambda: defaultdict(set))
+    unsafe: set[Owner] = field(default_factory=set)
+
+    def paths(self) -> list[str]:
+        return list(dict.fromkeys(path for path, _ in self.given))
+
+    def members(self, path: str) -> list[int]:
+        return sorted(index for of, index in self.given if of == path)
+
+    def text(self, owner: Owner, before: Owner) -> Any:
+        """What a member computes, free of which one it is."""
+        near = {owner: "own", before: "before"}
+
+        def spelled(arg: Any) -> Any:
+            if isinstance(arg, _At):
+                return near.get(arg.owner, arg.owner), arg.which
+            if isinstance(arg, tuple):
+                return tuple(map(spelled, arg))
+            return arg
+
+        return tuple(
+            spelled(tuple(x)) for x in (self.calls[owner], self.own[owner], self.given[owner])
+        )
+
+    def texts(self, without: Sequence[Fold], joined: bool) -> dict[Owner, Any]:
+        """What all but some members compute; ``joined`` is for a run that skipped those."""
+        gone = {(fold.path, i) for fold in without for i in range(fold.first, fold.last + 1)}
+        found: dict[Owner, Any] = {OUTSIDE: self.calls[OUTSIDE]}
+        for path in self.paths():
+            kept = [index for index in self.members(path) if (path, index) not in gone]
+            for before, index in pairwise([-1, *kept]):
+                near = (path, before if joined else index - 1)
+                found[path, index] = self.text((path, index), near)
+        return found
+
+
+@dataclass(frozen=True)
+class _At:
+    """An operand: whose it is, and which of theirs."""
+
+    owner: Owner
+    which: Any
+
+
+def _folds(forward: _Forward, path: str) -> Iterator[Fold]:
+    """The middles of a list's spans of equal members that only their neighbours read."""
+    texts = {i: forward.text((path, i), (path, i - 1)) for i in forward.members(path)}
+    span: list[int] = []
+    for index in [*texts, -2]:
+        if span and index == span[-1] + 1 and texts[index] == texts[span[-1]]:
+            span.append(index)
+            continue
+        inner = span[1:-2]
+        if len(span) >= FEWEST and all(_is_closed(forward, (path, i)) for i in inner):
+            yield Fold(path, inner[0], inner[-1])
+        span = [index]
+
+
+def _is_closed(forward: _Forward, owner: Owner) -> bool:
+    path, index = owner
+    return owner not in forward.unsafe and forward.readers[owner] <= {owner, (path, index + 1)}
+
+
+# running ------------------------------------------------------------------------------------------
+def _run(
+    model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool,
+    folds: Sequence[Fold],
+) -> _Forward:  # fmt: skip
+    """The forward on fake tensors, with some blocks skipped."""
+    mode, names = FakeTensorMode(allow_non_fake_inputs=True), names_of(model)
+    watch = _Watch(_Forward())
+    own = {n: fake_of(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
+    for name, tensor in (names.params | names.buffers).items():
+        watch.name(own[name], name, tensor)
+    held = own | {alias: own[name] for alias, name in names.aliases.items()}
+    fakes = [fake_of(tensor, mode) for tensor in inputs]
+    for i, fake in enumerate(fakes):
+        watch.name(fake, f"input {i}", fake)
+    with ExitStack() as stack:
+        for entered in (
+            quiet_generator(),
+            quiet_log(),
+            converted_to_themselves(),
+            untouched(model),
+            skipping(model, folds),
+            watch.members(model),
+        ):
+            stack.enter_context(entered)
+        stack.enter_context(_reparametrize_module(model, held))
+        for entered in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
+            stack.enter_context(entered)
+        results = named_results(objective(model, *fakes))
+    watch.close(results)
+    _check_backward(results.values())
+    return watch.forward
+
+
+class _NoHooks(TorchFunctionMode):
+    """Stops at a hook on a tensor: what it does to a gradient is not seen."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "hook" in getattr(func, "__name__", ""):
+            raise _Unequal
+        return func(*args, **(kwargs or {}))
+
+
+def _check_backward(results: Iterator[Tensor] | Any) -> None:
+    """Stops at a Function of the user's: its backward is not seen."""
+    left = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if isinstance(node, BackwardCFunction):
+            raise _Unequal
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                left.append(before)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every call, under the member of a list that is running."""
+
+    def __init__(self, forward: _Forward) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward, self.running = forward, OUTSIDE
+        self.at: dict[int, _At] = {}
+        self.storage: dict[int, Owner] = {}
+        self.alive: list[Any] = []  # so that no other tensor gets the same id
+
+    def name(self, fake: Tensor, name: str, tensor: Tensor) -> None:
+        """A parameter, buffer or input, which belongs to the list member of its name."""
+        owner = list_member(name)
+        owner = owner if owner[0] else OUTSIDE
+        which = name.removeprefix("{}.{}.".format(*owner)) if owner != OUTSIDE else name
+        self._put(fake, _At(owner, which))
+        self.forward.own[owner].append((which, _kind(fake), _values(tensor)))
+
+    def members(self, model: nn.Module) -> Any:
+        """While this lasts, calls made inside of a member of a list are its own."""
+
+        def enter(owner: Owner) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any) -> None:
+                self._begin(owner)
+
+            return hook
+
+        def leave(owner: Owner) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, result: Any) -> None:
+                self._end(owner, result)
+
+            return hook
+
+        stack = ExitStack()
+        for owner, module in members(model):
+            stack.callback(module.register_forward_pre_hook(enter(owner), prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave(owner)).remove)
+        return stack
+
+    def _begin(self, owner: Owner) -> None:
+        if self.running != OUTSIDE or owner in self.forward.given:
+            raise _Unequal  # inside of another one, or once more
+        self.running = owner
+
+    def _end(self, owner: Owner, result: Any) -> None:
+        leaves, spec = tree_flatten(result)
+        self.running = OUTSIDE
+        self.forward.given[owner] = (tuple(map(self._spelled, leaves)), str(spec))
+
+    def close(self, results: dict[str, Tensor]) -> None:
+        """The results are read from outside."""
+        self.forward.calls[OUTSIDE].append(tuple(self._read(x) for x in results.values()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._check_written(func, args, kwargs)
+        operands = self._read(args), self._read(tuple(sorted(kwargs.items())))
+        result = call_on_fakes(func, args, kwargs)
+        calls = self.forward.calls[self.running]
+        self._made(result, len(calls))
+        calls.append((func, *operands, _kind(result), torch.is_grad_enabled()))
+        return result
+
+    def _read(self, arg: Any) -> Any:
+        """An argument spelled by places, noting whose are read."""
+        spelled = self._spelled(arg)
+        if isinstance(spelled, _At):
+            self.forward.readers[spelled.owner].add(self.running)
+        elif isinstance(arg, list | tuple):
+            return tuple(map(self._read, arg))
+        return spelled
+
+    def _spelled(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.at.get(id(arg)) or _values(arg)
+        if isinstance(arg, list | tuple):
+            return tuple(map(self._spelled, arg))
+        return type(arg).__name__, repr(arg)
+
+    def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A member that writes into what is not its own is told apart by that."""
+        for i, known in enumerate(func._schema.arguments):
+            arg = args[i] if i < len(args) else kwargs.get(known.name)
+            if known.is_write and isinstance(arg, Tensor):
+                owner = self.storage.get(storage_of(arg))
+                if owner != self.running and self.running != OUTSIDE:
+                    self.forward.unsafe.add(self.running)
+
+    def _made(self, result: Any, number: int, *path: int) -> None:
+        if isinstance(result, list | tuple):
+            for i, part in enumerate(result):
+                self._made(part, number, *path, i)
+        elif isinstance(result, Tensor) and id(result) not in self.at:
+            self._put(result, _At(self.running, (number, *path)))
+
+    def _put(self, tensor: Tensor, at: _At) -> None:
+        self.at[id(tensor)] = at
+        self.alive.append(tensor)
+        self.storage.setdefault(storage_of(tensor), at.owner)
+
+
+def _kind(fake: Any) -> Any:
+    if isinstance(fake, Tensor):
+        return tuple(fake.shape), fake.dtype, fake.stride(), fake.requires_grad
+    if isinstance(fake, list | tuple):
+        return tuple(map(_kind, fake))
+    return type(fake)
+
+
+def _values(tensor: Tensor) -> Any:
+    """What a small tensor holds, where that is known: blocks may differ in their constants."""
+    kind = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
+    if isinstance(tensor, FakeTensor | nn.Parameter) or tensor.is_meta or not small:
+        return kind
+    with _disable_current_modes():
+        numbers = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return *kind, hashlib.sha256(numbers.tobytes()).hexdigest()

@@ -1,0 +1,100 @@
+"""The user's source lines, ``model.py:14: x = self.norm(x)``: of code that runs, or that failed."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+from torch import nn
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_MODULE = nn.Module._call_impl.__code__.co_filename
+_ENTRY = "step"  # the function in capture.py below which the user's code runs
+
+
+def source_here() -> str:
+    """The innermost running line of the user's code, "" in the backward of torch's own ops."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return line_text(code.co_filename, frame.f_lineno)
+        if code.co_name == _ENTRY and code.co_filename.startswith(_OURS):
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def calls_here() -> tuple[tuple[str, int], ...]:
+    """The user's functions that are running below the innermost module's ``__call__``.
+
+    Outermost first: each function's name and the line that is running in it.
+    """
+    found: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_module = code.co_filename == _MODULE and code.co_name == "_call_impl"
+        if is_module or (code.co_name == _ENTRY and code.co_filename.startswith(_OURS)):
+            break
+        if _is_users(code.co_filename):
+            found.append((code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def source_of(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback."""
+    found = ""
+    for frame, line in _frames(error.__traceback__):
+        if _is_users(frame.f_code.co_filename):
+            found = line_text(frame.f_code.co_filename, line)
+    return found
+
+
+def module_of(error: BaseException, model: nn.Module) -> str:
+    """The path of the innermost submodule whose method was running when the error arose."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    running = [frame.f_locals.get("self") for frame, _ in _frames(error.__traceback__)]
+    found = [paths[id(m)] for m in running if isinstance(m, nn.Module) and id(m) in paths]
+    return found[-1] if found else ""
+
+
+def _frames(at: TracebackType | None) -> list[tuple[FrameType, int]]:
+    frames = []
+    while at is not None:
+        frames.append((at.tb_frame, at.tb_lineno))
+        at = at.tb_next
+    return frames
+
+
+@cache
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor ours, nor generated in memory by either."""
+    if filename.startswith("<"):
+        return filename == "<stdin>"
+    return not filename.startswith((_TORCH, _OURS)) and filename not in _STANDARD
+
+
+_STANDARD = {str(Path(os.__file__).parent / name) for name in ("contextlib.py", "functools.py")}
+
+
+@cache
+def line_text(filename: str, line: int) -> str:
+    """``models/llama.py:14: the code``, the file as it would be imported and the line's text."""
+    code = linecache.getline(filename, line).strip()
+    return f"{_importable(filename)}:{line}" + (f": {code}" if code else "")
+
+
+def _importable(filename: str) -> str:
+    """A file's path below the folder it is imported from: no machine's folders are named."""
+    path = Path(filename).resolve()
+    roots = [Path(entry).resolve() for entry in [*sys.path, os.getcwd()]]
+    inside = [path.relative_to(root).as_posix() for root in roots if path.is_relative_to(root)]
+    return min(inside, key=len) if inside else path.name

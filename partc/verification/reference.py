@@ -1,0 +1,176 @@
+"""What the single-device model gives on the global batch, by eager autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import UsageError
+from partc.trace.capture import named_results
+from partc.trace.fingerprint import named_tensors
+from partc.verification.precision import convert, converted, raised_model
+
+Loss = Callable[..., Any]
+Tensors = Mapping[str, Tensor]
+OPTIMIZERS = ("SGD", "AdamW")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A step's outcome, whole tensors by name. ``weights`` are the values before the step."""
+
+    weights: Tensors
+    inputs: tuple[Tensor, ...]
+    loss: Tensor | None = None
+    grads: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    results: Tensors = field(default_factory=dict)
+
+    @cached_property
+    def eps(self) -> Mapping[str, float]:
+        """AdamW's eps for each parameter: the largest entry of its gradient, of rounding noise that
+        of all gradients.
+
+        The first step is g / (|g| + eps): with an eps far below the gradient it knows signs alone,
+        and where |g| is near eps it magnifies rounding by 1 / (4 eps).
+        """
+        largest = {
+            name: float(g.abs().max()) if g.numel() else 0.0 for name, g in self.grads.items()
+        }
+        most = max(largest.values(), default=0.0)
+        return {
+            name: (most if is_noise(size, most, self.grads[name].dtype) else size) or 1.0
+            for name, size in largest.items()
+        }
+
+    def stepped(self, optimizer: str, lr: float) -> dict[str, Tensor]:
+        """The trainable parameters after one optimizer step."""
+        held = {n: nn.Parameter(self.weights[n].clone()) for n in self.grads}
+        for name, param in held.items():
+            param.grad = self.grads[name].clone()
+        take_step(held, optimizer, lr, self.eps)
+        return {name: param.detach() for name, param in held.items()}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How a batch is cut where batch statistics are those of a piece: into ``microbatches``, each
+    of these between ``ranks``.
+    """
+
+    ranks: int = 1
+    microbatches: int = 1
+
+
+WHOLE = Pieces()
+
+
+def is_noise(size: float, most: float, dtype: torch.dtype) -> bool:
+    """Whether a tensor, zero in exact arithmetic, has rounding noise; ``most`` is the largest entry
+    of all tensors of its kind.
+    """
+    return dtype.is_floating_point and size <= torch.finfo(dtype).eps ** (2 / 3) * most
+
+
+def take_step(params: Tensors, optimizer: str, lr: float, eps: Mapping[str, float]) -> None:
+    """One step of a named optimizer."""
+    made: torch.optim.Optimizer
+    if optimizer == "SGD":
+        made = torch.optim.SGD(params.values(), lr=lr)
+    else:
+        groups = [{"params": [param], "eps": eps.get(name, 1.0)} for name, param in params.items()]
+        made = torch.optim.AdamW(groups, lr=lr)
+    made.step()
+
+
+def eager(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    train: bool = True,
+    pieces: Pieces = WHOLE,
+) -> Reference:
+    """Run a copy of the model, in ``dtype`` or (None) as it is; the model is left as it was.
+
+    In several ``pieces`` of the batch the loss is their mean, and buffers are the first rank's:
+    what a model with batch statistics means by microbatches, and by ranks under DDP.
+    """
+    _check_values(model)
+    mine = copy.deepcopy(model)
+    mine.zero_grad()
+    batch = tuple(inputs)
+    if dtype is not None:
+        mine, batch = convert(mine, dtype), tuple(converted(x, dtype) for x in inputs)
+    weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
+    before = torch.get_rng_state()
+    with raised_model(model) if dtype == torch.float64 else nullcontext():
+        outcome = _trained(mine, batch, loss, pieces) if train else {}
+        outcome = outcome or _results(mine, batch, loss)
+    _check_random(before, model)
+    params = dict(mine.named_parameters())
+    return Reference(
+        weights=weights,
+        inputs=batch,
+        loss=outcome["loss"].detach() if train else None,
+        grads={name: p.grad for name, p in params.items() if p.grad is not None},
+        buffers={name: b.detach() for name, b in mine.named_buffers()},
+        results={} if train else outcome,
+    )
+
+
+def _trained(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces
+) -> dict[str, Tensor]:
+    """The mean loss of all pieces, after its backward."""
+    num, losses = pieces.ranks * pieces.microbatches, []
+    for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
+        others = i % pieces.ranks > 0
+        before = {n: b.clone() for n, b in model.named_buffers()} if others else {}
+        each = _objective(model, piece, loss)["loss"] / num
+        each.backward()
+        losses.append(each.detach())
+        for name, buffer in before.items():
+            model.get_buffer(name).data.copy_(buffer)
+    return {"loss": torch.stack(losses).sum()}
+
+
+def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
+    """The loss as compile takes it: ``loss(model, *inputs)``, the model's ``.loss`` or result."""
+    outcome = model(*inputs) if loss is None else loss(model, *inputs)
+    own = getattr(outcome, "loss", None)
+    return {"loss": outcome if own is None else own}
+
+
+@torch.no_grad()
+def _results(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
+    return named_results(model(*inputs) if loss is None else loss(model, *inputs))
+
+
+def _check_values(model: nn.Module) -> None:
+    without = sorted(name for name, tensor in named_tensors(model).items() if tensor.is_meta)
+    if without:
+        raise UsageError(
+            where=f"{type(model).__name__}.{without[0]}",
+            what="verifying needs values",
+            why="this tensor is on the meta device",
+            do="Give the model with weights; random ones will do.",
+        )
+
+
+def _check_random(before: Tensor, model: nn.Module) -> None:
+    """A step that draws random numbers has no one right outcome."""
+    if not torch.equal(before, torch.get_rng_state()):
+        raise UsageError(
+            where=type(model).__name__,
+            what="its step draws random numbers, so there is nothing to compare with",
+            why="pieces of a dropout mask differ from the single device's mask",
+            do="Set its dropout to 0, or call model.eval(), and compile and verify that.",
+        )

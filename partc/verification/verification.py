@@ -1,0 +1,344 @@
+"""A program against the model it was compiled from: loss, gradients, buffers and optimizer steps.
+
+Every rank's pieces are compared with the same pieces of what eager autograd gives on one device, in
+float64 by default. The error of a tensor is its largest difference divided by the whole reference
+tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the
+largest of its kind, such as the gradient of a key bias, zero in exact arithmetic) is measured
+against that largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import CheckError
+from partc.plan import Plan
+from partc.program import Program, SavedCost
+from partc.program.cpp_compiler import check_compiler
+from partc.program.role import RankMesh, Role, Shard
+from partc.verification.precision import Raised, convert, converted, raised_text
+from partc.verification.processes import Processes
+from partc.verification.reference import (
+    OPTIMIZERS,
+    WHOLE,
+    Loss,
+    Pieces,
+    Reference,
+    Tensors,
+    eager,
+    is_noise,
+    take_step,
+)
+from partc.verification.threads import ThreadMesh, run_ranks
+
+TOLERANCE = 1e-9  # of float64; a row-split matmul alone has 2e-15
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """The worst error of one tensor over all ranks."""
+
+    error: float
+    kind: str
+    name: str
+    rank: int
+    noise: bool = False  # measured against the largest tensor of its kind
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.error:.1e} on rank {self.rank}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields; an infinite error, which JSON cannot say, is null."""
+        return {**vars(self), "error": self.error if isfinite(self.error) else None}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row per compared tensor, and how they were obtained."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def worst(self) -> Row:
+        return max(self.rows)
+
+    def ok(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether every error is at most the tolerance."""
+        return bool(self.rows) and self.worst.error <= tolerance
+
+    def check(self, tolerance: float = TOLERANCE) -> Report:
+        """This report, or a CheckError that names the worst tensors."""
+        if self.ok(tolerance):
+            return self
+        wrong = sorted((row for row in self.rows if row.error > tolerance), reverse=True)
+        raise CheckError(
+            where=self.title,
+            what=f"{len(wrong)} tensors differ from the model's",
+            why=f"the tolerance is {tolerance:.1e}",
+            do="These differ most:\n" + "\n".join(f"  {row}" for row in wrong[:10]),
+        )
+
+    def kinds(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.kind, []).append(row)
+        return found
+
+    def __str__(self) -> str:
+        lines = [self.title, f"{'':<22}{'tensors':>8}  {'worst error':>11}  of"]
+        for kind, rows in self.kinds().items():
+            worst = max(rows)
+            lines.append(
+                f"{kind:<22}{len(rows):>8}  {worst.error:>11.1e}  {worst.name} (rank {worst.rank})"
+            )
+        noise = sorted({row.name for row in self.rows if row.noise})
+        if noise:
+            more = f" and {len(noise) - 4} more" if len(noise) > 4 else ""
+            names = ", ".join(noise[:4]) + more
+            lines.append(f"zero but for rounding, measured against the largest: {names}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "worst": self.worst.as_json(),
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+
+def verify(
+    program: Program,
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss | None = None,
+    *,
+    processes: bool = False,
+    lr: float = 1e-3,
+    dtype: torch.dtype | None = torch.float64,
+    reference: Reference | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Run all ranks of a program and compare what each gets with the model on one device.
+
+    In threads of this process, or (``processes``) in real gloo processes. ``dtype=None`` leaves
+    model and program in their own precision. ``reference`` replaces the eager run, which takes
+    the batch in pieces where each rank's, or each microbatch, has batch statistics of its own.
+    """
+    check_compiler(program.role(0))
+    train = not program.role(0).is_inference
+    reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program))
+    sources = program.sources
+    if dtype == torch.float64 and program.role(0).compiles:
+        sources = {name: raised_text(text) for name, text in sources.items()}
+    job = _Job(replace(program, cost=SavedCost(), sources=sources), reference, dtype, lr)
+    num = program.mesh.num_ranks
+    if processes:
+        with Processes(num, timeout=timeout) as world:
+            found = world.run(_in_process, job)
+    else:
+        found = run_ranks(num, lambda r, dist: _in_thread(job, r, dist), timeout=timeout)
+    precision = "its own precision" if dtype is None else str(dtype).removeprefix("torch.")
+    how = "processes" if processes else "threads"
+    title = f"{program.model} on {program.mesh}: {num} ranks in {how}, {precision}"
+    rows = _merge(found)
+    return Report(title, (*rows, *_held_nowhere(reference, rows)))
+
+
+def _pieces(program: Program) -> Pieces:
+    """The pieces of the batch in which the model itself computes what the program does."""
+    plan = Plan.parse(program.plan)
+    if plan.batch_norm != "local":
+        return WHOLE
+    return Pieces(prod(map(program.mesh.size, plan.batch_axes)), plan.microbatches)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank needs to check itself."""
+
+    program: Program
+    reference: Reference
+    dtype: torch.dtype | None
+    lr: float
+
+
+def _in_thread(job: _Job, rank: int, dist: Any) -> list[Row]:
+    role = job.program.role(rank)
+    role.module.dist = dist  # type: ignore[attr-defined]
+    return _check(job, role, ThreadMesh(job.program.mesh, rank), rank)
+
+
+def _in_process(job: _Job) -> list[Row]:
+    import torch.distributed as dist
+
+    from partc.program.handshake import device_mesh
+
+    mesh, rank = job.program.mesh, dist.get_rank()
+    return _check(job, job.program.role(rank), device_mesh(mesh, "cpu"), rank)
+
+
+def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
+    """Build one rank's module, run its step and compare everything that it then holds."""
+    step = role.build(mesh)
+    if job.dtype is not None:
+        convert(step, job.dtype)
+    with Raised() if job.dtype == torch.float64 and not role.compiles else nullcontext():
+        return list(_Rank(job, role, step, rank).rows())
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank at work."""
+
+    job: _Job
+    role: Role
+    step: nn.Module
+    rank: int
+
+    def rows(self) -> Iterator[Row]:
+        """The errors of results, or of loss, gradients, buffers and parameters after a step."""
+        reference, role = self.job.reference, self.role
+        self._fill()
+        if role.is_inference:
+            yield from self._whole("result", self.step(*reference.inputs), reference.results)
+            yield from self._buffers()
+            return
+        loss = self._run()
+        assert reference.loss is not None
+        yield from self._whole("loss", {"loss": loss}, {"loss": reference.loss})
+        yield from self._pieces("gradient", self._grads(), reference.grads, role.params)
+        yield from self._buffers()
+        for optimizer in OPTIMIZERS:
+            yield from self._optimized(optimizer)
+        self._fill()
+        self._run()
+        twice = {name: 2 * grad for name, grad in reference.grads.items()}
+        yield from self._pieces("accumulated gradient", self._grads(), twice, role.params)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Set this rank's pieces: the model's weights, constants, zeros for what has no value."""
+        held, known = self._held(), self.job.program.constants
+        for param in self.step.parameters():
+            param.zero_()  # one that the program's table leaves out holds what memory held
+        given = {**known, **self.job.reference.weights}
+        for shard in self.role.shards:
+            whole = given.get(shard.name, torch.zeros(shard.shape))
+            held[shard.name].copy_(self._take(shard, converted(whole, held[shard.name].dtype)))
+
+    def _run(self) -> Tensor:
+        run: Any = self.step
+        loss: Tensor = run.step(*self.job.reference.inputs)
+        return loss
+
+    def _optimized(self, optimizer: str) -> Iterator[Row]:
+        """The parameters after one optimizer step from the reference's start."""
+        after = self.job.reference.stepped(optimizer, self.job.lr)
+        self._fill()
+        held = self._held()
+        trained = [s for s in self.role.params if held[s.name].grad is not None]
+        if trained:
+            stepped = {s.name: held[s.name] for s in trained}
+            take_step(stepped, optimizer, self.job.lr, self.job.reference.eps)
+        yield from self._pieces(
+            f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained
+        )
+
+    def _buffers(self) -> Iterator[Row]:
+        expected = self.job.reference.buffers
+        ours = [s for s in self.role.buffers if s.name in expected]
+        yield from self._pieces("buffer", self._held(), expected, ours)
+
+    def _pieces(
+        self, kind: str, found: Tensors, expected: Tensors, shards: Sequence[Shard]
+    ) -> Iterator[Row]:
+        """Compare this rank's pieces; a tensor that only one side has is infinitely wrong."""
+        scales = _scales(expected)
+        for shard in shards:
+            ours, whole = found.get(shard.name), expected.get(shard.name)
+            if ours is None and whole is None:
+                continue
+            error, noise = float("inf"), False
+            if ours is not None and whole is not None:
+                scale, noise = scales[shard.name]
+                error = _difference(ours, self._take(shard, whole)) / scale
+            yield Row(error, kind, shard.name, self.rank, noise)
+
+    def _whole(self, kind: str, found: Tensors, expected: Tensors) -> Iterator[Row]:
+        """Compare tensors that every rank has whole."""
+        scales = _scales(expected)
+        for name in sorted({*found, *expected}):
+            if name not in found or name not in expected:
+                yield Row(float("inf"), kind, name, self.rank)
+                continue
+            scale, noise = scales[name]
+            yield Row(
+                _difference(found[name], expected[name]) / scale, kind, name, self.rank, noise
+            )
+
+    def _held(self) -> dict[str, Tensor]:
+        return self.role.tensors(self.step)
+
+    def _grads(self) -> dict[str, Tensor]:
+        return {name: t.grad for name, t in self._held().items() if t.grad is not None}
+
+    def _take(self, shard: Shard, whole: Tensor) -> Tensor:
+        mesh = self.job.program.mesh
+        return shard.take(whole, mesh, mesh.coords(self.rank))
+
+
+def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
+    """What each tensor's error is divided by, and whether that is the largest tensor's scale."""
+    sizes = {name: _largest(tensor) for name, tensor in expected.items()}
+    most = max(sizes.values(), default=0.0)
+    scales = {}
+    for name, size in sizes.items():
+        noise = is_noise(size, most, expected[name].dtype)
+        scales[name] = ((most if noise else size) or 1.0, noise and size > 0)
+    return scales
+
+
+def _largest(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    plain = tensor.detach()
+    return float((plain.double() if plain.dtype == torch.bool else plain).abs().amax())
+
+
+def _difference(ours: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference; infinite where shapes differ or one is not a number."""
+    if ours.shape != expected.shape:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    wide = torch.promote_types(ours.dtype, expected.dtype)
+    wide = wide if wide.is_floating_point or wide.is_complex else torch.float64
+    difference = (ours.detach().to(wide) - expected.detach().to(wide)).abs()
+    same = ours.detach() == expected.detach()  # equal infinities have no difference
+    worst = float(torch.where(same, torch.zeros_like(difference), difference).amax())
+    return worst if worst == worst else float("inf")
+
+
+def _held_nowhere(reference: Reference, rows: Sequence[Row]) -> Iterator[Row]:
+    """Parameters that the model trains and no rank has: those of a stage that was lost, say."""
+    compared = {row.name for row in rows if row.kind == "gradient"}
+    for name in reference.grads:
+        if name not in compared:
+            yield Row(float("inf"), "gradient", name, 0)
+
+
+def _merge(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """The worst row of each tensor over the ranks, in the order in which they were compared."""
+    worst: dict[tuple[str, str], Row] = {}
+    for row in (row for rows in found for row in rows):
+        key = row.kind, row.name
+        worst[key] = max(worst.get(key, row), row, key=lambda r: r.error)
+    return tuple(worst.values())

@@ -1,0 +1,65 @@
+"""Cancel transposes against each other and move them into matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, is_call, shape_of
+from partc.graph.graph_edits import call_before, drop_dead, replace_by
+
+aten = torch.ops.aten
+SWAPS = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+def cancel_transposes(graph: Graph) -> None:
+    """``t(t(x))`` is ``x``; ``t(mm(a, b))`` is ``mm(t(b), t(a))``; two permutations are one."""
+    for node in list(graph.calls()):
+        if is_call(node, *SWAPS):
+            _cancel(node)
+    drop_dead(graph)
+
+
+def _cancel(node: fx.Node) -> None:
+    inner: Any = node.args[0]
+    if is_call(inner, *SWAPS):
+        source: Any = inner.args[0]
+        dims = [_order(inner)[d] for d in _order(node)]
+        replace_by(node, _permuted(node, source, dims))
+    elif is_call(inner, aten.mm.default) and _order(node) == [1, 0] and len(inner.users) == 1:
+        left, right = (_permuted(inner, operand, [1, 0]) for operand in inner.args)
+        replace_by(node, call_before(inner, aten.mm.default, right, left))
+    elif len(_order(node)) == 2 and _order(node) == [1, 0] and node.target != aten.t.default:
+        replace_by(node, call_before(node, aten.t.default, inner))
+
+
+def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
+    """``source`` with its dims in this order, through the plainest op that does it."""
+    if dims == sorted(dims):
+        return source
+    if is_call(source, *SWAPS):
+        first: Any = source.args[0]
+        return _permuted(where, first, [_order(source)[d] for d in dims])
+    moved = [d for i, d in enumerate(dims) if i != d]
+    if len(dims) == 2:
+        return call_before(where, aten.t.default, source)
+    if len(moved) == 2:
+        return call_before(where, aten.transpose.int, source, min(moved), max(moved))
+    return call_before(where, aten.permute.default, source, dims)
+
+
+def _order(node: fx.Node) -> list[int]:
+    """For each dim of the result the dim of the argument that it shows."""
+    rank = len(shape_of(node))
+    order = list(range(rank))
+    if node.target == aten.permute.default:
+        dims: Any = node.args[1]
+        return [d % rank for d in dims]
+    if rank < 2:
+        return order
+    first, second = (0, 1) if node.target == aten.t.default else node.args[1:3]
+    first, second = int(first) % rank, int(second) % rank  # type: ignore[arg-type]
+    order[first], order[second] = order[second], order[first]
+    return order

@@ -1,0 +1,72 @@
+"""Write custom ops as the torch ops they are made of: programs import nothing but torch."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._library.custom_ops import OPDEFS
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from partc.errors import TraceError
+from partc.graph import Graph, held, set_held, set_value, value
+from partc.graph.graph_edits import replace_by
+
+OWN = ("aten", "prims", "prim")
+
+
+def decompose_custom_ops(graph: Graph) -> None:
+    """``mylib.scale(x, 2)`` becomes what its Python implementation does on fake tensors."""
+    for node in list(graph.calls()):
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace not in OWN:
+            _splice(node, _traced(node, target))
+
+
+def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
+    """The graph of the op's implementation; its placeholders are the node's tensor arguments."""
+    definition = OPDEFS.get(target._schema.name)
+    if definition is None:
+        raise _refusal(node, "its implementation is not Python code that torch.library knows")
+    implementation = definition._init_fn
+
+    def call(*tensors: Tensor) -> Any:
+        given = dict(zip(node.all_input_nodes, tensors, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        return implementation(*args, **kwargs)
+
+    try:
+        return make_fx(call, tracing_mode="fake")(*(held(n) for n in node.all_input_nodes)).graph
+    except Exception as error:
+        raise _refusal(node, f"its implementation cannot be traced: {error}") from error
+
+
+def _splice(node: fx.Node, body: fx.Graph) -> None:
+    """Put the nodes of ``body`` in place of one call."""
+    inputs = dict(
+        zip([n for n in body.nodes if n.op == "placeholder"], node.all_input_nodes, strict=True)
+    )
+    with node.graph.inserting_before(node):
+        results: Any = node.graph.graph_copy(body, inputs)
+    for inner, copy in inputs.items():
+        if inner.op == "call_function":
+            set_value(copy, value(node))
+            set_held(copy, held(inner))
+    if isinstance(results, fx.Node):
+        replace_by(node, results)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        replace_by(user, results[user.args[1]])
+    node.graph.erase_node(node)
+
+
+def _refusal(node: fx.Node, why: str) -> TraceError:
+    return TraceError(
+        where=value(node).source or value(node).module,
+        what=f"{node.target} is no op of torch",
+        why=why.splitlines()[0],
+        do="Write it with torch ops, or by torch.library.custom_op with a body that traces.",
+    )

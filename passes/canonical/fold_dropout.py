@@ -1,0 +1,48 @@
+"""Recognise the random mask of dropout: one op that can be told how its tensor is cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, is_call, ops, shape_of, value
+from partc.graph.graph_edits import call_before, drop_dead, replace_by
+
+aten = torch.ops.aten
+EMPTY = (aten.empty_like.default, aten.new_empty.default)
+DIVISIONS = (aten.div.Scalar, aten.div.Tensor)
+
+
+def fold_dropout(graph: Graph) -> None:
+    """``bernoulli(empty_like(x), 1 - p) / (1 - p)`` becomes ``dropout_mask(x, p)``."""
+    for node in list(graph.calls()):
+        if is_call(node, aten.bernoulli.p):
+            users = sorted(node.users)  # several where a replayed draw was merged with this one
+            if users and all(_undoes_share(user, node) for user in users):
+                kept: Any = node.args[1]
+                mask = call_before(users[0], ops.dropout_mask, _shape_source(node), 1 - kept)
+                for user in users:
+                    replace_by(user, mask)
+    drop_dead(graph)
+
+
+def _undoes_share(user: fx.Node, drawn: fx.Node) -> bool:
+    """Whether a reader divides a Bernoulli draw by its probability of a one."""
+    kept: Any = drawn.args[1]
+    if not is_call(user, *DIVISIONS) or user.args[0] is not drawn:
+        return False
+    scale: Any = user.args[1]
+    return not isinstance(scale, fx.Node) and kept > 0 and math.isclose(kept, scale)
+
+
+def _shape_source(drawn: fx.Node) -> fx.Node:
+    """The tensor whose shape the mask was given, or the empty tensor it was drawn into."""
+    empty: Any = drawn.args[0]
+    if is_call(empty, *EMPTY):
+        like: Any = empty.args[0]
+        if shape_of(like) == shape_of(empty) and value(like).dtype == value(empty).dtype:
+            return like  # type: ignore[no-any-return]
+    return empty  # type: ignore[no-any-return]

@@ -1,0 +1,140 @@
+"""Fold flatten, matrix product, unflatten into one op on tensors with all their dims.
+
+A linear layer on ``f32[8,64,I]`` is traced as view, addmm, view, and its backward as two such
+products and a sum over flattened rows. Cutting batch or sequence needs the dims that views hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, is_call, ops, shape_of, value
+from partc.graph.graph_edits import call_before, drop_dead, replace_by
+
+aten = torch.ops.aten
+
+
+def fold_linear(graph: Graph) -> None:
+    """``view(addmm(b, view(x), t(w)))`` becomes ``linear(x, w, b)``; likewise its backward."""
+    folds: dict[Any, Callable[[fx.Node], None]] = {
+        aten.addmm.default: _fold_addmm,
+        aten.mm.default: _fold_mm,
+        aten.bmm.default: _fold_bmm,
+        aten.sum.dim_IntList: _fold_row_sum,
+    }
+    for node in list(graph.calls()):
+        fold = folds.get(node.target)
+        if fold is not None:
+            fold(node)
+    drop_dead(graph)
+
+
+# products ------------------------------------------------------------------------------------
+def _fold_addmm(node: fx.Node) -> None:
+    """A linear with a bias, or a product and an addition where the weight lies the other way."""
+    bias, rows, right = (_node(a) for a in node.args)
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    plain = beta == 1 and alpha == 1 and len(shape_of(bias)) == 1
+    if plain and is_call(right, aten.t.default) and value(node).phase == "F":
+        x = _lifted(node, rows)
+        _put(node, call_before(node, aten.linear.default, x, right.args[0], bias))
+        return
+    x = _lifted(node, rows) if plain else rows
+    product = call_before(node, _product_of(x), x, right)
+    for factor, operand in ((alpha, product), (beta, bias)):
+        if factor != 1:
+            scaled = call_before(node, aten.mul.Tensor, operand, factor)
+            product, bias = (scaled, bias) if operand is product else (product, scaled)
+    _put(node, call_before(node, aten.add.Tensor, product, bias))
+
+
+def _fold_mm(node: fx.Node) -> None:
+    left, right = (_node(a) for a in node.args)
+    if is_call(left, aten.t.default) and value(node).phase == "B":
+        _fold_weight_grad(node, _node(left.args[0]), right)
+        return
+    x = _lifted(node, left)
+    if is_call(right, aten.t.default) and value(node).phase == "F":
+        _put(node, call_before(node, aten.linear.default, x, right.args[0]))
+    elif x is not left:
+        _put(node, call_before(node, aten.matmul.default, x, right))
+
+
+def _fold_weight_grad(node: fx.Node, d_y: fx.Node, x: fx.Node) -> None:
+    """``mm(t(view(d_y)), view(x))`` without the views; a lone view moves to the other side."""
+    sources = _flat_source(d_y), _flat_source(x)
+    leads = {shape_of(s)[:-1] for s in sources if s is not None}
+    if len(leads) == 1:
+        d_y, x = (
+            source or call_before(node, aten.reshape.default, flat, [*lead, shape_of(flat)[-1]])
+            for source, flat, lead in zip(sources, (d_y, x), [*leads] * 2, strict=True)
+        )
+    _put(node, call_before(node, ops.weight_grad, d_y, x))
+
+
+def _fold_bmm(node: fx.Node) -> None:
+    """A batched product whose batch was several dims before both operands were flattened."""
+    operands = [_node(a) for a in node.args]
+    sources = [_flat_source(operand, kept=2) for operand in operands]
+    leads = {shape_of(s)[:-2] for s in sources if s is not None}
+    if len(leads) != 1:
+        return
+    (lead,) = leads
+    left, right = (
+        source or call_before(node, aten.reshape.default, flat, [*lead, *shape_of(flat)[1:]])
+        for source, flat in zip(sources, operands, strict=True)
+    )
+    _put(node, call_before(node, aten.matmul.default, left, right))
+
+
+def _fold_row_sum(node: fx.Node) -> None:
+    """The gradient of a bias: a sum over rows that were leading dims."""
+    rows, dims = _node(node.args[0]), node.args[1]
+    source = _flat_source(rows)
+    if source is not None and dims == [0] and not node.kwargs:
+        leading = list(range(len(shape_of(source)) - 1))
+        _put(node, call_before(node, aten.sum.dim_IntList, source, leading))
+
+
+# views ---------------------------------------------------------------------------------------
+def _flat_source(node: fx.Node, kept: int = 1) -> fx.Node | None:
+    """The tensor that a node flattens except for its last ``kept`` dims, None if it does not."""
+    if not is_call(node, aten.reshape.default):
+        return None
+    source = _node(node.args[0])
+    shape, flat = shape_of(source), shape_of(node)
+    flattens = len(shape) > len(flat) == kept + 1 and shape[-kept:] == flat[-kept:]
+    return source if flattens and 0 not in shape else None
+
+
+def _lifted(node: fx.Node, rows: fx.Node) -> fx.Node:
+    """The left operand of a product with the dims that it had before, or gets right after."""
+    source = _flat_source(rows)
+    if source is not None:
+        return source
+    shapes = {shape_of(u) if is_call(u, aten.reshape.default) else () for u in node.users}
+    after = shapes.pop() if len(shapes) == 1 else ()
+    if len(after) > 2 and after[-1] == shape_of(node)[-1] and 0 not in after:
+        return call_before(node, aten.reshape.default, rows, [*after[:-1], shape_of(rows)[-1]])
+    return rows
+
+
+def _product_of(x: fx.Node) -> Any:
+    return aten.mm.default if len(shape_of(x)) == 2 else aten.matmul.default
+
+
+def _put(node: fx.Node, new: fx.Node) -> None:
+    """Replace a node, in the node's own shape."""
+    if shape_of(new) != shape_of(node):
+        flat = call_before(node, aten.reshape.default, new, list(shape_of(node)))
+        node.replace_all_uses_with(flat)
+    replace_by(node, new)
+
+
+def _node(argument: Any) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument

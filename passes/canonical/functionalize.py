@@ -1,0 +1,251 @@
+"""Rewrite in-place ops as new values, views of what they change included.
+
+In: a graph whose calls may write to their arguments. Out: one where every node is a value that
+never changes; what a changed buffer holds at the end stands in ``outputs.buffers``.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.errors import TraceError
+from partc.graph import Graph, held, value
+from partc.graph.graph_edits import call_before, drop_dead, stand_in
+from partc.passes.canonical.views import UNDO, Step, step_of
+
+aten = torch.ops.aten
+BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+
+
+@dataclass
+class Memory:
+    """One piece of memory: the node with its present content, and how often it was written."""
+
+    node: fx.Node
+    version: int = 0
+
+
+@dataclass
+class View:
+    """How a node of the original graph looks at memory, and the node that shows its content now."""
+
+    memory: Memory
+    steps: tuple[Step, ...]
+    now: fx.Node
+    version: int
+
+
+@dataclass
+class _Rewrite:
+    """The walk over one graph: what each original node looks at."""
+
+    graph: Graph
+    views: dict[fx.Node, View] = field(default_factory=dict)
+
+    def read(self, node: fx.Node, where: fx.Node) -> fx.Node:
+        """The present content of an original node; a view of changed memory is taken anew."""
+        view = self.views[node]
+        if view.version != view.memory.version:
+            view.now = view.memory.node
+            for step in view.steps:
+                view.now = step.redo(where, view.now)
+            view.version = view.memory.version
+        return view.now
+
+    def write(self, node: fx.Node, new: fx.Node, where: fx.Node) -> None:
+        """Let the memory behind ``node`` hold ``new`` where the node looks."""
+        view = self.views[node]
+        memory = view.memory
+        bases, base = [], memory.node
+        for step in view.steps:
+            bases.append((step, base))
+            base = step.redo(where, base)
+        whole = new
+        for step, base in reversed(bases):
+            whole = step.undo(where, base, whole)
+        memory.node, memory.version = whole, memory.version + 1
+        view.now, view.version = new, memory.version
+
+    def look(self, node: fx.Node, at: fx.Node | None) -> None:
+        """Register a node: a view of what ``at`` looks at, or memory of its own."""
+        if at is None:
+            self.views[node] = View(Memory(node), (), node, 0)
+            return
+        seen = self.views[at]
+        before = seen.steps[:-1] if node.target is operator.getitem else seen.steps
+        self.views[node] = View(seen.memory, (*before, step_of(node)), node, seen.version)
+
+
+def functionalize(graph: Graph) -> None:
+    """``y = x.add_(1)`` becomes ``y = x + 1``, read from then on wherever x or a view of it was."""
+    rewrite = _Rewrite(graph)
+    for node in list(graph.fx.nodes):
+        fx_args = fx.map_arg((node.args, node.kwargs), lambda n: rewrite.read(n, node))  # noqa: B023
+        original = (node.args, node.kwargs)
+        written = _written(node) if node.op == "call_function" else []
+        if node.target in BATCH_NORMS:
+            _open_batch_norm(rewrite, node, fx_args)
+        elif written and torch.Tag.inplace_view in node.target.tags:
+            _replace_restride(rewrite, node)
+        elif written:
+            _replace_write(rewrite, node, written, fx_args)
+        else:
+            node.args, node.kwargs = fx_args
+            if node.op != "output":
+                rewrite.look(node, _viewed(node, original[0]))
+    _keep_changes(graph, rewrite)
+
+
+def _viewed(node: fx.Node, args: tuple[Any, ...]) -> fx.Node | None:
+    """The original argument whose memory a call shows, None if its result is fresh."""
+    if node.op != "call_function" or not args or not isinstance(args[0], fx.Node):
+        return None
+    if node.target is operator.getitem:
+        parts = args[0]
+        shows = _viewed(parts, parts.args) if parts.op == "call_function" else None
+        return parts if shows is not None else None
+    if node.target in (aten._unsafe_view.default, aten._reshape_alias.default):
+        return args[0]
+    schema = getattr(node.target, "_schema", None)
+    aliased = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return args[0] if aliased else None
+
+
+def _written(node: fx.Node) -> list[str]:
+    """The names of the arguments that a call writes to."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else []
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+# in-place ops --------------------------------------------------------------------------------
+def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: Any) -> None:
+    """Compute what an in-place op leaves in its first argument, and let later readers see it."""
+    target: Any = node.target
+    changed = node.args[0]
+    name = target._schema.name.removeprefix("aten::")
+    if written == ["out"]:
+        changed, (given, named) = node.kwargs["out"], args
+        kwargs = {key: each for key, each in named.items() if key != "out"}
+        new, old = call_before(node, _out_of_place(node), *given, **kwargs), held(named["out"])
+    elif written == ["self"] and name.endswith("_"):
+        new, old = _functional(node, name[:-1], args), held(args[0][0])
+    else:
+        raise _refusal(node, f"{target} writes to {', '.join(written)}")
+    assert isinstance(changed, fx.Node)
+    if held(new).dtype != old.dtype:
+        new = call_before(node, aten._to_copy.default, new, dtype=old.dtype)
+    if held(new).shape != old.shape:
+        new = call_before(node, aten.expand.default, new, list(old.shape))
+    rewrite.write(changed, new, node)
+    seen = rewrite.views[changed]
+    rewrite.views[node] = replace(seen)
+    stand_in(node, new)
+
+
+def _replace_restride(rewrite: _Rewrite, node: fx.Node) -> None:
+    """``x.t_()`` changes no memory: from now on ``x`` is another view of it."""
+    target, changed = _out_of_place(node), node.args[0]
+    assert isinstance(changed, fx.Node)
+    if target not in UNDO:
+        raise _refusal(node, f"{node.target} changes how memory is read")
+    step, seen = Step(target, node.args[1:]), rewrite.views[changed]
+    now = step.redo(node, rewrite.read(changed, node))
+    rewrite.views[changed] = View(seen.memory, (*seen.steps, step), now, seen.version)
+    rewrite.views[node] = replace(rewrite.views[changed])
+    stand_in(node, now)
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    """The op that computes what an in-place op leaves behind."""
+    target: Any = node.target
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(aten, name, None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or found is target or _arguments(found) != _arguments(target):
+        found = _same_arguments(packet, target) or (None if found is target else found)
+    if found is None:
+        raise _refusal(node, f"{target} has no out-of-place form")
+    return found
+
+
+def _same_arguments(packet: Any, target: Any) -> Any:
+    """The overload that takes what an in-place op takes: of ``transpose_``, ``transpose.int``."""
+    wanted = _arguments(target)
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
+    pure = (each for each in overloads if not each._schema.is_mutable)
+    return next((each for each in pure if _arguments(each) == wanted), None)
+
+
+def _arguments(target: Any) -> list[tuple[str, str]]:
+    """Names and types of what an op reads, whether it is written or not."""
+    return [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+
+
+def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:
+    """The call that computes what an in-place op would leave behind."""
+    (self, *rest), kwargs = args
+    target: Any = node.target
+    if name == "copy":
+        return rest[0]  # type: ignore[no-any-return]
+    if name == "zero":
+        return call_before(node, aten.zeros_like.default, self)
+    if name == "fill":
+        return call_before(node, getattr(aten.fill, target._overloadname), self, *rest)
+    if name == "bernoulli":
+        return call_before(node, aten.bernoulli.p, self, *(rest or [0.5]), **kwargs)
+    if name == "normal":
+        return call_before(node, aten.normal_functional.default, self, *rest, **kwargs)
+    return call_before(node, _out_of_place(node), self, *rest, **kwargs)
+
+
+def _open_batch_norm(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:
+    """Let a training batch norm return its new statistics beside its result."""
+    (x, weight, bias, mean, var, training, momentum, eps), original = args[0], node.args
+    functional = aten._native_batch_norm_legit_functional.default
+    if not training or mean is None:
+        node.args, node.kwargs = args
+        rewrite.look(node, None)
+        return
+    new = call_before(node, functional, x, weight, bias, mean, var, training, momentum, eps)
+    for i, statistic in ((3, original[3]), (4, original[4])):
+        assert isinstance(statistic, fx.Node)
+        rewrite.write(statistic, call_before(node, operator.getitem, new, i), node)
+    stand_in(node, new)
+    rewrite.views[node] = View(Memory(new), (), new, 0)
+
+
+# results -------------------------------------------------------------------------------------
+def _keep_changes(graph: Graph, rewrite: _Rewrite) -> None:
+    """Outputs name only the buffers that the step changes; other placeholders must not change."""
+    for node in graph.fx.nodes:
+        if node.op == "placeholder" and value(node).kind != "buffer":
+            _refuse_if_written(node, rewrite)
+    outputs, before = graph.outputs, graph.buffers
+    changed = {name: n for name, n in outputs.buffers.items() if n is not before[name]}
+    graph.set_outputs(replace(outputs, buffers=changed))
+    drop_dead(graph)
+
+
+def _refuse_if_written(node: fx.Node, rewrite: _Rewrite) -> None:
+    if rewrite.views[node].memory.version:
+        raise TraceError(
+            where=f"{value(node).kind} {value(node).name}",
+            what="the step writes to it in place",
+            why="a step returns the loss, gradients and new buffers, and changes nothing else",
+            do="Clone it before the write, or make it a buffer.",
+        )
+
+
+def _refusal(node: fx.Node, what: str) -> TraceError:
+    return TraceError(
+        where=value(node).source or value(node).module,
+        what=what,
+        why="only ops that write to their own first tensor can be rewritten as new values",
+        do="Use the out-of-place op.",
+    )

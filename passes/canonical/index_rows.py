@@ -1,0 +1,88 @@
+"""What each row picks from itself is gathered: ``scores[arange(8), last]`` looks at each sample
+alone, as ``gather`` does, which rules know how to cut. An index in front reads the whole batch.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, is_call, shape_of, value
+from partc.graph.graph_edits import call_before, drop_dead, replace_by
+
+aten = torch.ops.aten
+WHOLE_NUMBERS = (torch.int32, torch.int64)
+COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+Known = dict[tuple[fx.Node, tuple[int, ...]], fx.Node]  # by index and what it is of
+
+
+def index_rows(graph: Graph) -> None:
+    """``x[arange(n), i]`` becomes ``gather``, a write there ``scatter``, a sum ``scatter_add``."""
+    known: Known = {}
+    for node in list(graph.calls()):
+        if is_call(node, aten.index.Tensor, aten._unsafe_index.Tensor):
+            _read(node, known)
+        elif is_call(node, aten.index_put.default, aten._unsafe_index_put.default):
+            _write(node, known)
+    drop_dead(graph)
+
+
+def _read(node: fx.Node, known: Known) -> None:
+    x: Any = node.args[0]
+    places = _places(node, x, known)
+    if places is not None:
+        found = call_before(node, aten.gather.default, x, 1, places)
+        replace_by(node, call_before(node, aten.reshape.default, found, list(shape_of(node))))
+
+
+def _write(node: fx.Node, known: Known) -> None:
+    arguments: tuple[Any, ...] = node.args
+    x, indices, given = arguments[:3]
+    places = _places(node, x, known)
+    if places is None:
+        return
+    shape = [*shape_of(indices[1]), *shape_of(x)[2:]]
+    if list(shape_of(given)) != shape:
+        given = call_before(node, aten.expand.default, given, shape)
+    given = call_before(node, aten.reshape.default, given, list(shape_of(places)))
+    adds = len(arguments) > 3 and arguments[3]
+    write = aten.scatter_add.default if adds else aten.scatter.src
+    replace_by(node, call_before(node, write, x, 1, places, given))
+
+
+def _places(node: fx.Node, x: Any, known: Known) -> fx.Node | None:
+    """Which element of dim 1 each row wants, for every element behind; None of another index."""
+    indices: Any = node.args[1]
+    if len(indices) != 2 or not all(isinstance(each, fx.Node) for each in indices):
+        return None
+    rows, wanted = indices
+    sizes, shape = shape_of(x), shape_of(wanted)
+    fits = value(wanted).dtype in WHOLE_NUMBERS and shape[:1] == sizes[:1]
+    if not fits or not _counts(rows, sizes[0], len(shape)):
+        return None
+    if (wanted, sizes) not in known:
+        known[wanted, sizes] = _listed(node, wanted, sizes)
+    return known[wanted, sizes]
+
+
+def _listed(node: fx.Node, wanted: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
+    """Those places as ``gather`` wants them: counted from the front, in the shape of the result."""
+    below = call_before(node, aten.lt.Scalar, wanted, 0)  # -1 is the last one
+    from_end = call_before(node, aten.add.Scalar, wanted, sizes[1])
+    wanted = call_before(node, aten.where.self, below, from_end, wanted)
+    listed = [sizes[0], prod(shape_of(wanted)[1:])]
+    ones = [1] * (len(sizes) - 2)
+    wanted = call_before(node, aten.reshape.default, wanted, [*listed, *ones])
+    return call_before(node, aten.expand.default, wanted, [*listed, *sizes[2:]])
+
+
+def _counts(node: Any, num: int, rank: int) -> bool:
+    """Whether these are 0, 1, ... along the first of so many dims, and alike along the others."""
+    if shape_of(node) != (num,) + (1,) * (rank - 1):
+        return False
+    while is_call(node, aten.unsqueeze.default, aten.reshape.default, aten._to_copy.default):
+        node = node.args[0]
+    return is_call(node, *COUNTS) and node.args in ((num,), (0, num), (0, num, 1))

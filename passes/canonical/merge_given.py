@@ -1,0 +1,94 @@
+"""Compute what follows from the step's inputs alone once: masks, positions, scalars.
+
+Blocks that each make the same mask from the same positions come to read one, which then stands in
+none of them. What the backward computes again on purpose stays its own.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from partc.graph import Graph, Value, held, is_tensor, tensor_args, update, value
+from partc.graph.given import given
+from partc.graph.graph_edits import drop_dead, replace_by
+
+
+def merge_given(graph: Graph) -> None:
+    """Equal calls on equal operands become one, if these follow from inputs and constants."""
+    known = given(graph)
+    first: dict[str, fx.Node] = {}
+    path: dict[fx.Node, str] = {}  # the module that a value now stands in
+    for node in list(graph.calls()):
+        if node not in known or _is_filled_later(node, known):
+            continue
+        kept = first.setdefault(_text(node), node)
+        path[kept] = _outside(path.get(kept, value(node).module), value(node).module)
+        if kept is not node:
+            replace_by(node, kept)
+    drop_dead(graph)
+    _lift(graph, path)
+
+
+def _is_filled_later(node: fx.Node, known: set[fx.Node]) -> bool:
+    """Whether a call makes a tensor of constants for others to write into: it is as cheap to make
+    again as to keep."""
+    is_small = is_tensor(node) and held(node).numel() == 1
+    return not tensor_args(node) and not is_small and not known.issuperset(node.users)
+
+
+def _text(node: fx.Node) -> str:
+    return f"{value(node).phase} {node.target} {node.args} {node.kwargs}"
+
+
+def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
+    """Let values, and what they are made of, stand in no block that is not all their readers'."""
+    lifted: dict[fx.Node, Value] = {}
+    for node in reversed(list(graph.calls())):
+        before = value(node)
+        if path.get(node, before.module) == before.module:
+            continue
+        lifted[node] = before
+        update(node, module=path[node], calls=())
+        for operand in tensor_args(node):
+            if operand.op == "call_function":
+                own = path.get(operand, value(operand).module)
+                path[operand] = _outside(own, path[node])
+    left = {(value(n).module, value(n).source) for n in graph.calls()}
+    for node, before in lifted.items():
+        if (before.module, before.source) in left:  # the line's result is what stays in the block
+            update(node, source=before.source.partition(": ")[0])
+    _put_in_front(graph, {n: lifted[n].module for n in reversed(lifted)})
+
+
+def _put_in_front(graph: Graph, lifted: dict[fx.Node, str]) -> None:
+    """Compute what stood in a block (its path) before the first block of its list begins."""
+    begin: dict[tuple[str, str], fx.Node] = {}
+    for node in graph.calls():
+        for path in _lists(value(node).module):
+            begin.setdefault((value(node).phase, path), node)
+    for node, before in lifted.items():
+        around = set(_lists(value(node).module))
+        left = [path for path in _lists(before) if path not in around]
+        at = begin.get((value(node).phase, left[0])) if left else None
+        last = max(node.all_input_nodes, default=None)
+        if at is not None and at < node:
+            at.prepend(node) if last is None or last < at else last.append(node)
+
+
+def _lists(path: str) -> list[str]:
+    """The lists of modules that a path leads through: ``h`` and ``h.0.experts``."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i, part in enumerate(parts) if part.isdigit()]
+
+
+def _outside(path: str, other: str) -> str:
+    """A module, or what holds the list of blocks if it stands in one that the other does not.
+
+    >>> _outside("model.layers.0.attn", "model.layers.1.attn")
+    'model'
+    """
+    parts, others = path.split("."), other.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit() and others[: i + 1] != parts[: i + 1]:
+            return ".".join(parts[: max(i - 1, 0)])
+    return path

@@ -1,0 +1,57 @@
+"""Write the backward of a slice as padding, and two that complete each other as one ``cat``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, is_call, shape_of
+from partc.graph.graph_edits import call_before, drop_dead, replace_by
+
+aten = torch.ops.aten
+slice_backward = aten.slice_backward.default
+
+
+def pad_slices(graph: Graph) -> None:
+    """``slice_backward(d, sizes, dim, start, end)`` becomes padding, free of other dims' sizes."""
+    for node in list(graph.calls()):
+        if is_call(node, aten.add.Tensor) and not node.kwargs:
+            _join(node)
+    drop_dead(graph)
+    for node in list(graph.calls()):
+        if is_call(node, slice_backward) and node.args[5] == 1:
+            _pad(node)
+    drop_dead(graph)
+
+
+def _join(node: fx.Node) -> None:
+    """The sum of two padded pieces that lie side by side and fill the dim is their ``cat``."""
+    parts: list[Any] = list(node.args)
+    if not all(is_call(p, slice_backward) and p.args[5] == 1 for p in parts):
+        return
+    spans = [_span(p) for p in parts]
+    if spans[0][0] != spans[1][0]:
+        return
+    (dim, start, end), (_, next_start, next_end) = sorted(spans)
+    size = shape_of(node)[dim]
+    if (start, end, next_end) == (0, next_start, size):
+        pieces = [p.args[0] for _, p in sorted(zip(spans, parts, strict=True))]
+        replace_by(node, call_before(node, aten.cat.default, pieces, dim))
+
+
+def _pad(node: fx.Node) -> None:
+    dim, start, end = _span(node)
+    shape = shape_of(node)
+    pad = [0] * (2 * (len(shape) - 1 - dim)) + [start, shape[dim] - end]
+    replace_by(node, call_before(node, aten.constant_pad_nd.default, node.args[0], pad, 0.0))
+
+
+def _span(node: fx.Node) -> tuple[int, int, int]:
+    """The dim of a slice and where it starts and ends in it."""
+    dim, start, end = (int(a) for a in node.args[2:5])  # type: ignore[arg-type]
+    shape = shape_of(node)
+    dim %= len(shape)
+    start, end = (min(max(at + shape[dim] if at < 0 else at, 0), shape[dim]) for at in (start, end))
+    return dim, start, max(start, end)

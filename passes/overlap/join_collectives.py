@@ -1,0 +1,294 @@
+"""Join small collectives: the weights of one block are gathered, and its gradients reduced, in one
+transfer.
+
+A transfer costs time of its own, however small it is, so that nine weights of a layer are sent
+faster together. What is big takes longer to copy next to others than a transfer takes to start,
+and goes alone, from where it lies to where it is used.
+
+Nothing is left to compute beside the last block's gradients when they leave together. In ``m``
+parts only the last is late, by ``t / m``, and every block has ``m - 1`` more transfers: ``t`` is
+what the links need for the bytes of a block, ``s`` what a transfer takes beside them. The whole,
+``t / m + (m - 1) blocks s``, is least for the largest m with ``m (m - 1) <= t / (blocks s)``. Where
+transfers take longer than computing, parts gain nothing (``order_step.py`` compares).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+from math import sqrt
+from typing import Any
+
+from torch import fx
+
+from partc.cost.collective_cost import collective_seconds
+from partc.graph import (
+    Graph,
+    Value,
+    block_of,
+    collectives,
+    first_operand,
+    held,
+    set_held,
+    set_value,
+    value,
+)
+from partc.graph.graph_edits import run_on_fakes
+from partc.graph.moves import gathers_param, kind_of
+from partc.passes.overlap.share_gathers import stretch_of
+from partc.plan.mesh import Mesh
+
+JOINED = {single: joined for joined, single in collectives.JOINED.items()}
+MB = 1_000_000
+
+Place = str | int  # a block's path, or how many blocks stand before what is outside of them
+Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
+
+
+def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool = False) -> Graph:
+    """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place, where
+    the machines under ``over`` start one in more time than they take to copy what it moves.
+
+    ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
+    parameters of one block, or stand between the same two blocks; and likewise the reductions that
+    only the step's gradients depend on: with ``in_parts`` those of a block in parts, as suits the
+    machines. Has to run before waits are placed.
+    """
+    block_of, stretches = stack_block_of(graph), stretch_of(graph)
+    order = {node: i for i, node in enumerate(graph.calls())}
+    gathers, reductions = (
+        _worth_copying(found(graph, block_of, stretches), over) for found in (_gathers, _reductions)
+    )
+    reductions = _parts(graph, reductions, over) if in_parts else reductions
+    groups = [*gathers, *reductions]
+    for members in [each for group in groups for each in _filled(group, limit_mb * MB)]:
+        if len(members) > 1:
+            _join(graph, members, order, block_of)
+    graph.fx.lint()
+    return graph
+
+
+def leaves_in_parts(graph: Graph, over: Mesh) -> bool:
+    """Whether the gradients of any block would leave in parts."""
+    found = _reductions(graph, stack_block_of(graph), stretch_of(graph))
+    groups = list(_worth_copying(found, over))
+    return len(list(_parts(graph, groups, over))) > len(groups)
+
+
+# what belongs together ----------------------------------------------------------------------------
+def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
+    """The block that a call stands in: the innermost entry of a list that has a sibling with equal
+    parameters, so that an MLP in an ``nn.Sequential`` belongs to its layer.
+    """
+    members: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name, node in graph.params.items():
+        for path in _entries(name):
+            members[path].append((name.removeprefix(path), value(node).shape))
+    alike = Counter((path.rpartition(".")[0], *of) for path, of in members.items())
+    stack = {p for p, of in members.items() if alike[(p.rpartition(".")[0], *of)] > 1}
+    return lambda node: next(
+        (path for path in _entries(value(node).module) if path in stack), block_of(node)
+    )
+
+
+def _entries(path: str) -> list[str]:
+    """The paths up to each number, innermost first."""
+    parts = path.split(".")
+    ends = [i for i, part in enumerate(parts, start=1) if part.isdigit()]
+    return [".".join(parts[:end]) for end in reversed(ends)]
+
+
+def _gathers(
+    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+) -> Iterable[list[fx.Node]]:
+    """Gathers of weights that are needed together, in the order of the parameters."""
+    found: dict[Any, list[fx.Node]] = defaultdict(list)
+    order = {node: i for i, node in enumerate(graph.params.values())}
+    for node in graph.calls():
+        if gathers_param(node):
+            block = block_of(node)
+            of_its_own = value(first_operand(node)).name.startswith(f"{block}.")
+            place: Place = block if of_its_own else stretches[node] if not block else node.name
+            found[place, value(node).phase, node.kwargs["axis"], held(node).dtype].append(node)
+    return [sorted(nodes, key=lambda n: order[first_operand(n)]) for nodes in found.values()]
+
+
+def _reductions(
+    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+) -> Iterable[list[fx.Node]]:
+    """Reductions of gradients that are made together, in the order in which they are made."""
+    found: dict[Any, list[fx.Node]] = defaultdict(list)
+    ways = ways_out(graph)
+    made = {node: first_operand(_first(node, ways)) for node in ways}
+    order = {node: i for i, node in enumerate(graph.calls())}
+    for node in sorted(ways, key=lambda n: order[made[n]]):
+        if value(node).phase == "E":
+            continue  # a pipeline stage joins all of them
+        place: Place = block_of(node) or stretches[made[node]]
+        found[place, value(node).phase, ways[node], held(node).dtype].append(node)
+    return found.values()
+
+
+def ways_out(graph: Graph) -> dict[fx.Node, Way]:
+    """The transfers that one gradient of the step goes through last, each with what is to come."""
+    outputs = graph.outputs
+    others = [*outputs.buffers.values(), *outputs.results.values(), *outputs.sent.values()]
+    given = Counter([*outputs.grads.values(), *others])
+    grads = {n for n in outputs.grads.values() if given[n] == 1 and n is not outputs.loss}
+    ways: dict[fx.Node, Way] = {}
+    for node in reversed(list(graph.calls())):
+        reader = next(iter(node.users), None)
+        last = node
+        if reader is not None and reader.target is collectives.accumulate:
+            last, reader = reader, next(iter(reader.users), None)
+        ends = last in grads and reader is graph.fx.output_node()
+        rest = () if ends else ways.get(reader) if reader is not None else None
+        if _finishes(node) and len(node.users) == 1 and rest is not None:
+            ways[node] = ((kind_of(node), str(node.kwargs["axis"])), *rest)
+    return ways
+
+
+def _finishes(node: fx.Node) -> bool:
+    """Whether a transfer sums up, or puts together what was summed in pieces of rows."""
+    if node.target is collectives.all_reduce:
+        return node.kwargs.get("op", "sum") == "sum"
+    if node.target is collectives.all_gather:
+        total = first_operand(node)
+        in_levels = total.target is collectives.all_reduce and _is_piece(first_operand(total))
+        return bool(node.kwargs["dim"] == 0 and in_levels)
+    return _is_piece(node)
+
+
+def _is_piece(node: fx.Node) -> bool:
+    return node.target is collectives.reduce_scatter
+
+
+def _first(node: fx.Node, ways: Container[fx.Node]) -> fx.Node:
+    """The transfer that a gradient's way out begins with."""
+    while first_operand(node) in ways:
+        node = first_operand(node)
+    return node
+
+
+def _leading(node: fx.Node) -> fx.Node:
+    """The transfer that decides which gradients share one: where pieces of a sum are gathered
+    again, those that were scattered together.
+    """
+    way = [node, *node.users, *(u for user in node.users for u in user.users)]
+    gather = next((n for n in way if n.target is collectives.all_gather), None)
+    if gather is None or gathers_param(gather) or not _finishes(gather):
+        return node
+    return first_operand(first_operand(gather))
+
+
+def _worth_copying(groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+    """What takes less time to copy next to others of its group than to be started alone."""
+    for nodes in groups:
+        worth = [n for n in nodes if _copy_seconds(_leading(n), over) < _start_seconds(n, over)]
+        if worth:
+            yield worth
+
+
+def _copy_seconds(node: fx.Node, over: Mesh) -> float:
+    """The time of the copies that a transfer needs only if it is joined to others.
+
+    Weights are copied into what is sent, and whole ones out of what arrives if that is where they
+    would lie in a row; gradients are copied into what is scattered. What is summed as a whole is
+    made in place (``codegen/calls/joint_grads.py``).
+    """
+    sent_bytes, arrived_bytes = (int(held(n).nbytes) for n in (first_operand(node), node))
+    in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
+    copied_bytes = 0
+    if node.target is collectives.all_gather:
+        copied_bytes = sent_bytes + (arrived_bytes if in_a_row else 0)
+    elif node.target is collectives.reduce_scatter and in_a_row:
+        copied_bytes = sent_bytes
+    return over.hardware.device.memory_seconds(2 * copied_bytes)
+
+
+def _start_seconds(node: fx.Node, over: Mesh) -> float:
+    return collective_seconds(kind_of(node), 0, over, str(node.kwargs["axis"]))
+
+
+def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
+    """Split up at the limit, as DDP fills its buckets; what is over it by itself goes alone."""
+    members: list[fx.Node] = []
+    filled = 0
+    for node in nodes:
+        size = _num_bytes(_leading(node))
+        if size > limit_bytes:
+            continue
+        if filled + size > limit_bytes:
+            yield members
+            members, filled = [], 0
+        members.append(node)
+        filled += size
+    yield members
+
+
+def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+    """Reductions that are made together, in so many parts that least time is lost.
+
+    The parts have about as many bytes each, in the order in which they are made.
+    """
+    groups = list(groups)
+    forms = [[_form(node) for node in nodes] for nodes in groups]
+    for nodes, form in zip(groups, forms, strict=True):
+        alike = zip(groups, forms, strict=True)
+        num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
+        sizes, first = [num_bytes for *_, num_bytes in form], _leading(nodes[0])
+        kind, axis = kind_of(first), str(first.kwargs["axis"])
+        start_s = _start_seconds(first, over)
+        moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
+        each_s = num_blocks * start_s  # what one part more of every block costs
+        most = len(nodes) if moved_s > 0 else 1
+        num = int((1 + sqrt(1 + 4 * moved_s / each_s)) / 2) if each_s > 0 else most
+        middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
+        number = {n: int(num * at / sum(sizes)) for n, at in zip(nodes, middles, strict=True)}
+        yield from (list(part) for _, part in groupby(nodes, key=number.__getitem__))
+
+
+def _form(node: fx.Node) -> tuple[Any, str, int]:
+    """What gradients of equal blocks have in common."""
+    return node.target, str(node.kwargs["axis"]), _num_bytes(_leading(node))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """The larger of what goes in and what comes out."""
+    return max(int(held(n).nbytes) for n in (first_operand(node), node))
+
+
+# rewriting ----------------------------------------------------------------------------------------
+def _join(
+    graph: Graph, members: Sequence[fx.Node], order: Mapping[fx.Node, int],
+    block_of: Callable[[fx.Node], str],
+) -> None:  # fmt: skip
+    """One call in place of all: at the first gather of weights, at the last of other transfers."""
+    gathers = gathers_param(members[0])
+    at = (min if gathers else max)(members, key=order.__getitem__)
+    module = block_of(at) or value(at).module
+    known = Value(module=module, phase=value(at).phase, stage=value(at).stage)
+    with graph.fx.inserting_before(at):
+        start = _call(graph, members)
+        set_value(start, known)
+        set_held(start, run_on_fakes(start))
+        for i, member in enumerate(members):
+            pick = graph.fx.call_function(operator.getitem, (start, i))
+            set_value(pick, replace(value(member), module=module, source=""))
+            set_held(pick, held(start)[i])
+            member.replace_all_uses_with(pick)
+    for member in members:
+        graph.fx.erase_node(member)
+
+
+def _call(graph: Graph, members: Sequence[fx.Node]) -> fx.Node:
+    kwargs: dict[str, Any] = {k: members[0].kwargs[k] for k in ("axis", "num")}
+    if "dim" in members[0].kwargs:
+        kwargs["dims"] = [m.kwargs["dim"] for m in members]
+        kwargs["outers"] = [m.kwargs.get("outer", 1) for m in members]
+    single: Any = members[0].target
+    joined: Any = JOINED[single]
+    return graph.fx.call_function(joined, ([first_operand(m) for m in members],), kwargs)

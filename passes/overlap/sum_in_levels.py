@@ -1,0 +1,125 @@
+"""Sum gradients over two axes in levels: inside, then across on pieces, then inside again.
+
+A gradient that is summed over two axes goes whole over both of them. Scattered over one it is
+smaller by that axis's size on the other, which may be the slower one by far: ranks of one machine
+add up first, each sends its piece to the other machines, and they gather what came back
+(hierarchical all_reduce, as in BlueConnect, Cho et al. 2019, MLSys; also NCCL's own between GPUs of
+one group).
+
+    all_reduce(all_reduce(g, outer), inner)
+        -->  all_gather(all_reduce(reduce_scatter(g, inner), outer), inner)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+from torch import fx
+
+from partc.cost.collective_cost import collective_seconds
+from partc.graph import Graph, collectives, first_operand, held, set_held, set_value, value
+from partc.graph.graph_edits import run_fake
+from partc.passes.overlap.join_collectives import stack_block_of, ways_out
+from partc.passes.shard.reshard import is_innermost
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import R, Sharding, cut
+
+KIND = "all_reduce"
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Which axis of two is scattered over, and which its pieces are summed over."""
+
+    inner: str
+    outer: str
+
+
+def sum_in_levels(graph: Graph, over: Mesh) -> Graph:
+    """Rewrite, in place, the sums of gradients over two axes that take less time in levels on the
+    machines of ``over``: those of a block alike. Has to run before transfers are joined.
+    """
+    for chains in _together(graph).values():
+        levels = _fastest(chains, over)
+        if levels is not None:
+            for chain in chains:
+                _rewrite(graph, chain, levels)
+    graph.fx.lint()
+    return graph
+
+
+Chain = tuple[fx.Node, fx.Node]  # two sums, one of the other's result
+
+
+def _together(graph: Graph) -> dict[Any, list[Chain]]:
+    """Pairs of sums that finish gradients, by block, axes and type."""
+    found: dict[Any, list[Chain]] = defaultdict(list)
+    block_of = stack_block_of(graph)
+    for chain in _chains(graph):
+        axes = tuple(str(node.kwargs["axis"]) for node in chain)
+        found[block_of(chain[0]), value(chain[0]).phase, axes, held(chain[0]).dtype].append(chain)
+    return found
+
+
+def _chains(graph: Graph) -> Iterator[Chain]:
+    """Sums over one axis that only a sum over another reads, and that a gradient ends in."""
+    ways = ways_out(graph)
+    for node in graph.calls():
+        way = [kind for kind, _ in ways.get(node, ())]
+        if way == [KIND, KIND]:
+            yield node, next(iter(node.users))
+
+
+def _fastest(chains: list[Chain], over: Mesh) -> Levels | None:
+    """The levels that take less time than two sums one after the other, None if none do."""
+    axes = [str(node.kwargs["axis"]) for node in chains[0]]
+    num_bytes = sum(int(held(first).nbytes) for first, _ in chains)
+    best, best_s = None, sum(collective_seconds(KIND, num_bytes, over, axis) for axis in axes)
+    for inner, outer in permutations(axes):
+        piece_bytes = num_bytes / over.size(inner)
+        seconds = (
+            collective_seconds("reduce_scatter", num_bytes, over, inner)
+            + collective_seconds(KIND, piece_bytes, over, outer)
+            + collective_seconds("all_gather", piece_bytes, over, inner)
+        )
+        if seconds < best_s and all(_scattered(first, inner, over) for first, _ in chains):
+            best, best_s = Levels(inner, outer), seconds
+    return best
+
+
+def _scattered(node: fx.Node, axis: str, mesh: Mesh) -> Sharding | None:
+    """A sum with its rows cut over an axis as well; None if they cannot be."""
+    shape, lies = value(node).shape, first_operand(node)
+    scattered = value(lies).sharding.with_(axis, cut(0), mesh)
+    fits = scattered.local_shape(shape, mesh) is not None and is_innermost(scattered, axis)
+    return scattered if fits else None
+
+
+def _rewrite(graph: Graph, chain: Chain, levels: Levels) -> None:
+    """Three transfers in place of two."""
+    first, last = chain
+    mesh = graph.mesh
+    nums = {str(node.kwargs["axis"]): node.kwargs["num"] for node in chain}
+    of_inner = {"axis": levels.inner, "num": nums[levels.inner], "dim": 0, "outer": 1}
+    scattered = _scattered(first, levels.inner, mesh)
+    assert scattered is not None
+    steps: list[tuple[Any, dict[str, Any], Any]] = [
+        (collectives.reduce_scatter, of_inner, scattered),
+        (collectives.all_reduce, {"axis": levels.outer, "num": nums[levels.outer], "op": "sum"},
+         scattered.with_(levels.outer, R, mesh)),
+        (collectives.all_gather, of_inner, value(last).sharding),
+    ]  # fmt: skip
+    node = first_operand(first)
+    for target, kwargs, after in steps:
+        with graph.fx.inserting_before(last):
+            new = graph.fx.call_function(target, (node,), dict(kwargs))
+        set_value(new, replace(value(first), sharding=after))
+        set_held(new, run_fake(target, (node,), kwargs))
+        node = new
+    last.replace_all_uses_with(node)
+    graph.fx.erase_node(last)
+    graph.fx.erase_node(first)

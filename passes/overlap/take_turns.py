@@ -1,0 +1,135 @@
+"""Compute blocks in pieces that take turns: while the sums of one piece are on their way, the next
+one is computed.
+
+Tensor parallelism needs a sum right where it is made, so that no order of whole calls hides it. Of
+a block that is computed in ``k`` pieces (samples, or whatever dim its calls may be cut along by
+their rules), a piece's transfer runs beside the computing of the other ``k - 1``, and what follows
+goes on with the pieces that have arrived. This is decomposition as of Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
+(ASPLOS 2023), with pieces as in Domino (Wang et al. 2024, arXiv 2409.15241).
+
+    y = all_reduce(f(x)); z = g(y)   -->   y0 = all_reduce(f(x[:4])); y1 = all_reduce(f(x[4:]))
+                                           z0 = g(y0); z1 = g(y1); z = cat([z0, z1])
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import fx
+
+from partc.graph import Graph, collectives, tensor_args, value
+from partc.graph.blocks import outermost_block
+from partc.graph.graph_edits import drop_dead
+from partc.passes.overlap.cut_region import Found, Region
+from partc.passes.overlap.write_pieces import Pieces
+
+Place = tuple[str, str, int]  # block, phase and stage
+
+
+def take_turns(graph: Graph, num: int) -> Graph:
+    """Rewrite the blocks of a local graph that wait for activations, in place, so that they run in
+    ``num`` pieces. Has to run before waits are placed.
+
+    What such a block hands on is whole again; its own backward reads the pieces that its forward
+    kept. A block of which no transfer can be cut stays as it is.
+    """
+    pieces, found = Pieces(graph, num), Found()
+    for run in _runs(graph):
+        region = Region(run, num, graph.mesh, pieces.at_hand(outermost_block(run[0])), found)
+        for start in _awaited(run):
+            region.grow_from(start)
+        if region.ways:
+            before, after = run[0].prev, run[-1].next
+            pieces.write(region)
+            _reorder(before, after)
+    drop_dead(graph)
+    graph.fx.lint()
+    return graph
+
+
+def awaited_in_blocks(graph: Graph) -> list[fx.Node]:
+    """The transfers of activations, and of their gradients, that blocks wait for."""
+    return [node for run in _runs(graph) for node in _awaited(run)]
+
+
+def in_turns(graph: Graph) -> bool:
+    """Whether a block is computed in pieces."""
+    return any(value(node).turn is not None for node in graph.calls())
+
+
+def _runs(graph: Graph) -> Iterator[list[fx.Node]]:
+    """The consecutive calls of each block, phase by phase."""
+    calls = list(graph.calls())
+    for (block, _, _), run in groupby(calls, key=_place):
+        if block:
+            yield list(run)
+
+
+def _place(node: fx.Node) -> Place:
+    return outermost_block(node), value(node).phase, value(node).stage
+
+
+def _awaited(run: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The collectives of activations, and of their gradients, that calls of the block wait for."""
+    inside = set(run)
+    moves = (*collectives.COLLECTIVES, *collectives.LOCAL)
+    for node in run:
+        read = any(user in inside and user.target not in moves for user in node.users)
+        starts = node.target in collectives.COLLECTIVES
+        if read and starts and value(tensor_args(node)[0]).kind == "op":
+            yield node
+
+
+# order ----------------------------------------------------------------------------------------
+def _reorder(before: fx.Node, after: fx.Node) -> None:
+    """Sort the calls between two nodes: up to the next transfers one piece after the other, then
+    what waits for them.
+    """
+    nodes: list[fx.Node] = []
+    node = before.next
+    while node is not after:
+        nodes.append(node)
+        node = node.next
+    place = {node: i for i, node in enumerate(nodes)}
+    levels = _levels(nodes)
+    missing = {n: sum(o in place for o in n.all_input_nodes) for n in nodes}
+
+    def key(node: fx.Node) -> tuple[int, bool, int, int]:
+        turn = value(node).turn
+        return levels[node], turn is None, turn or 0, place[node]
+
+    ready = [key(node) for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    anchor = before
+    while ready:
+        node = nodes[heapq.heappop(ready)[-1]]
+        anchor.append(node)
+        anchor = node
+        for user in node.users:
+            if user in place:
+                missing[user] -= 1
+                if not missing[user]:
+                    heapq.heappush(ready, key(user))
+
+
+def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """How many transfers a call has to wait for, one after the other; what is read only later is
+    computed later.
+    """
+    levels: dict[fx.Node, int] = {}
+    for node in nodes:
+        levels[node] = max(
+            (levels[o] + _is_turned_move(o) for o in node.all_input_nodes if o in levels), default=0
+        )
+    for node in reversed(nodes):
+        readers = [levels[user] for user in node.users if user in levels]
+        if readers and len(readers) == len(node.users) and not _is_turned_move(node):
+            levels[node] = max(levels[node], min(readers))
+    return levels
+
+
+def _is_turned_move(node: fx.Node) -> bool:
+    return node.target in collectives.COLLECTIVES and value(node).turn is not None

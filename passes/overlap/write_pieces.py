@@ -1,0 +1,209 @@
+"""Write the calls of a region in pieces: one call for each in place of every one."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from partc.graph import (
+    Graph,
+    Origin,
+    Value,
+    collectives,
+    held,
+    is_tensor,
+    picked,
+    set_held,
+    set_value,
+    tensor_args,
+    value,
+)
+from partc.graph.blocks import outermost_block
+from partc.graph.graph_edits import run_fake
+from partc.passes.overlap.cut_region import Region, piece_shape, twin
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout
+from partc.rules import Strategy, localize
+
+aten = torch.ops.aten
+AXIS = "turn"
+
+Wanted = tuple[fx.Node, Layout]
+
+
+def joins_pieces(node: fx.Node) -> bool:
+    """Whether a call makes the whole of pieces."""
+    return value(node).origin is Origin.PIECES and value(node).turn is None
+
+
+def taken_from(node: fx.Node) -> fx.Node | None:
+    """The value that a call takes a piece of; None for other calls."""
+    takes = value(node).origin is Origin.PIECES and value(node).turn is not None
+    return node.all_input_nodes[0] if takes else None
+
+
+@dataclass
+class Pieces:
+    """Writes regions of one graph; ``kept`` has the pieces of values that are whole again."""
+
+    graph: Graph
+    num: int
+    kept: dict[fx.Node, tuple[Layout, list[fx.Node]]] = field(default_factory=dict)
+
+    def at_hand(self, block: str) -> dict[fx.Node, Layout]:
+        """How the pieces lie that earlier runs of a block have left."""
+        here = ((node, layout) for node, (layout, _) in self.kept.items())
+        return {node: layout for node, layout in here if outermost_block(node) == block}
+
+    def write(self, region: Region) -> None:
+        """Put pieces in place of a region's calls; what others read of them is joined."""
+        writer = _Writer(self.graph, region, self.kept)
+        for node in region.run:
+            if node in region.ways:
+                writer.write(node)
+        for node in reversed(region.run):
+            if node in writer.replaced:
+                writer.put_away(node)
+
+
+@dataclass
+class _Writer:
+    """``parts`` has the pieces of a value by layout, ``wholes`` what joins those of a call."""
+
+    graph: Graph
+    region: Region
+    kept: dict[fx.Node, tuple[Layout, list[fx.Node]]]
+    parts: dict[Wanted, list[fx.Node]] = field(default_factory=dict)
+    wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    replaced: dict[fx.Node, None] = field(default_factory=dict)
+    sums: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    @property
+    def num(self) -> int:
+        return self.region.num
+
+    def write(self, node: fx.Node) -> None:
+        """The calls that compute the pieces of one call, right before it."""
+        way = self.region.ways[node]
+        operands = [
+            self._parts(operand, layout, node) if layout.kind == "cut" else [operand] * self.num
+            for operand, layout in zip(tensor_args(node), way.ins, strict=True)
+        ]
+        turns = [list(each) for each in zip(*operands, strict=True)]
+        before, first = node.prev, self._call(node, way, turns[0])
+        alone = first.prev is before
+        calls = [first]
+        for each in turns[1:]:
+            again = self._again(first, turns[0], each) if alone else self._call(node, way, each)
+            calls.append(again)
+        for turn, call in enumerate(calls):
+            set_value(call, replace(value(call), turn=turn))
+        self.replaced[node] = None
+        if is_tensor(node):
+            self._keep(node, way.outs[0], calls)
+            return
+        for user in list(node.users):
+            _, index = picked(user)
+            with self.graph.fx.inserting_before(node):
+                picks = [self.graph.fx.call_function(operator.getitem, (c, index)) for c in calls]
+            for turn, (pick, call) in enumerate(zip(picks, calls, strict=True)):
+                set_value(pick, replace(value(user), turn=turn))
+                set_held(pick, held(call)[index])
+            self.replaced[user] = None
+            self._keep(user, way.outs[index], picks)
+
+    def put_away(self, node: fx.Node) -> None:
+        """Erase a call that stands in pieces now; what still reads it reads the whole of them."""
+        if node.users:
+            whole = self._whole(node)
+            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+        self.graph.fx.erase_node(node)
+
+    # pieces ----------------------------------------------------------------------------------
+    def _keep(self, node: fx.Node, layout: Layout, pieces: list[fx.Node]) -> None:
+        """Note the pieces of a value, each as large as ``layout`` says."""
+        if layout.kind != "cut":
+            self.sums[node] = pieces
+            return
+        shape = self._shape(node, layout)
+        for piece in pieces:
+            set_value(piece, replace(value(piece), shape=shape))
+        self.parts[node, layout] = pieces
+
+    def _shape(self, node: fx.Node, layout: Layout) -> tuple[int, ...]:
+        shape = piece_shape(node, layout.dim, self.num, self.graph.mesh)
+        assert shape is not None, node
+        return shape
+
+    def _parts(self, node: fx.Node, layout: Layout, reader: fx.Node) -> list[fx.Node]:
+        """The pieces of an operand: as they were made, or taken out of the whole."""
+        if (node, layout) not in self.parts:
+            source = self._whole(node) if node in self.replaced else node
+            made_as, pieces = self.kept.get(source, (None, []))
+            if made_as != layout or outermost_block(source) != outermost_block(reader):
+                pieces = self._taken(source, layout, reader)
+            self.parts[node, layout] = pieces
+        return self.parts[node, layout]
+
+    def _taken(self, node: fx.Node, layout: Layout, reader: fx.Node) -> list[fx.Node]:
+        """Slices of a value, before their first reader and where it stands."""
+        at, known = value(reader), value(node)
+        size = held(node).shape[layout.dim] // self.num
+        like = replace(
+            known, kind="op", shape=self._shape(node, layout), module=at.module, source=at.source,
+            calls=at.calls, phase=at.phase, stage=at.stage, origin=Origin.PIECES,
+        )  # fmt: skip
+        found = []
+        for turn in range(self.num):
+            args = (node, layout.dim, turn * size, (turn + 1) * size)
+            found.append(self._new(reader, aten.slice.Tensor, args, replace(like, turn=turn)))
+        return found
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The pieces of a call side by side, or their sum."""
+        if node not in self.wholes:
+            like = replace(value(node), origin=Origin.PIECES)
+            if node in self.sums:
+                first, *rest = self.sums[node]
+                for part in rest:
+                    first = self._new(node, aten.add.Tensor, (first, part), like)
+                self.wholes[node] = first
+            else:
+                layout, pieces = next((x, ps) for (n, x), ps in self.parts.items() if n is node)
+                whole = self._new(node, aten.cat.default, (pieces, layout.dim), like)
+                self.wholes[node] = whole
+                self.kept[whole] = layout, pieces
+        return self.wholes[node]
+
+    # calls -----------------------------------------------------------------------------------
+    def _call(self, node: fx.Node, way: Strategy, operands: list[fx.Node]) -> fx.Node:
+        """The call on one piece, in place of ``node``."""
+        if node.target in (*collectives.COLLECTIVES, *collectives.LOCAL):
+            return self._new(node, node.target, tuple(operands), value(node), dict(node.kwargs))
+        whole = twin(node)
+        with self.graph.fx.inserting_before(node):
+            new = localize(self.graph.fx, whole, operands, {AXIS: way}, Mesh(((AXIS, self.num),)))
+        set_value(new, value(node))
+        return new
+
+    def _again(self, first: fx.Node, operands: list[fx.Node], others: list[fx.Node]) -> fx.Node:
+        """The call on another piece, which is of the same size."""
+        swap = dict(zip(operands, others, strict=True))
+        with self.graph.fx.inserting_after(first):
+            new = self.graph.fx.node_copy(first, lambda n: swap.get(n, n))
+        set_value(new, value(first))
+        set_held(new, held(first))
+        return new
+
+    def _new(
+        self, before: fx.Node, target: object, args: tuple[object, ...], known: Value,
+        kwargs: dict[str, object] | None = None,
+    ) -> fx.Node:  # fmt: skip
+        with self.graph.fx.inserting_before(before):
+            new = self.graph.fx.call_function(target, args, kwargs or {})  # type: ignore[arg-type]
+        set_value(new, known)
+        set_held(new, run_fake(target, args, kwargs or {}))
+        return new

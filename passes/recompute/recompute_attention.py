@@ -1,0 +1,142 @@
+"""Recompute what stands between the projections of an attention: large values, of few FLOPs.
+
+An attention core is all that hangs together with a product of activations with activations, up to
+calls that read a weight: scores, softmax and dropout of all pairs of positions, but also rotated
+queries. What takes many FLOPs per byte is kept, and of the rest as few bytes as can be: a minimum
+cut between what enters the core and what the backward reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from partc.cost.flops import node_flops
+from partc.cost.storage import Replay, replay
+from partc.graph import (
+    Graph,
+    block_of,
+    collectives,
+    is_tensor,
+    is_weight,
+    ops,
+    picked,
+    results_of,
+    tensor_args,
+    value,
+)
+from partc.passes.recompute.copy_forward import Copies
+from partc.passes.recompute.min_cut import sink_side
+from partc.passes.recompute.replay_masks import draws_numbers, note_draws
+
+# An H100 computes 989e12 bf16 FLOP in the time in which it moves 3.35e12 bytes: what takes fewer
+# FLOPs per byte is computed again in about the time in which it would be read.
+FLOPS_PER_BYTE = 300
+
+
+def recompute_attention(graph: Graph) -> Graph:
+    """Let the backward compute attention cores again where that keeps fewer bytes, in place."""
+    draws = note_draws(graph, [n for n in _cores(graph) if n.target is ops.dropout_mask])
+    cores: dict[str, dict[fx.Node, None]] = {}
+    for node in _cores(graph):
+        if _is_light(node) and node not in draws:
+            cores.setdefault(block_of(node), {})[node] = None
+    ran = replay(graph)
+    again = set(draws)
+    for core in cores.values():
+        again |= _Cut(ran, core, draws).again()
+    Copies(graph, again, block_of, draws).insert()
+    return graph
+
+
+# what is a core -----------------------------------------------------------------------------------
+def _cores(graph: Graph) -> dict[fx.Node, None]:
+    """The forward calls of all cores."""
+    calls = [n for n in graph.calls() if value(n).phase == "F" and block_of(n)]
+    free = dict.fromkeys(n for n in calls if _repeats(n))
+    found: dict[fx.Node, None] = {}
+    todo = [n for n in free if node_flops(n)]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found[node] = None
+            near = (*tensor_args(node), *node.users)
+            todo += [n for n in near if n in free and block_of(n) == block_of(node)]
+    return found
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a call may be made once more without weights or communication, and gives the same."""
+    known = node.target is ops.dropout_mask or not draws_numbers(node)
+    reads_weight = any(is_weight(operand) for operand in tensor_args(node))
+    return known and not reads_weight and node.target not in collectives.COLLECTIVES
+
+
+def _is_light(node: fx.Node) -> bool:
+    return bool(node_flops(node) <= FLOPS_PER_BYTE * _num_bytes(node))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """Bytes of all that a call gives."""
+    return sum(int(fake.nbytes) for fake in results_of(node) if fake is not None)
+
+
+# what of it is kept -------------------------------------------------------------------------------
+SOURCE, SINK = "kept", "read"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The choice for one core. Every value is an edge as wide as keeping it costs bytes."""
+
+    ran: Replay
+    core: Collection[fx.Node]
+    draws: Collection[fx.Node]
+
+    def again(self) -> set[fx.Node]:
+        """The calls of the core to make again: those behind the cut."""
+        behind = sink_side(self._edges(), SOURCE, SINK)
+        return {node for node in self.core if (node, "made") in behind}
+
+    def _edges(self) -> Mapping[tuple[Hashable, Hashable], int]:
+        inside = dict.fromkeys(self.core)
+        entering = dict.fromkeys(o for n in self.core for o in tensor_args(n) if o not in inside)
+        costs = {n: self._cost(n) for n in (*entering, *inside) if self._can_be_kept(n)}
+        endless = 1 + sum(costs.values())
+        edges: dict[tuple[Hashable, Hashable], int] = {}
+        for node in (*entering, *inside):
+            edges[(node, "made"), (node, "known")] = costs.get(node, endless)
+        for node in entering:
+            edges[SOURCE, (node, "made")] = endless
+        for node in inside:
+            edges |= {((o, "known"), (node, "made")): endless for o in tensor_args(node)}
+            if _backward_readers(node):
+                edges[(node, "known"), SINK] = endless
+        return edges
+
+    def _can_be_kept(self, node: fx.Node) -> bool:
+        """Whether a value is a tensor with memory of its own: to keep a view is to keep what it is
+        a view of, and that is in the core as well or enters it."""
+        if not is_tensor(node) or node not in self.core:
+            return is_tensor(node)
+        call = picked(node)[0] if node.target is operator.getitem else node
+        whole = [memory for o in tensor_args(call) for memory in self.ran.storages(o)]
+        return self.ran.storages(node).keys().isdisjoint(whole)
+
+    def _cost(self, node: fx.Node) -> int:
+        """The bytes of keeping a value; nothing if it is kept anyway, a share if for several
+        blocks.
+        """
+        readers = _backward_readers(node)
+        elsewhere = node not in self.core or any(block_of(r) != block_of(node) for r in readers)
+        if node.op == "placeholder" or node in self.draws or (readers and elsewhere):
+            return 0
+        blocks = dict.fromkeys(block_of(u) for u in node.users if u.op == "call_function")
+        return sum(self.ran.storages(node).values()) // max(1, len(blocks))
+
+
+def _backward_readers(node: fx.Node) -> list[fx.Node]:
+    return [u for u in node.users if u.op == "call_function" and value(u).phase == "B"]

@@ -1,0 +1,108 @@
+"""Recompute what stands in a region of the model, a block or a module that the plan names, from
+what enters it.
+
+Nothing in a region is kept but random values other than dropout masks, weights that are whole for
+the step, and what others than the region read: that is at hand anyway.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from partc.errors import PlanError
+from partc.graph import Graph, is_weight, ops, picked, tensor_args, value
+from partc.graph.blocks import blocks_of, prefixes
+from partc.graph.folds import list_member
+from partc.graph.moves import gathers_param
+from partc.passes.recompute.copy_forward import Copies, Home
+from partc.passes.recompute.replay_masks import draws_numbers, note_draws
+from partc.plan import RECOMPUTES, Plan, fits
+
+
+def recompute_regions(graph: Graph, plan: Plan) -> Graph:
+    """Let the backward of every region begin with its forward, as far as it needs it, in place."""
+    home = _home(graph, plan)
+    inside = [n for n in graph.calls() if value(n).phase == "F" and home(n)]
+    draws = note_draws(graph, [n for n in inside if n.target is ops.dropout_mask])
+    inside = [n for n in graph.calls() if value(n).phase == "F" and home(n)]
+    again = {n for n in inside if n in draws or _is_made_again(n, plan)}
+    again -= {n for n in again if _leaves(n, home)}
+    Copies(graph, again, home, draws).insert()
+    _gather_once(graph, home)
+    return graph
+
+
+def _home(graph: Graph, plan: Plan) -> Home:
+    """The region of a call, "" if it stands in none."""
+    if plan.recompute == "block":
+        return _block_home(graph)
+    patterns = plan.recompute_paths
+    for pattern in patterns:
+        _check_pattern(graph, pattern)
+
+    def home(node: fx.Node) -> str:
+        paths = prefixes(value(node).module)
+        return next((p for p in paths if any(fits(pattern, p) for pattern in patterns)), "")
+
+    return home
+
+
+def _block_home(graph: Graph) -> Home:
+    """The outermost member of a list of alike modules, of any list if there is none."""
+    alike = blocks_of(graph)
+
+    def home(node: fx.Node) -> str:
+        module = value(node).module
+        path, index = list_member(module)
+        return next((p for p in prefixes(module) if p in alike), f"{path}.{index}" if path else "")
+
+    return home
+
+
+def _check_pattern(graph: Graph, pattern: str) -> None:
+    modules = dict.fromkeys(value(n).module for n in graph.calls() if value(n).phase == "F")
+    paths = dict.fromkeys(path for module in modules for path in prefixes(module))
+    if not any(fits(pattern, path) for path in paths):
+        raise PlanError(
+            where=f"plan, recompute, {pattern!r}",
+            what="no module that runs is called so",
+            why="a path, or a pattern with *, names the modules whose values are computed again",
+            do=f"Write {', '.join(map(repr, RECOMPUTES))}, or a list with some of "
+            f"{', '.join(filter(None, [*paths][:8]))}.",
+        )
+
+
+def _is_made_again(node: fx.Node, plan: Plan) -> bool:
+    """Whether a call gives the same once more, and is not kept for the step anyway."""
+    if node.target is operator.getitem:
+        return _is_made_again(picked(node)[0], plan)
+    return not draws_numbers(node) and not (is_weight(node) and _is_whole_for_step(node, plan))
+
+
+def _is_whole_for_step(weight: fx.Node, plan: Plan) -> bool:
+    """Whether a weight is made of a parameter that is gathered once per step (ZeRO-1 and 2)."""
+    while weight.op == "call_function":
+        if gathers_param(weight):
+            return plan.gather.get(str(weight.kwargs["axis"])) == "step"
+        weight = tensor_args(weight)[0]
+    return False
+
+
+def _leaves(node: fx.Node, home: Home) -> bool:
+    """Whether other regions read a value."""
+    return any(u.op == "call_function" and home(u) != home(node) for u in node.users)
+
+
+def _gather_once(graph: Graph, home: Home) -> None:
+    """Let a region's backward gather each weight once: for what it repeats of the forward and for
+    the gradients."""
+    first: dict[object, fx.Node] = {}
+    for node in list(graph.calls()):
+        if value(node).phase == "B" and home(node) and gathers_param(node):
+            kwargs = tuple(sorted(node.kwargs.items()))
+            once = first.setdefault((home(node), node.target, *tensor_args(node), kwargs), node)
+            if once is not node:
+                node.replace_all_uses_with(once)
+                graph.fx.erase_node(node)

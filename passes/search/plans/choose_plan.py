@@ -1,0 +1,151 @@
+"""``plan="auto"``: the fastest way to train a traced model on a mesh that fits its memory.
+
+In: a joint graph and a mesh, open or with axes, and the user's pins. Out: the mesh with its axes
+and a partial plan, and the candidates that came next. Everything is estimated from one profile per
+tensor preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from partc.cost.prediction import Work
+from partc.errors import PartcError
+from partc.graph import Graph
+from partc.machines.objective import Objective, check_price
+from partc.passes.search.plans.candidate import RECOMPUTE, Recompute
+from partc.passes.search.plans.candidates import WORDS, names_axes
+from partc.passes.search.plans.compare_shardings import compare_shardings
+from partc.passes.search.plans.infeasible import nothing_fits
+from partc.passes.search.plans.search_plans import Profiles, Ranked, Search, profiles_of
+from partc.passes.shard.apply_preset import store_cut
+from partc.plan import Plan, fits
+from partc.plan.mesh import Mesh
+
+AUTO_PLAN = "auto"
+KEPT = 5  # candidates that a report names
+# What is looked at where the plan says what to recompute; what no estimate knows counts as cheap.
+ONLY: tuple[Recompute, ...] = ("cheap",)
+_RECOMPUTE: dict[object, tuple[Recompute, ...]] = {"cheap": RECOMPUTE, "block": ("block",)}
+_SUPERLATIVES = {"time": "best", "dollars": "cheapest", "energy": "least energy"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search found: the best candidates that fit, the best first. By size of ``tp``, how far
+    they are from the best shardings; by word, the entries of shardings that were searched.
+    """
+
+    ranked: tuple[Ranked, ...]
+    search: Search
+    lines: Mapping[int, str] = field(default_factory=dict)
+    entries: Mapping[str, Plan] = field(default_factory=dict)
+
+    def ways(self, graph: Graph, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
+        """Mesh and plan of each candidate, the best first; what the plan pins stays."""
+        knows = mesh.topology is not None and not mesh.topology.is_mixed
+        limit = plan.memory_bytes or (round(self.search.limit) if knows else 0)
+        found = []
+        for each in self.ranked:
+            one = each.candidate
+            at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
+            own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
+            more: dict[str, Any] = (
+                {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
+            )
+            line = self.lines.get(one.tp)
+            found.append((
+                at,
+                own.changed(
+                    preset=one.preset, microbatches=one.microbatches, memory_bytes=limit,
+                    recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
+                    notes=(*plan.notes, self.note(), *([line] if line else [])), **more,
+                ),
+            ))  # fmt: skip
+        return found
+
+    def note(self) -> str:
+        """One line for the plan: how it was chosen."""
+        search, best = self.search, self.ranked[0]
+        others = (
+            f"{each.candidate} +{search.cost(each) / search.cost(best) - 1:.0%}"
+            for each in self.ranked[1:3]
+        )
+        price, then = search.price(best), "; ".join(others)
+        found = f"auto: {_SUPERLATIVES[search.objective]} of {len(search.candidates)} candidates"
+        return found + (f", {price}" if price else "") + (f"; next: {then}" if then else "")
+
+
+def can_search(mesh: Mesh, plan: Plan) -> bool:
+    """Whether there is something to choose, every axis is one that the search knows, and the plan
+    does not cut the stages itself. For one device there is where its memory is known: how many
+    turns the batch takes, and what is computed again.
+    """
+    if plan.stages or plan.order or plan.chunks:
+        return False
+    several = mesh.num_ranks > 1 or mesh.topology is not None or plan.memory_bytes > 0
+    return mesh.is_open or (names_axes(mesh) and several)
+
+
+def choose_plan(
+    graph: Graph, mesh: Mesh, plan: Plan, microbatches: int | None = None,
+    objective: Objective = "time",
+) -> Choice:  # fmt: skip
+    """The best candidates for one training step; PlanError if none fits the memory.
+
+    ``microbatches`` pins their number, as does a plan that names more than one. PlanError if money
+    is to be saved on machines without a price.
+    """
+    check_price(objective, mesh.hardware)
+    pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
+    ways = _RECOMPUTE.get(plan.recompute, ONLY)
+    words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
+    search = Search(
+        mesh=mesh, profiles=profiles_of(graph, words, ways), memory_bytes=plan.memory_bytes,
+        microbatches=pinned, schedule=plan.schedule, recompute=ways,
+        objective=objective, batch=Work.of(graph).batch,
+    )  # fmt: skip
+    presets = choose(search)
+    ranked = presets.ranked if presets else ()
+    found = compare_shardings(graph, plan, search, ranked) if len(words) > 1 else presets
+    if found is None or not found.ranked:
+        raise nothing_fits(replace(search, profiles=_all_profiles(graph, search.profiles)))
+    return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
+
+
+def choose(search: Search) -> Choice | None:
+    """The best candidates of a search; None if none fits the memory."""
+    found = tuple(islice(filter(search.is_wanted, search.ascending()), KEPT))
+    return Choice(found, search) if found else None
+
+
+def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: str) -> Plan:
+    """A user's plan, and where it says nothing entries over ``tp``; parameters are stored cut along
+    the data axes as the preset has it.
+    """
+    own = store_cut({name: entries.stored(name) for name in graph.params}, graph, mesh, preset)
+    pinned = {name: plan.stored(name) for name in own if any(fits(p, name) for p in plan.params)}
+    full = plan.changed(
+        params={**own, **pinned},
+        values={**plan.values, **{n: v for n, v in entries.values.items() if n not in plan.values}},
+        gather={**entries.gather, **plan.gather},
+        scatter={**entries.scatter, **plan.scatter},
+    )
+    written = Plan.parse(str(full.changed(preset=preset)))  # names of blocks as patterns
+    return full.changed(params=written.params, values=written.values)
+
+
+def _all_profiles(graph: Graph, known: Profiles) -> Profiles:
+    """Those of all ways to recompute, and of the tensor presets as well that a mesh has no use for,
+    if the model can be cut.
+    """
+    found = dict(known)
+    for word in ("", *WORDS):
+        missing = [again for again in RECOMPUTE if (word, again) not in known]
+        with suppress(PartcError):
+            found.update(profiles_of(graph, [word], missing) if missing else {})
+    return found

@@ -1,0 +1,385 @@
+"""The time and memory of a step at given axis sizes, from a profile: what the search compares.
+
+A unit's compute is a roofline over its calls. Its tensor collectives wait where they stand, but
+for what weight gradients hide of those that sum gradients. Weights and gradients move beside the
+compute, one unit ahead, on a stream of their own. A pipeline's bubble is that of its schedule's
+formula. The plan that is chosen is then compiled, and simulated from its real program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+
+import numpy as np
+
+from partc.cost.collective_cost import collective_seconds
+from partc.cost.memory import STATE_COPIES
+from partc.machines.topology import APART_S, Device, Topology
+from partc.passes.search.plans.call_times import call_seconds
+from partc.passes.search.plans.candidate import REPLICATE, Candidate
+from partc.passes.search.plans.laws import BACKWARD, FORWARD, Floats, Profile
+from partc.passes.search.plans.turns import bubble_s, cut_evenly, in_flight, least_bubble_s, sent_s
+from partc.passes.shard.apply_preset import DATA_AXES
+from partc.plan.mesh import PP, TP, Mesh
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step by what they go to, and bytes of the fullest rank by what holds them; its
+    device has ``memory_bytes``.
+    """
+
+    seconds: dict[str, float] = field(hash=False)
+    bytes: dict[str, float] = field(hash=False)
+    memory_bytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True, eq=False)
+class UnitTimes:
+    """Seconds of each unit and phase, ``[unit, phase]``, of one microbatch."""
+
+    compute: Floats
+    weight_grads: Floats  # of the backward, part of ``compute``
+    tensor: Floats  # collectives over ``tp``
+    sums: Floats  # of the backward, those of them that sum gradients
+
+    @cached_property
+    def exposed(self) -> Floats:
+        """Compute, and what of the tensor collectives nothing hides."""
+        hidden = np.zeros_like(self.compute)
+        hidden[:, BACKWARD] = np.minimum(self.sums, self.weight_grads)
+        return self.compute + self.tensor - hidden
+
+
+class Estimator:
+    """Evaluates candidates of one profile, recomputed as it is, on one topology; ``optimizer``
+    keeps states.
+    """
+
+    def __init__(self, profile: Profile, topology: Topology, optimizer: str = "adamw") -> None:
+        self.profile, self.topology = profile, topology
+        self.copies = STATE_COPIES[optimizer]
+        self.known: dict[tuple[int, int, Mesh, Device], UnitTimes] = {}
+        self.adding: dict[tuple[int, int, Device], Floats] = {}
+
+    def estimate(self, one: Candidate) -> Estimate:
+        """Seconds and bytes of a candidate."""
+        mesh = one.mesh(self.topology)
+        places = [mesh.at_place(place) for place in range(one.pp)]
+        by_rank = [self.unit_times(one, at) for at in places]
+        times = [by_rank[rank] for rank in one.rank_of]
+        stages = self._cut(times)
+        each = [
+            self._stage(one, places[rank], there, units)
+            for rank, there, units in zip(one.rank_of, times, stages, strict=True)
+        ]
+        ranks = [_together(one.of_rank(each, rank)) for rank in range(one.pp)]
+        slowest = max(ranks, key=lambda rank: rank.turn)
+        count = one.microbatches
+        others = (sum(rank.turn for rank in ranks) - slowest.turn) / one.chunks
+        grads = (sum(rank.weight_grads for rank in ranks) - slowest.weight_grads) / one.chunks
+        bubble = bubble_s(one, others, grads)
+        mean = sum(rank.turn for rank in ranks) / one.pp
+        share = self._share(mean * count / (slowest.turn * count + bubble))
+        seconds = {
+            "compute": slowest.compute * count * share,
+            "tensor transfers": slowest.tensor * count * share,
+            "weight transfers": slowest.gathers * count * share,
+            "bubble": bubble * share,
+            "messages": self._messages_s(one, mesh, stages),
+            "gradients": slowest.closing,
+            "optimizer": self._optimizer_s(one, stages, places),
+        }
+        return Estimate(seconds, *self._bytes(one, stages, places))
+
+    def bound_s(self, one: Candidate) -> float:
+        """Less than a step can take: stages as even as they could be, no weights to move; where
+        devices differ, each unit as fast as any of them runs it.
+        """
+        mesh, chain = one.mesh(self.topology), list(self.profile.chain)
+        places = [mesh.at_place(at) for at in range(one.pp if self.topology.is_mixed else 1)]
+        times = [self.unit_times(one, at) for at in places]
+        fastest = np.minimum.reduce([each.exposed.sum(axis=1) for each in times])
+        turn = float(fastest[chain].sum()) / (one.pp * one.chunks)
+        grads = float(times[0].weight_grads[chain].sum()) / (one.pp * one.chunks)
+        grads = inf if self.topology.is_mixed else grads  # what they fill is not known
+        ramp = least_bubble_s(one, (one.pp - 1) * turn, (one.pp - 1) * grads)
+        busy = one.microbatches * one.chunks * turn
+        return (busy + ramp) * self._share(busy / (busy + ramp))
+
+    def _share(self, busy: float) -> float:
+        """Of the time that work takes while all ranks work, what it takes if a part of them is busy
+        (``stage_cost.sharing_costs``).
+        """
+        return max(1 / self.topology.sharing, busy)
+
+    # time --------------------------------------------------------------------------------------
+    def _cut(self, times: Sequence[UnitTimes]) -> list[list[int]]:
+        """The units of every stage, from what they take on its devices."""
+        chain = list(self.profile.chain)
+        known = {id(there): there.exposed.sum(axis=1)[chain] for there in times}
+        cuts = cut_evenly([known[id(there)] for there in times])
+        return [chain[first:end] for first, end in cuts]
+
+    def _messages_s(self, one: Candidate, mesh: Mesh, stages: Sequence[Sequence[int]]) -> float:
+        """What passes between stages, as far as ranks wait for it."""
+        if one.pp == 1:
+            return 0.0
+        pieces = one.data_ranks * one.microbatches
+        sizes = [self.profile.boundary[u[-1]].local(pieces, one.tp) for u in stages[:-1] if u]
+        send_s = collective_seconds("send", max(sizes, default=0.0), mesh, PP)
+        return sent_s(one, send_s)
+
+    def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
+        """What each unit takes on the mesh's devices, of several kinds the slowest."""
+        pieces = one.data_ranks * one.microbatches
+        key = (pieces, one.tp, mesh, mesh.hardware.device)
+        if key not in self.known:
+            self.known[key] = self._unit_times(pieces, one.tp, mesh)
+        return self.known[key]
+
+    def _unit_times(self, dp: int, tp: int, mesh: Mesh) -> UnitTimes:
+        calls, num = self.profile.calls, len(self.profile.units)
+        seconds = call_seconds(calls, mesh.hardware.device, dp, tp)
+        tensor, sums = np.zeros((num, 2)), np.zeros(num)
+        if tp > 1:
+            sent: dict[tuple[str, float], float] = {}
+            for move in self.profile.transfers:
+                key = (move.kind, move.size.local(dp, tp))
+                if key not in sent:
+                    sent[key] = collective_seconds(*key, mesh, TP)
+                tensor[move.unit, move.phase] += sent[key]
+                sums[move.unit] += sent[key] * move.sums_gradient
+        compute = np.zeros((num, 2))
+        np.add.at(compute, (calls.unit, calls.phase), seconds)
+        tensor += self.topology.skew * compute * (tensor > 0)  # ranks meet again and again
+        weights = np.zeros(num)
+        np.add.at(weights, calls.unit, seconds * calls.is_weight_grad)
+        return UnitTimes(compute, weights, tensor, sums)
+
+    def _stage(self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int]) -> _Stage:
+        forward = self._phase(one, mesh, times, units, FORWARD)
+        backward = self._phase(one, mesh, times, units[::-1], BACKWARD)
+        compute = float(times.compute[list(units)].sum())
+        exposed = times.exposed[list(units)].sum(axis=0)
+        waits = float(exposed.sum()) - compute
+        if one.pp > 1:
+            waits += self._beside_messages_s(one, mesh, units, exposed)
+        compute += self._adding_s(one, mesh, units)
+        return _Stage(
+            compute, waits, forward.waits + backward.waits, backward.closing,
+            float(times.weight_grads[list(units)].sum()),
+        )  # fmt: skip
+
+    def _beside_messages_s(
+        self, one: Candidate, mesh: Mesh, units: Sequence[int], phases_s: Floats
+    ) -> float:
+        """What a forward and a backward between two others lose to messages
+        (``stage_cost.with_messages``).
+        """
+        pieces = one.data_ranks * one.microbatches
+        size = self.profile.boundary[units[-1]].local(pieces, one.tp) if units else 0.0
+        moving = 4 * collective_seconds("send", size, mesh, PP)
+        late = float(np.minimum(phases_s, APART_S).sum())
+        return self.topology.contention * moving + self.topology.skew * late
+
+    def _phase(
+        self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int], phase: int
+    ) -> _Waits:
+        """Walk a stage's units beside the streams that move its weights and gradients."""
+        if not units:
+            return _Waits(0.0, 0.0)
+        gathers = [0.0] * len(units)
+        if (one.data == "fsdp" and one.shard > 1) or (one.data == "zero1" and phase == FORWARD):
+            gathers = [self._gather_s(one, mesh, unit) for unit in units]
+        once = one.data == "zero1"  # all are started when the step begins
+        # gradients that are summed once per step leave in the backward of its last microbatch
+        turns = one.microbatches * one.pp > 1
+        once_per_step = one.data != "fsdp" and turns
+        now = shared = between = waited = behind = last = 0.0
+        moved = sum(gathers)
+        arrives = accumulate(gathers) if once else iter(())
+        arrived = gathers[0]
+        for number, unit in enumerate(units):
+            arrived = next(arrives) if once else arrived
+            waited += max(0.0, arrived - now)
+            now = max(now, arrived)
+            if number + 1 < len(units) and not once:
+                arrived = shared = max(shared, now) + gathers[number + 1]
+            now += float(times.exposed[unit, phase])
+            if phase == BACKWARD and one.data_ranks > 1 and turns:
+                seconds = self._reduce_s if once_per_step else self._reduce_between_s
+                summed = seconds(one, mesh, unit)
+                last += summed
+                behind = max(behind, now) + summed
+            if phase == BACKWARD and one.data_ranks > 1 and not once_per_step:
+                reduced = self._reduce_s(one, mesh, unit)
+                shared = max(shared, now) + reduced
+                moved += reduced
+                if not turns:
+                    between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
+        if phase == FORWARD or one.data_ranks == 1:
+            return _Waits(waited + self._slowed(moved - waited), 0.0)
+        late = min(last, max(0.0, behind - now))
+        late += self._slowed(last - late)
+        if once_per_step:
+            return _Waits(waited + self._slowed(moved - waited), late)
+        after = max(0.0, shared - now, between - now)
+        return _Waits(waited + self._slowed(moved - waited - after), after + late)
+
+    def _slowed(self, hidden_s: float) -> float:
+        """What computing loses to so many seconds of transfers beside it."""
+        return self.topology.contention * max(0.0, hidden_s)
+
+    def _adding_s(self, one: Candidate, mesh: Mesh, units: Sequence[int]) -> float:
+        """Adding a microbatch's gradients to those of others: products read these as they write,
+        others and pieces of what ranks have summed take a call each.
+        """
+        if one.microbatches * one.pp == 1:
+            return 0.0
+        pieces = self._sharded(one) if one.data == "fsdp" else 0
+        key = (one.tp, pieces, mesh.hardware.device)
+        if key not in self.adding:
+            self.adding[key] = np.array([
+                self._unit_adding_s(number, *key) for number in range(len(self.profile.units))
+            ])  # fmt: skip
+        return float(self.adding[key][list(units)].sum())
+
+    def _unit_adding_s(self, unit: int, tp: int, pieces: int, device: Device) -> float:
+        weights, calls = self.profile.weights[unit], self.profile.calls
+        if not weights.count:
+            return 0.0
+        size = weights.size.local(1, tp) / weights.count
+        if pieces:
+            return weights.count * (
+                max(device.launch_s, device.memory_seconds(3 * size / pieces)) + device.call_s
+            )
+        products = int(calls.is_weight_grad[calls.unit == unit].sum())
+        reading = products * (1 - device.hidden_writes) * device.memory_seconds(size)
+        return reading + max(0, weights.count - products) * (device.launch_s + device.call_s)
+
+    def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
+        weights = self.profile.weights[unit]
+        axis, ranks = self._shard_axis(one, mesh)
+        return collective_seconds("all_gather", weights.size.local(1, one.tp) / ranks, mesh, axis)
+
+    def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
+        """The gradients of a unit."""
+        size = self.profile.weights[unit].size.local(1, one.tp)
+        kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
+        return collective_seconds(kind, size, mesh, self._shard_axis(one, mesh)[0])
+
+    def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
+        """What replicas add up of the gradients that each has scattered."""
+        if one.data != "fsdp" or REPLICATE not in mesh.names:
+            return 0.0
+        size = self.profile.weights[unit].size.local(1, one.tp) / one.shard
+        return collective_seconds("all_reduce", size, mesh, REPLICATE)
+
+    def _shard_axis(self, one: Candidate, mesh: Mesh) -> tuple[str, int]:
+        """The axis over which weights are sharded, or gradients summed, and its size."""
+        axes = [name for name in mesh.names if name in DATA_AXES]
+        axis = next((name for name in axes if name != REPLICATE), "") or axes[0]
+        return axis, mesh.size(axis)
+
+    def _optimizer_s(
+        self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
+    ) -> float:
+        """Parameters, gradients and states are read, parameters and states written."""
+        traffic = (3 + 2 * self.copies) / self._sharded(one)
+        moved = [traffic * self._weights(one, units) for units in stages]
+        devices = [places[rank].hardware.device for rank in one.rank_of]
+        pairs = zip(devices, moved, strict=True)
+        return max(device.memory_seconds(num_bytes, "optimizer") for device, num_bytes in pairs)
+
+    # memory ------------------------------------------------------------------------------------
+    def _weights(self, one: Candidate, units: Sequence[int]) -> float:
+        return sum(self.profile.weights[u].size.local(1, one.tp) for u in units)
+
+    def _sharded(self, one: Candidate) -> int:
+        return 1 if one.data == "ddp" else one.shard if one.data == "fsdp" else one.data_ranks
+
+    def _bytes(
+        self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
+    ) -> tuple[dict[str, float], int]:
+        """The bytes of the fullest pipeline rank, and what its devices have."""
+        by_rank = [[u for s in one.of_rank(stages, rank) for u in s] for rank in range(one.pp)]
+        found: list[tuple[dict[str, float], int]] = []
+        for rank, units in enumerate(by_rank):
+            weights = self._weights(one, units)
+            sharded = self._sharded(one)
+            held = {
+                "parameters": weights / (sharded if one.data == "fsdp" else 1),
+                "optimizer": self.copies * weights / sharded,
+            }
+            others = in_flight(one, rank) / one.chunks - 1
+            times = self._backward_bytes(one, units, others, rank == one.rank_of[-1])
+            live = max(times, key=lambda each: sum(each.values()))
+            found.append((held | live, places[rank].hardware.memory_bytes))
+        return max(found, key=lambda each: sum(each[0].values()) / each[1])
+
+    def _backward_bytes(
+        self, one: Candidate, units: Sequence[int], others: float, has_loss: bool
+    ) -> Iterator[dict[str, float]]:
+        """What is held while the backward of each unit runs, and that of ``others`` microbatches
+        is still to come: fewer activations from unit to unit, and more gradients.
+        """
+        pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
+        gathers = one.data == "fsdp" and sharded > 1
+        sizes = [self.profile.weights[u].size.local(1, one.tp) for u in units]
+        grads = [size / (sharded if one.data == "fsdp" else 1) for size in sizes]
+        kept = [self.profile.saved[u].local(pieces, one.tp) for u in units]
+        accumulates = one.microbatches * one.pp > 1
+        for at, unit in reversed(list(enumerate(units))):
+            peak = has_loss and at == len(units) - 1
+            working = self.profile.working if peak else self.profile.beside[unit]
+            yield {
+                "gradients": sum(grads if accumulates else grads[at:]),
+                "activations": others * sum(kept) + sum(kept[: at + 1]),
+                "working": working.local(pieces, one.tp) + (_around(sizes, at) if gathers else 0.0),
+            }
+
+
+def _around(sizes: Sequence[float], at: int) -> float:
+    """What is whole of sharded weights while the backward of a unit runs: its weights, those of the
+    next one on their way; its gradients, and those of the two before on their way.
+    """
+    return 2 * sizes[at] + sum(sizes[max(0, at - 1) : at]) + sum(sizes[at + 1 : at + 3])
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One stage and microbatch: seconds that compute, and that wait for each kind of transfer."""
+
+    compute: float
+    tensor: float
+    gathers: float
+    closing: float  # once per step
+    weight_grads: float
+
+    @property
+    def turn(self) -> float:
+        return self.compute + self.tensor + self.gathers
+
+
+def _together(stages: Sequence[_Stage]) -> _Stage:
+    """The stages of one rank."""
+    return _Stage(*(sum(each) for each in zip(*map(astuple, stages), strict=True)))
+
+
+@dataclass(frozen=True)
+class _Waits:
+    waits: float
+    closing: float  # what is still under way when the phase ends

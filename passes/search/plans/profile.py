@@ -1,0 +1,371 @@
+"""What a training step costs at any axis sizes: laws read off one partitioned graph.
+
+A call's arithmetic, and the bytes of a tensor, are those of the whole model over the sizes of the
+axes that cut it. So the graph is partitioned once for two data and two tensor ranks; which axis
+cuts what holds for every size that divides the same dims, and ``estimate.py`` evaluates plans by
+thousands. Shardings that were searched hold for the tensor ranks that they were searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd, prod
+from typing import Literal
+
+import numpy as np
+from torch import Tensor, fx
+
+from partc.cost.bytes import moved_bytes, packed_bytes, unpacked_bytes
+from partc.cost.flops import node_flops, op_name
+from partc.cost.memory import Buffer, MemoryCurve, memory_curve
+from partc.cost.products import NONE, Product, product_of
+from partc.cost.roofline import work_of
+from partc.cost.storage import replay
+from partc.graph import Graph, Value, collectives, held, picked, tensor_args, value
+from partc.graph.blocks import blocks_of
+from partc.graph.graph_edits import copied
+from partc.graph.moves import kind_of
+from partc.passes.recompute import choose as recomputing
+from partc.passes.search.plans.laws import (
+    BACKWARD,
+    FORWARD,
+    Calls,
+    Profile,
+    Sizes,
+    Transfer,
+    Weights,
+)
+from partc.passes.shard.apply_preset import complete
+from partc.passes.shard.count_whole import count_whole
+from partc.passes.shard.fuse_loss import fuse_loss
+from partc.passes.shard.insert_collectives import insert_collectives
+from partc.passes.shard.propagate import propagate
+from partc.passes.shard.split_bias import fuse_bias, split_bias
+from partc.plan import Plan
+from partc.plan.mesh import DP, TP, Mesh
+from partc.plan.sharding import DTYPE_NAMES
+
+Row = tuple[float, float, float, float]
+UNCUT = ((False, False),) * 3
+RANKS = 2  # of each axis, where a graph is partitioned to read its laws
+Recompute = Literal["cheap", "none", "attention", "block"] | tuple[str, ...]  # a plan's
+Touched = Callable[[Graph], Mapping[fx.Node, Sequence[fx.Node]]]
+
+
+def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What every call of a graph reads from memory and writes there: operands, and its result."""
+    return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
+
+
+def profile(
+    graph: Graph, word: str, *, recompute: Recompute = "cheap", touched: Touched = touched_values,
+    plain: bool = False,
+) -> Profile:  # fmt: skip
+    """The laws of a joint graph's step; ``word`` is a tensor preset, or "" for no ``tp``.
+
+    ``recompute`` is what the plan's field says; ``touched(local)`` which values each call of the
+    partitioned graph reads from memory or writes there, ``plain`` that the step is eager PyTorch's:
+    the gradient of a loss is several calls, and nothing is written over an operand. The graph stays
+    as it is. Raises what ``complete`` and ``propagate`` raise.
+    """
+    (found,) = profiles(graph, word, (recompute,), touched=touched, plain=plain)
+    return found
+
+
+def profiles(
+    graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values,
+    plain: bool = False,
+) -> Iterator[Profile]:  # fmt: skip
+    """A profile for each way to recompute, of one partition: that is what takes time."""
+    preset = Plan(preset="+".join(filter(None, ["ddp", word])))
+    axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
+    yield from _profiles(graph, word, Mesh(axes), preset, ways, touched, plain)
+
+
+def profiles_of_entries(
+    graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute]
+) -> Iterator[Profile]:
+    """The same of what a plan's entries say of so many tensor ranks."""
+    mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
+    plan = entries.changed(preset="ddp")
+    for found in _profiles(graph, word, mesh, plan, ways):
+        yield replace(found, tp_divides=tensor_ranks)
+
+
+def _profiles(
+    graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute],
+    touched: Touched = touched_values, plain: bool = False,
+) -> Iterator[Profile]:  # fmt: skip
+    whole, plan = _representative(graph, mesh, plan, plain)
+    for again in ways:
+        local = recomputing.recompute(copied(whole), plan.changed(recompute=again))
+        yield _Reader(graph, local, word, touched(local), plain).profile()
+
+
+def _representative(graph: Graph, mesh: Mesh, plan: Plan, plain: bool) -> tuple[Graph, Plan]:
+    """The local graph for these ranks."""
+    copy = copied(graph)
+    copy.mesh = mesh
+    split_bias(copy)
+    if not plain:
+        fuse_loss(copy)
+    plan = complete(plan, copy, mesh, rows=False)  # laws hold for other meshes too
+    choices = propagate(copy, plan, warnings=[])
+    return count_whole(fuse_bias(insert_collectives(copy, plan, choices))), plan
+
+
+@dataclass
+class _Reader:
+    """Reads the laws off a local graph; ``graph`` is the joint one."""
+
+    graph: Graph
+    local: Graph
+    word: str
+    touched: Mapping[fx.Node, Sequence[fx.Node]]
+    plain: bool
+    units: list[str] = field(default_factory=list)
+    unit_of: dict[fx.Node, int] = field(default_factory=dict)
+    of_module: dict[str, int] = field(default_factory=dict)
+
+    def profile(self) -> Profile:
+        self._find_units()
+        curve = memory_curve(self.local, self.ran, in_place=not self.plain)
+        by_name = {node.name: node for node in self.local.fx.nodes}
+        return Profile(
+            word=self.word,
+            units=tuple(self.units),
+            is_block=tuple(unit in self.blocks for unit in self.units),
+            chain=tuple(self._chain()),
+            calls=self._calls(),
+            transfers=tuple(self._transfers()),
+            weights=tuple(self._weights()),
+            saved=tuple(self._saved(curve, by_name)),
+            boundary=tuple(self._boundary()),
+            beside=tuple(self._beside(curve, by_name)),
+            working=self._working(curve, by_name),
+            dp_divides=self._divides(DP),
+            tp_divides=self._divides(TP),
+            flops=float(sum(self.graph.times(n) * node_flops(n) for n in self.graph.calls())),
+        )
+
+    # units -----------------------------------------------------------------------------------
+    def _find_units(self) -> None:
+        """Blocks, and what stands before, between and after them, as the forward enters them."""
+        self.ran = replay(self.local)
+        self.blocks = blocks_of(self.graph)
+        here = "before"
+        for node in self.local.calls():
+            module = value(node).module
+            if value(node).phase != "F":
+                self.unit_of[node] = self.of_module.get(module, len(self.units) - 1)
+                continue
+            block = self._block(module)
+            if block or here in self.blocks:
+                here = block or f"after {here}"
+            if here not in self.units:
+                self.units.append(here)
+            self.unit_of[node] = self.units.index(here)
+            if module:
+                self.of_module.setdefault(module, self.unit_of[node])
+
+    def _block(self, path: str) -> str:
+        parts = path.split(".")
+        paths = (".".join(parts[: i + 1]) for i in range(len(parts)))
+        return next((p for p in paths if p in self.blocks), "")
+
+    def _unit(self, node: fx.Node) -> int:
+        """The unit of a call; gradients that belong to no module are the last unit's."""
+        return self.unit_of[node]
+
+    def _chain(self) -> Iterator[int]:
+        times = {fold.like: 1 + fold.num for fold in self.graph.folds}
+        for number, unit in enumerate(self.units):
+            yield from [number] * times.get(unit, 1)
+
+    # what cuts what --------------------------------------------------------------------------
+    def _cut(self, node: fx.Node) -> tuple[bool, bool]:
+        sharding = value(node).sharding
+        return sharding.on(DP).kind == "cut", sharding.on(TP).kind == "cut"
+
+    def _size(self, node: fx.Node, result: int | None = None) -> Sizes:
+        """The bytes of a value; of one, or of all of its results where it has several."""
+        fake = held(node)
+        if not isinstance(fake, Tensor):
+            parts = [n for n in node.users if n.op == "call_function" and n.args[0] is node]
+            sizes = {picked(n)[1]: self._size(n) for n in parts}
+            return (
+                sizes.get(result, Sizes()) if result is not None else sum(sizes.values(), Sizes())
+            )
+        data, tensor = self._cut(node)
+        whole = fake.numel() * fake.element_size() * self._ranks((data, tensor))
+        row = [0.0] * 4
+        row[2 * data + tensor] = float(whole)
+        return Sizes((row[0], row[1], row[2], row[3]))
+
+    def _ranks(self, cut: tuple[bool, bool]) -> int:
+        """Into how many pieces the axes cut that do."""
+        sizes = [size for _, size in self.local.mesh.axes]
+        return prod(size for size, cuts in zip(sizes, cut, strict=False) if cuts)
+
+    def _divides(self, axis: str) -> int:
+        """The greatest number that divides every dim which the axis cuts."""
+        found = 0
+        for node in self.local.fx.nodes:
+            if node.op == "output" or not isinstance(held(node), Tensor):
+                continue
+            layout = value(node).sharding.on(axis)
+            if layout.kind == "cut":
+                found = gcd(found, value(node).shape[layout.dim] // layout.outer)
+        return found
+
+    # columns ---------------------------------------------------------------------------------
+    def _calls(self) -> Calls:
+        rows = [row for node in self.local.calls() if (row := self._call(node)) is not None]
+        unit, phase, grads, flops, cuts, sizes, dtypes, work, products, of, written = zip(
+            *rows, strict=True
+        )
+        return Calls(
+            np.array(unit), np.array(phase), np.array(grads), np.array(flops, dtype=np.float64),
+            np.array(cuts), np.array(sizes), tuple(dtypes), np.array(work),
+            np.array(products, dtype=np.float64), np.array(of), np.array(written),
+        )  # fmt: skip
+
+    def _call(self, node: fx.Node) -> tuple[object, ...] | None:
+        if node.target in collectives.COLLECTIVES:
+            return self._copies(node)
+        if node.target is collectives.wait:
+            return None
+        moved = moved_bytes(node, self.ran)
+        flops = node_flops(node)
+        if not moved and not flops:
+            return None
+        cuts = [self._cut(n) for n in (*tensor_args(node), node)]
+        cut = (any(c[0] for c in cuts), any(c[1] for c in cuts))
+        size = sum((self._size(n) for n in self.touched[node]), Sizes())
+        whole = flops * self._ranks(cut)
+        return (
+            *self._place(node), _makes_weight_grad(self.local, node), whole, cut, size.by_cut,
+            _dtype(node), work_of(node), *self._product(node),
+        )  # fmt: skip
+
+    def _product(self, node: fx.Node) -> tuple[Product, tuple[tuple[bool, bool], ...], Row]:
+        """The whole sizes of a matrix product's result, the axes that cut each, and its bytes."""
+        made = product_of(node)
+        if made == NONE:
+            return NONE, UNCUT, Sizes().by_cut
+        dims = held(node).dim()
+        last = (dims - 3, dims - 2, dims - 1) if made.batch > 1 else (-1, dims - 2, dims - 1)
+        cuts = [(False, False)] * 3
+        for axis, name in enumerate((DP, TP)):
+            layout = value(node).sharding.on(name)
+            if layout.kind == "cut":
+                of = next((i for i, dim in enumerate(last) if layout.dim <= dim), 2)
+                cuts[of] = (cuts[of][0] or axis == 0, cuts[of][1] or axis == 1)
+        whole = (size * self._ranks(axes) for size, axes in zip(made, cuts, strict=True))
+        return Product(*whole), tuple(cuts), self._size(node).by_cut
+
+    def _place(self, node: fx.Node) -> tuple[int, int]:
+        return self._unit(node), BACKWARD if value(node).phase != "F" else FORWARD
+
+    def _copies(self, node: fx.Node) -> tuple[object, ...] | None:
+        """What is copied before a collective over ``tp`` starts, and when it has arrived."""
+        size = Sizes()
+        if node.kwargs["axis"] == TP and packed_bytes(node):
+            size += sum((self._size(n) for n in tensor_args(node)), Sizes())
+        if node.kwargs["axis"] == TP and unpacked_bytes(node):
+            size += self._size(node)
+        if size == Sizes():
+            return None
+        return (
+            *self._place(node), False, 0, (False, False), (size + size).by_cut, _dtype(node),
+            "pointwise", NONE, UNCUT, Sizes().by_cut,
+        )  # fmt: skip
+
+    def _transfers(self) -> Iterator[Transfer]:
+        moves = (n for n in self.local.calls() if n.target in collectives.COLLECTIVES)
+        forward: set[Value] = set()  # what the backward repeats of it is no gradient
+        for node in (n for n in moves if n.kwargs["axis"] == TP):
+            size = sum((self._size(n) for n in tensor_args(node)), Sizes())
+            if value(node).phase == "F":
+                forward.add(value(node))
+            new = value(node).phase != "F" and replace(value(node), phase="F") not in forward
+            kind = kind_of(node)
+            sums = new and kind in ("all_reduce", "reduce_scatter")
+            yield Transfer(*self._place(node), kind, size, sums)
+
+    def _weights(self) -> Iterator[Weights]:
+        """Trainable and frozen parameters by the unit that reads them first."""
+        found: dict[int, list[fx.Node]] = {}
+        for name, node in self.local.params.items():
+            block = self._block(name)
+            readers = (self._unit(user) for user in node.users if user.op == "call_function")
+            unit = self.units.index(block) if block in self.units else min(readers, default=0)
+            found.setdefault(unit, []).append(node)
+        for number in range(len(self.units)):
+            nodes = found.get(number, [])
+            size = sum((self._size(n) for n in nodes), Sizes())
+            dtypes = [DTYPE_NAMES[held(n).dtype] for n in nodes] or ["f32"]
+            yield Weights(size, len(nodes), max(set(dtypes), key=dtypes.count))
+
+    # memory ----------------------------------------------------------------------------------
+    def _saved(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Iterator[Sizes]:
+        found = [Sizes()] * len(self.units)
+        for buffer in curve.saved():
+            node = by_name[buffer.name]
+            found[self._unit(node)] += self._size(node, buffer.result)
+        yield from found
+
+    def _beside(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Iterator[Sizes]:
+        """By unit, what is live beside what was saved, at its worst call."""
+        rest = self._unsaved(curve)
+        change = np.zeros(len(curve.calls) + 2)
+        for buffer in rest:
+            change[buffer.born] += buffer.num_bytes
+            change[buffer.dies + 1] -= buffer.num_bytes
+        live = np.cumsum(change)[: len(curve.calls)] + np.array(curve.temporary_bytes)
+        of_unit = np.array([self.unit_of[by_name[name]] for name in curve.calls])
+        for unit in range(len(self.units)):
+            calls = np.nonzero(of_unit == unit)[0]
+            yield self._live(curve, rest, int(calls[np.argmax(live[calls])]), by_name)
+
+    def _working(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Sizes:
+        return self._live(curve, self._unsaved(curve), curve.peak_at, by_name)
+
+    def _unsaved(self, curve: MemoryCurve) -> list[Buffer]:
+        """All memory but what the forward leaves for the backward, and gradients of parameters."""
+        kept = {id(buffer) for buffer in curve.saved()}
+        return [b for b in curve.buffers if id(b) not in kept and b.dies < len(curve.calls)]
+
+    def _live(
+        self, curve: MemoryCurve, buffers: list[Buffer], at: int, by_name: Mapping[str, fx.Node]
+    ) -> Sizes:
+        """What is live of these during a call, with what that call needs inside."""
+        live = [b for b in buffers if b.born <= at <= b.dies]
+        data, tensor = self._cut(by_name[curve.calls[at]])
+        row = [0.0] * 4
+        row[2 * data + tensor] = curve.temporary_bytes[at] * self._ranks((data, tensor))
+        inside = Sizes((row[0], row[1], row[2], row[3]))
+        return sum((self._size(by_name[b.name], b.result) for b in live), inside)
+
+    def _boundary(self) -> Iterator[Sizes]:
+        """What the next units' forwards read of a unit."""
+        found = [Sizes()] * len(self.units)
+        for node in self.local.calls():
+            if value(node).phase != "F" or node.target in collectives.COLLECTIVES:
+                continue
+            unit = self._unit(node)
+            readers = [u for u in node.users if u.op == "call_function" and value(u).phase == "F"]
+            if any(self._unit(u) > unit for u in readers) and isinstance(held(node), Tensor):
+                found[unit] += self._size(node)
+        yield from found
+
+
+def _makes_weight_grad(graph: Graph, node: fx.Node) -> bool:
+    return op_name(node) == "weight_grad"
+
+
+def _dtype(node: fx.Node) -> str:
+    fakes: Sequence[object] = held(node) if isinstance(held(node), Sequence) else [held(node)]
+    tensors = [x for x in fakes if isinstance(x, Tensor)]
+    return DTYPE_NAMES.get(tensors[0].dtype, "f8") if tensors else "f32"

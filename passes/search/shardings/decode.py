@@ -1,0 +1,264 @@
+"""Decisions of a search as a plan: what `propagate` makes of it is what was decided.
+
+Parameters and inputs say most of it. A call that propagation would then lay out in another way is
+named in the plan's ``[values]``, together with its like in the other blocks of a list.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from partc.graph import Graph, results_of, tensor_args, value
+from partc.passes.search.shardings.decided import Decided, Life
+from partc.passes.search.shardings.openings import OPENED
+from partc.passes.search.shardings.step_values import StepValues
+from partc.passes.search.shardings.ways import CallWays
+from partc.passes.shard.open_ops import opens
+from partc.passes.shard.price import Choices
+from partc.passes.shard.propagate import AxisWalk, Pins, pinned, propagate, whole_strategy
+from partc.plan import Plan, widest_pattern
+from partc.plan.mesh import Mesh
+from partc.plan.plan_values import Lies
+from partc.plan.sharding import Layout, R, Sharding
+from partc.rules import Strategy
+
+_WALKS = 4  # a pin may change what propagation makes of later calls
+
+
+def plan_of(decided: Decided, ways: CallWays, values: StepValues, mesh: Mesh, life: Life) -> Plan:
+    """The shortest plan that propagates to these decisions; ``values.graph`` stays as it is.
+
+    Whether sums are scattered along one dim (``Plan.scatter``) is tried, as that may save many
+    entries.
+    """
+    choices = {**decided.choices, **_sink_cuts(decided.choices, ways, values)}
+    axes = values.graph.mesh.names
+    base = values.pins.changed(mesh=mesh, preset="", values={}, inputs=_cut_inputs(choices, values))
+    return _shortest(base, Decided(choices, decided.stored), axes, values, life)
+
+
+def entries_on(axis: str, decided: Decided, values: StepValues, base: Plan, life: Life) -> Plan:
+    """``base``, a complete plan without cuts on one axis, with the fewest entries that make it
+    propagate to what was decided there. What follows from the inputs alone lies as its readers
+    want it.
+    """
+    return _shortest(base, decided, (axis,), values, life)
+
+
+def _shortest(
+    base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
+) -> Plan:
+    plan = _stated(base, decided, axes, values, life)
+    choices = {node: on for node, made in decided.choices.items() if (on := _on_axes(made, axes))}
+    plans = list(_with_scatters(plan, choices, axes, values))
+    found = [_pinned(each, choices, axes, values) for each in plans]
+    best = min(found, key=lambda each: len(each.values))
+    best = Plan.parse(str(best))
+    _check(best, choices, values.graph)
+    return best
+
+
+def _on_axes(made: Mapping[str, Strategy], axes: tuple[str, ...]) -> dict[str, Strategy]:
+    """What these axes do with a call, nothing if others open it: it is no longer there then."""
+    if any(s.variant == OPENED for axis, s in made.items() if axis not in axes):
+        return {}
+    return {axis: strategy for axis, strategy in made.items() if axis in axes}
+
+
+def copy_graph(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
+    """A copy that may be changed, and each node's twin in it."""
+    new, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    new.output(new.graph_copy(graph.fx, twins))
+    return replace(graph, fx=new), twins
+
+
+# inputs and parameters ----------------------------------------------------------------------------
+def _sink_cuts(choices: Choices, ways: CallWays, values: StepValues) -> Choices:
+    """How what follows from the inputs alone is computed: cut where all readers want it so, such
+    as masks of this rank's piece of the batch; else whole.
+    """
+    found: Choices = {}
+    for node in reversed(list(values.graph.fx.nodes)):
+        if node in values.free and node.op == "call_function":
+            found[node] = {}
+            for axis in ways.lies.mesh.names:
+                wanted = _wanted(node, axis, {**choices, **found}, values)
+                found[node][axis] = _making(node, axis, wanted, ways)
+    return found
+
+
+def _wanted(node: fx.Node, axis: str, choices: Choices, values: StepValues) -> Layout:
+    """The cut that all readers of a value want, R if there is none."""
+    wants: set[Layout] = set()
+    for reader in values.readers.get(node, ()):
+        made = choices.get(reader.node, {}).get(axis) if reader.node is not None else None
+        wants.add(R if made is None or reader.is_final else made.ins[reader.operand])
+    if len(wants) == 1 and (only := wants.pop()).kind == "cut":
+        return only
+    return R
+
+
+def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strategy:
+    """A strategy that makes the wanted cut of whole operands or of pieces of them."""
+    if wanted != R and len(results_of(node)) == 1 and node.target is not operator.getitem:
+        shapes = [value(o).shape for o in tensor_args(node)]
+        for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
+            numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
+            pairs = zip(shapes, numbers, strict=True)
+            whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
+            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
+            if strategy.outs == (wanted,) and whole and fits:
+                return strategy
+    return whole_strategy(node)
+
+
+def _cut_inputs(choices: Choices, values: StepValues) -> dict[str, dict[str, Layout]]:
+    """Inputs cut as all readers want them, or as is pinned."""
+    pins, found = values.pins, {}
+    for name, node in values.graph.inputs.items():
+        cuts = {a: _wanted(node, a, choices, values) for a in values.graph.mesh.names}
+        found[name] = {a: layout for a, layout in cuts.items() if layout != R}
+        if node not in values.free:
+            found[name] = dict(pins.stored(name, pins.inputs))
+    return found
+
+
+def _stated(
+    base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
+) -> Plan:
+    """The plan with stored and used parameters on these axes."""
+    stored = {
+        name: {a: known[a] for a in axes if known.get(a, R) != R}
+        for name, known in decided.stored.items()
+    }
+    used: dict[str, dict[str, Layout]] = {
+        name: {a: R if _gathered(name, a, decided, values) else known.get(a, R) for a in axes}
+        for name, known in stored.items()
+    }
+    gathered = [a for name, known in stored.items() for a in known if used[name][a] == R]
+    gather = {axis: life for axis in axes if axis in gathered}
+    plan = base.changed(params=stored, gather={**gather, **base.gather})
+    odd = [n for n, lies in used.items() if Sharding.of(lies, values.graph.mesh)
+           != Sharding.of(plan.used(n), values.graph.mesh)]  # fmt: skip
+    patterns = dict.fromkeys(map(widest_pattern, odd))  # what they say holds of all that they fit
+    lies = {n: {a: Lies(x) for a, x in u.items()} for n, u in used.items()}
+    return plan.changed(values={n: u for n, u in lies.items() if widest_pattern(n) in patterns})
+
+
+def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
+    """Whether a parameter's readers in every phase want it whole, and none as it is stored."""
+    stored, node = decided.stored[name].get(axis, R), values.graph.params[name]
+    phases: dict[bool, set[Layout]] = {}
+    for reader in values.readers[node]:
+        made = decided.choices.get(reader.node, {}).get(axis) if reader.node else None
+        wants = R if made is None or reader.is_final else made.ins[reader.operand]
+        phases.setdefault(reader.backward, set()).add(wants)
+    return stored != R and all(R in w and stored not in w for w in phases.values())
+
+
+# calls --------------------------------------------------------------------------------------------
+def _with_scatters(
+    plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepValues
+) -> Iterator[Plan]:
+    """The plan, and for each axis with the dim along which most sums are scattered."""
+    yield plan
+    scatter: dict[str, int] = {}
+    for axis in axes:
+        dims = [d for d in _scattered(axis, choices, values) if axis not in plan.scatter]
+        if dims:
+            scatter[axis] = max(sorted(set(dims)), key=dims.count)
+    if scatter:
+        yield plan.changed(scatter={**scatter, **plan.scatter})
+
+
+def _scattered(axis: str, choices: Choices, values: StepValues) -> Iterator[int]:
+    """The dims along which readers want unfinished activations cut."""
+    for node in values.values():
+        made = choices.get(node, {}).get(axis)
+        if made is not None and made.outs[0].kind == "U" and len(value(node).shape) > 2:
+            for reader in values.readers[node]:
+                read = choices.get(reader.node, {}).get(axis) if reader.node else None
+                if read is not None and read.ins[reader.operand].kind == "cut":
+                    yield read.ins[reader.operand].dim
+
+
+def _pinned(plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepValues) -> Plan:
+    """The plan with an entry for every call that propagation would lay out in another way."""
+    graph, twins = copy_graph(values.graph)
+    wanted = {twins[node]: each for node, each in choices.items()}
+    names = {twins[node]: name for node, name in values.names.items()}
+    pins: Pins = {}
+    for _ in range(_WALKS):
+        before = dict(pins)
+        _walk(graph, plan, wanted, pins, axes)
+        if pins == before:
+            break
+        patterns = dict.fromkeys(widest_pattern(names[node]) for node in pins)
+        for node, name in names.items():
+            if widest_pattern(name) in patterns and node not in pins and _stays(node, wanted):
+                pins[node] = _entry(wanted[node])
+    kept = {names[node]: lies for node, lies in pins.items()}
+    in_order = {name: kept[name] for name in names.values() if name in kept}
+    return plan.changed(values={**plan.values, **in_order})
+
+
+def _stays(node: fx.Node, wanted: Choices) -> bool:
+    """Whether a call was decided and is not opened."""
+    return node in wanted and all(s.variant != OPENED for s in wanted[node].values())
+
+
+def _entry(wanted: Mapping[str, Strategy]) -> dict[str, Lies]:
+    return {axis: Lies(s.outs[0] if s.outs else R) for axis, s in wanted.items()}
+
+
+def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins, axes: tuple[str, ...]) -> None:
+    """One propagation that on these axes does as wanted, and notes where it would not have."""
+    opened = True
+    while opened:
+        choices: Choices = {}
+        opened = False
+        for axis in graph.mesh.names:
+            given = (graph, plan, axis, choices, False, None)
+            if axis in axes:
+                opened |= _Recorder(*given, pins, wanted=wanted).run()
+            else:
+                opened |= AxisWalk(*given, pinned(graph, plan)).run()
+
+
+@dataclass
+class _Recorder(AxisWalk):
+    """It does as ``wanted`` and adds to ``pins`` where it would not have."""
+
+    wanted: Choices = field(default_factory=dict)
+
+    def choose(self, node: fx.Node) -> Strategy:
+        best = super().choose(node)
+        if node not in self.wanted:
+            return best  # of an op that was opened
+        want = self.wanted[node].get(self.axis, whole_strategy(node))
+        if want.variant == OPENED:
+            return best
+        stays = opens(node) and self._pin(node) is None and self._gathers(node, want)
+        if best != want or stays:
+            entry = dict(self.pins.get(node, _entry(self.wanted[node])))
+            if self.as_pinned(node, entry.get(self.axis, Lies())) != want:
+                entry[self.axis] = Lies(want.outs[0], want.ins)
+                assert self.as_pinned(node, entry[self.axis]) == want, f"{node}: {want}"
+            self.pins[node] = entry
+        return want
+
+
+def _check(plan: Plan, choices: Choices, graph: Graph) -> None:
+    """The plan, read again, leads to the decisions."""
+    twin, twins = copy_graph(graph)
+    made = propagate(twin, plan)
+    for node, wanted in choices.items():
+        if any(s.variant == OPENED for s in wanted.values()):
+            continue
+        for axis, strategy in wanted.items():
+            got = made.get(twins[node], {}).get(axis, whole_strategy(node))
+            assert got == strategy, f"{node.name} on {axis}: {got}, not {strategy}"

@@ -1,0 +1,265 @@
+"""Every way to lay out a call: its strategies on one axis or several, and what each costs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+from torch import fx
+
+from partc.graph import Graph, literals, picked, results_of, tensor_args, value
+from partc.machines.topology import Device
+from partc.passes.search.shardings.call_costs import CallCost
+from partc.passes.search.shardings.hubs import Hub
+from partc.passes.search.shardings.openings import OPENED, Opening, openings
+from partc.passes.search.shardings.transfers import Transfers
+from partc.passes.search.solver.problem import Costs
+from partc.passes.shard.price import Choices
+from partc.plan.sharding import Layout, R
+from partc.rules import Strategy
+from partc.rules.discover import strategies_for
+
+_MOST_OUTERS = 6  # cuts inside of merged dims that are tried for one value
+_ROUNDS = 4  # over the graph, until no value gets another such cut
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """The choices of one call. ``strategies[choice]`` has one per axis that is being decided;
+    ``ins[operand]`` and ``outs[result]`` the number of the sharding on all axes by choice.
+    """
+
+    strategies: tuple[tuple[Strategy, ...], ...]
+    ins: tuple[tuple[int, ...], ...]
+    outs: tuple[tuple[int, ...], ...]
+    seconds: Costs
+    labels: tuple[str, ...]
+
+    def only(self, keep: Sequence[int]) -> Ways:
+        """These choices alone."""
+        return Ways(
+            strategies=tuple(self.strategies[i] for i in keep),
+            ins=tuple(tuple(side[i] for i in keep) for side in self.ins),
+            outs=tuple(tuple(side[i] for i in keep) for side in self.outs),
+            seconds=np.array([self.seconds[i] for i in keep]),
+            labels=tuple(self.labels[i] for i in keep),
+        )
+
+
+@dataclass
+class CallWays:
+    """Ways of the calls of one graph on ``axes``, equal calls being looked at once.
+
+    ``free`` are the values that lie whole everywhere; cuts of these cost nothing.
+    """
+
+    graph: Graph
+    lies: Transfers
+    device: Device
+    free: frozenset[fx.Node] = frozenset()
+    kinds: dict[fx.Node, int] = field(default_factory=dict)  # equal calls have equal numbers
+    known: dict[Hashable, int] = field(default_factory=dict)
+    costs: dict[int, CallCost] = field(default_factory=dict)
+    wishes: dict[int, dict[fx.Node, tuple[Layout, ...]]] = field(default_factory=dict)  # by size
+    by_axis: dict[Hashable, list[Strategy]] = field(default_factory=dict)
+    opened: dict[Hashable, list[Opening]] = field(default_factory=dict)
+    made: dict[Hashable, Ways] = field(default_factory=dict)
+    tables: dict[Hashable, Costs] = field(default_factory=dict)  # of problems built of these ways
+    hubs: dict[Hashable, Hub] = field(default_factory=dict)
+    part: float = 1.0  # of every call's time that counts
+    share: float = 1.0  # of every call's work that is left
+
+    def __post_init__(self) -> None:
+        for node in () if self.kinds else self.graph.calls():
+            if node.target is not operator.getitem:
+                kind = self.known.setdefault(_circumstances(node), len(self.known))
+                self.kinds[node] = kind
+                if kind not in self.costs:
+                    self.costs[kind] = CallCost.of(node)
+
+    def shrunk(self, share: float, part: float) -> CallWays:
+        """The same with only this share of every call's work, of whose time only a part counts."""
+        costs = {kind: cost.shrunk(share) for kind, cost in self.costs.items()}
+        return replace(self, costs=costs, opened={}, made={}, part=part, share=share)
+
+    def of(self, node: fx.Node, axes: Sequence[str], fixed: Choices) -> Ways:
+        """The ways of a call on ``axes``, given how the other axes are decided."""
+        others = {a: s for a, s in fixed.get(node, {}).items() if a not in axes}
+        sizes = tuple(self.lies.mesh.size(axis) for axis in axes)
+        wished = tuple(self._wished(node, size) for size in sizes)
+        key = self.kinds[node], tuple(axes), tuple(sorted(others.items(), key=_name)), wished
+        if key not in self.made:
+            options = [self._on_axis(node, a, w) for a, w in zip(axes, wished, strict=True)]
+            self.made[key] = self._combined(node, axes, options, others)
+        return self.made[key]
+
+    def _combined(
+        self,
+        node: fx.Node,
+        axes: Sequence[str],
+        options: Sequence[Sequence[Strategy]],
+        others: Mapping[str, Strategy],
+    ) -> Ways:
+        """The combinations whose cuts divide all operands and results."""
+        shapes = [value(o).shape for o in tensor_args(node)]
+        results = [None if r is None else tuple(r.shape) for r in results_of(node)]
+        rows = []
+        for chosen in product(*options):
+            every = {**others, **dict(zip(axes, chosen, strict=True))}
+            ins = [self._number(every, i, "ins") for i in range(len(shapes))]
+            outs = [self._number(every, i, "outs") for i in range(len(results))]
+            pairs = [*zip(shapes, ins, strict=True), *zip(results, outs, strict=True)]
+            if all(s is None or self.lies.fits(s, n) for s, n in pairs):
+                seconds = self._seconds(node, every, ins, outs)
+                rows.append((chosen, ins, outs, seconds, _label(axes, chosen)))
+        return Ways(
+            strategies=tuple(row[0] for row in rows),
+            ins=tuple(tuple(row[1][i] for row in rows) for i in range(len(shapes))),
+            outs=tuple(tuple(row[2][i] for row in rows) for i in range(len(results))),
+            seconds=np.array([row[3] for row in rows], np.float64),
+            labels=tuple(row[4] for row in rows),
+        )
+
+    def stored(
+        self,
+        shape: tuple[int, ...],
+        axes: Sequence[str],
+        options: Sequence[Sequence[Layout]],
+        others: Mapping[str, Layout],
+    ) -> Ways:
+        """The ways to store a parameter of this shape: the combinations that divide it."""
+        key = "stored", shape, tuple(axes), tuple(map(tuple, options)), tuple(others.items())
+        if key not in self.made:
+            combined = ({**others, **dict(zip(axes, c, strict=True))} for c in product(*options))
+            fitting = [n for n in map(self.lies.number, combined) if self.lies.fits(shape, n)]
+            self.made[key] = fixed_ways(fitting, self.lies)
+        return self.made[key]
+
+    def placed(self, layouts: Mapping[str, Layout]) -> Ways:
+        """The only way of what lies as it is given."""
+        key = "placed", tuple(layouts.items())
+        if key not in self.made:
+            self.made[key] = fixed_ways([self.lies.number(layouts)], self.lies)
+        return self.made[key]
+
+    def _number(self, every: Mapping[str, Strategy], position: int, side: str) -> int:
+        return self.lies.number({a: getattr(s, side)[position] for a, s in every.items()})
+
+    def _seconds(
+        self, node: fx.Node, every: Mapping[str, Strategy], ins: list[int], outs: list[int]
+    ) -> float:
+        """The call's time; that of what it is opened into on the axes that open it."""
+        times = []
+        for axis, strategy in every.items():
+            if strategy.variant == OPENED:
+                others = {a: s.outs[0] for a, s in every.items() if a != axis}
+                opening = next(o for o in self.openings(node, axis) if o.strategy == strategy)
+                share = self.share * self.lies.share(self.lies.number(others))
+                times.append(opening.seconds(share, self.lies, self.device))
+        own = self.costs[self.kinds[node]].seconds(ins, outs, self.lies, self.device)
+        return self.part * max(times, default=own)
+
+    def _on_axis(
+        self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
+    ) -> list[Strategy]:
+        """All-replicated, the rules' strategies, and the opened ones."""
+        known = self.strategies(node, axis, wished)
+        whole = Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
+        return [whole, *known, *(opening.strategy for opening in self.openings(node, axis))]
+
+    def openings(self, node: fx.Node, axis: str) -> list[Opening]:
+        """The ways of a call that is opened on an axis."""
+        key = self.kinds[node], axis
+        if key not in self.opened:
+            known = self.strategies(node, axis, ())
+            self.opened[key] = openings(node, axis, known, self.lies)
+        return self.opened[key]
+
+    def strategies(
+        self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
+    ) -> list[Strategy]:
+        """The rules' strategies of a call on one axis, with wished layouts by position."""
+        return self._by_size(node, self.lies.mesh.size(axis), wished)
+
+    def _by_size(
+        self, node: fx.Node, num: int, wished: tuple[tuple[int, Layout], ...]
+    ) -> list[Strategy]:
+        key = self.kinds[node], num, wished
+        if key not in self.by_axis:
+            self.by_axis[key] = strategies_for(node, num, wished)
+        return self.by_axis[key]
+
+    # cuts inside of merged dims: a cut of one dim is such a cut behind a view ---------------------
+    def outers(self, node: fx.Node, num: int) -> tuple[Layout, ...]:
+        """The cuts with an outer factor that are worth having for a value."""
+        if num not in self.wishes:
+            self.wishes[num] = self._spread(num)
+        return self.wishes[num].get(node, ())
+
+    def _wished(self, node: fx.Node, num: int) -> tuple[tuple[int, Layout], ...]:
+        if num not in self.wishes:
+            self.wishes[num] = self._spread(num)
+        return _positions(node, self.wishes[num])
+
+    def _spread(self, num: int) -> dict[fx.Node, tuple[Layout, ...]]:
+        """Let such cuts spread both ways from the views that make them, as far as they go."""
+        wishes: dict[fx.Node, tuple[Layout, ...]] = {}
+        calls = list(self.kinds)
+        for turn in range(_ROUNDS):
+            before = sum(map(len, wishes.values()))
+            for node in reversed(calls) if turn % 2 else calls:
+                for strategy in self._by_size(node, num, _positions(node, wishes)):
+                    self._wish(node, strategy, wishes)
+            if turn and sum(map(len, wishes.values())) == before:
+                break
+        return wishes
+
+    def _wish(
+        self, node: fx.Node, strategy: Strategy, wishes: dict[fx.Node, tuple[Layout, ...]]
+    ) -> None:
+        pairs = [*zip(tensor_args(node), strategy.ins, strict=True)]
+        pairs += [(r, strategy.outs[i]) for i, r in _result_nodes(node)]
+        for at, layout in pairs:
+            have = wishes.get(at, ())
+            new = layout.outer > 1 and at not in self.free and layout not in have
+            if new and len(have) < _MOST_OUTERS:
+                wishes[at] = tuple(sorted((*have, layout)))
+
+
+def fixed_ways(numbers: Sequence[int], lies: Transfers) -> Ways:
+    """Shardings to choose from that cost nothing by themselves."""
+    labels = tuple(map(lies.label, numbers))
+    return Ways((), (), (tuple(numbers),), np.zeros(len(numbers)), labels)
+
+
+def _circumstances(node: fx.Node) -> Hashable:
+    """All that the ways of a call depend on."""
+    operands = tuple((value(o).shape, value(o).dtype) for o in tensor_args(node))
+    results = tuple(None if r is None else (tuple(r.shape), r.dtype) for r in results_of(node))
+    return node.target, literals(node), operands, results
+
+
+def _positions(
+    node: fx.Node, wishes: Mapping[fx.Node, tuple[Layout, ...]]
+) -> tuple[tuple[int, Layout], ...]:
+    """The wished layouts of a call's operands and results, as `strategies` takes them."""
+    operands = tensor_args(node)
+    at = [*enumerate(operands), *((len(operands) + i, r) for i, r in _result_nodes(node))]
+    return tuple((i, layout) for i, n in at for layout in wishes.get(n, ()))
+
+
+def _result_nodes(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The nodes that stand for a call's results: itself, or the getitem nodes that pick them."""
+    picks = [u for u in node.users if u.target is operator.getitem]
+    return [(picked(u)[1], u) for u in picks] or [(0, node)]
+
+
+def _name(pair: tuple[str, Strategy]) -> str:
+    return pair[0]
+
+
+def _label(axes: Sequence[str], chosen: Sequence[Strategy]) -> str:
+    return "; ".join(f"{axis} {strategy}" for axis, strategy in zip(axes, chosen, strict=True))

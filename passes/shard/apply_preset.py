@@ -1,0 +1,301 @@
+"""Turn a preset's words, or a partial plan, into a full plan for one graph and mesh.
+
+Words are joined by ``+``: one of ``ddp zero1 zero2 fsdp hsdp`` for the data axes, one of ``megatron
+megatron-sp`` for the tensor axes. Axes that no word speaks of get ``ddp`` and ``megatron``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import fx
+
+from partc.errors import PlanError, ShardingError
+from partc.graph import Graph, value
+from partc.passes.shard.cut_weights import cut_weights
+from partc.passes.shard.exchange_rows import with_travelling_rows
+from partc.passes.shard.value_names import value_names
+from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
+from partc.plan.mesh import MB, Mesh, layout_mesh
+from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
+TENSOR_AXES = ("tp",)
+_DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+_TENSOR_WORDS = ("megatron", "megatron-sp")
+PRESETS = (*_DATA_WORDS, *_TENSOR_WORDS)
+_AUTO_NOTE = (
+    "auto: presets chosen by the names of the axes (fsdp, megatron-sp); nothing was searched"
+)
+
+
+def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan:
+    """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed.
+
+    ``rows``: whether tables may stay where they are and rows of them travel, as is faster on this
+    very mesh.
+    """
+    _check_mesh(plan, mesh)
+    _check_names(plan, graph)
+    plan = _by_first_name(plan, graph)
+    tables = (plan.params, plan.inputs, plan.values)
+    named = {axis for table in tables for entry in table.values() for axis in entry}
+    axes = layout_mesh(mesh, plan.microbatches)
+    for axis in sorted({*named, *plan.gather, *plan.scatter}):
+        axes.size(axis)
+    full = plan.changed(mesh=mesh)
+    if plan.preset:
+        full = _fill(full, graph, axes, rows=rows)
+    _check_cuts(full, graph, axes)
+    return full.changed(
+        params={n: full.stored(n) for n in graph.params},
+        inputs={n: full.stored(n, full.inputs) for n in graph.inputs},
+        apart=_apart(full, graph),
+    )
+
+
+def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
+    """The values of which the plan says nothing though they are named like some of which it does:
+    a pattern of those names would speak of them too.
+    """
+    patterns = {widest_pattern(name) for name in plan.values if "*" not in name}
+    names = [*value_names(graph).values(), *graph.params] if patterns else []
+    return frozenset(n for n in names if widest_pattern(n) in patterns and plan.lies(n) is None)
+
+
+def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
+    notes = list(plan.notes)
+    if plan.preset == "auto":
+        plan = plan.changed(preset=_auto(mesh))
+        notes.append(_AUTO_NOTE)
+    words = _words(plan.preset)
+    data, tensor = _axes_of(mesh, words, plan)
+    shard = _sharded_axes(words, data, mesh)
+    inputs = {
+        name: plan.stored(name, plan.inputs)
+        if any(fits(p, name) for p in plan.inputs)
+        else _batch_cut(node, data, mesh)
+        for name, node in graph.inputs.items()
+    }
+    params: dict[str, dict[str, Layout]] = {name: dict(plan.stored(name)) for name in graph.params}
+    pinned = {name for name in params if any(fits(p, name) for p in plan.params)}
+    for axis in tensor:
+        for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
+            params[name][axis] = layout
+    nodes = graph.params
+    for axis in shard:
+        free = {n: params[n] for n in params if n not in pinned}
+        whole: dict[str, Cuts] = {
+            n: {} for n, cuts in free.items() if not _shard(cuts, nodes[n], axis, mesh)
+        }
+        notes += [
+            f"{name} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"
+            for name in fold_names(whole)
+        ]
+    life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
+    gather = {**dict.fromkeys(shard, life), **plan.gather}
+    scatter = dict.fromkeys(tensor, 1) if "megatron-sp" in words else {}
+    filled = plan.changed(
+        params=params,
+        inputs=inputs,
+        reduce="microbatch" if {"zero2", "fsdp", "hsdp"} & set(words) else plan.reduce,
+        gather=gather,
+        scatter={**scatter, **plan.scatter},
+        notes=tuple(dict.fromkeys(notes)),
+    )
+    return with_travelling_rows(filled, graph, mesh, pinned, data, shard) if rows else filled
+
+
+def _auto(mesh: Mesh) -> str:
+    """The presets for the axes that a mesh has."""
+    words = ["fsdp"] if set(mesh.names) & set(DATA_AXES) else []
+    words += ["megatron-sp"] if set(mesh.names) & set(TENSOR_AXES) else []
+    return "+".join(words) or "ddp"
+
+
+def _words(preset: str) -> list[str]:
+    words = [w.strip() for w in preset.split("+")]
+    for word in words:
+        if word not in PRESETS:
+            raise PlanError(
+                where=f"plan {preset!r}",
+                what=f"there is no preset {word!r}",
+                why=f"presets are {', '.join(PRESETS)}",
+                do="Name one of these, or several joined by '+'.",
+            )
+    for family in (_DATA_WORDS, _TENSOR_WORDS):
+        if len({*words} & {*family}) > 1:
+            raise PlanError(
+                where=f"plan {preset!r}",
+                what="two presets for the same axes",
+                why=f"{', '.join(family)} exclude each other",
+                do="Keep one.",
+            )
+    return words
+
+
+def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str) -> dict[str, Cuts]:
+    """Parameters with some cuts, cut along the data axes as well as a preset's words store them."""
+    data = [axis for axis in mesh.names if axis in DATA_AXES]
+    stored = {name: dict(cuts) for name, cuts in params.items()}
+    for axis in _sharded_axes(_words(preset), data, mesh):
+        for name, cuts in stored.items():
+            _shard(cuts, graph.params[name], axis, mesh)
+    return dict(stored)
+
+
+def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:
+    """The mesh's data axes and tensor axes, by their names."""
+    data = [a for a in mesh.names if a in (*DATA_AXES, MB)]
+    tensor = [a for a in mesh.names if a in TENSOR_AXES]
+    pinned = {a for table in (plan.params, plan.inputs) for cuts in table.values() for a in cuts}
+    for axis in mesh.names:
+        if axis not in (*data, *tensor) and axis not in pinned and mesh.size(axis) > 1:
+            raise PlanError(
+                where=f"mesh {mesh}",
+                what=f"no preset knows the axis {axis!r}",
+                why=f"presets use {', '.join((*DATA_AXES, *TENSOR_AXES))}",
+                do="Rename the axis, or say in a plan what it cuts.",
+            )
+    for word, axes, kind in [
+        (w, [a for a in data if a != MB], DATA_AXES) for w in words if w in _DATA_WORDS
+    ] + [(w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS]:
+        if not axes and set(mesh.names) - {MB}:
+            raise PlanError(
+                where=f"mesh {mesh}",
+                what=f"preset {word!r} finds no axis to work on",
+                why=f"it uses {' or '.join(kind)}",
+                do=f"Add such an axis, for example {kind[0]}=2.",
+            )
+    return data, tensor
+
+
+def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
+    """The data axes along which parameters are stored cut."""
+    if not {"zero1", "zero2", "fsdp", "hsdp"} & set(words):
+        return []
+    data = [a for a in data if a != MB]
+    if "hsdp" in words and not {"dp_replicate", "dp_shard"} <= set(data):
+        raise PlanError(
+            where=f"mesh {mesh}",
+            what="hsdp needs the axes dp_replicate and dp_shard",
+            why="it shards inside groups and replicates across them",
+            do="Name the data axes so.",
+        )
+    return [a for a in data if a != "dp_replicate"]
+
+
+def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
+    """Dim 0 of an input over every data axis that divides it."""
+    known = value(node)
+    cuts: dict[str, Layout] = {}
+    for axis in axes:
+        layouts = {**cuts, axis: cut(0)}
+        if known.shape and Sharding.of(layouts, mesh).local_shape(known.shape, mesh):
+            cuts = layouts
+        elif known.shape and known.shape[0] > 1:
+            raise ShardingError(
+                where=f"input {known.name}",
+                what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
+                why=f"{known.shape[0]} is not a multiple of the data ranks times the microbatches",
+                do="Give a global batch that is, or change the mesh or the microbatches.",
+            )
+    return cuts
+
+
+def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh) -> bool:
+    """Store a parameter cut along the first dim that the axis divides; False if there is none."""
+    shape = value(node).shape
+    for dim in range(len(shape)):
+        outer = max((layout.outer for layout in cuts.values() if layout.dim == dim), default=1)
+        layouts = {**cuts, axis: cut(dim, outer)}
+        if shape[dim] > 1 and Sharding.of(layouts, mesh).local_shape(shape, mesh) is not None:
+            cuts[axis] = layouts[axis]
+            return True
+    return False
+
+
+def _check_mesh(plan: Plan, mesh: Mesh) -> None:
+    if plan.mesh is not None and plan.mesh != mesh:
+        raise PlanError(
+            where="plan",
+            what=f"the plan is for mesh {plan.mesh}, not {mesh}",
+            why="its cuts were chosen for those sizes",
+            do="Compile for that mesh, or drop [mesh] from the plan.",
+        )
+
+
+def _check_names(plan: Plan, graph: Graph) -> None:
+    """Every name in the plan must fit something in the model: a typing slip must not pass
+    unseen.
+    """
+    params = [*graph.params, *graph.aliases]
+    calls = [*value_names(graph).values(), *params] if plan.values else []
+    named: tuple[tuple[str, Iterable[str], list[str]], ...] = (
+        ("parameter", plan.params, params),
+        ("input", plan.inputs, [*graph.inputs]),
+        ("value", plan.values, calls),
+    )
+    for kind, table, names in named:
+        for pattern in table:
+            if not any(fits(pattern, n) for n in names):
+                raise PlanError(
+                    where=f"plan, {pattern!r}",
+                    what=f"the model has no such {kind}",
+                    why=f"it has {', '.join(_near(pattern, names))}",
+                    do="Correct the name, or drop the entry.",
+                )
+
+
+def _by_first_name(plan: Plan, graph: Graph) -> Plan:
+    """The same plan with tied parameters under the name that stands in the graph."""
+    params = dict(plan.params)
+    for second, first in graph.aliases.items():
+        named = next((cuts for pattern, cuts in params.items() if fits(pattern, second)), None)
+        if named is not None and not any(fits(pattern, first) for pattern in params):
+            params[first] = named
+    return plan.changed(params=params)
+
+
+def _near(name: str, names: list[str]) -> list[str]:
+    from difflib import get_close_matches
+
+    return get_close_matches(name, names, n=5, cutoff=0.3) or names[:5]
+
+
+def _check_cuts(plan: Plan, graph: Graph, mesh: Mesh) -> None:
+    for node, cuts in _all_cuts(plan, graph):
+        _check_divides(node, cuts, mesh)
+
+
+def _all_cuts(plan: Plan, graph: Graph) -> Iterator[tuple[fx.Node, Cuts]]:
+    for name, node in graph.params.items():
+        yield node, plan.stored(name)
+    for name, node in graph.inputs.items():
+        yield node, plan.stored(name, plan.inputs)
+
+
+def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
+    """ShardingError in the user's terms where a cut does not divide its dim."""
+    known, taken = value(node), {}
+    for axis, layout in cuts.items():
+        num = mesh.size(axis)
+        taken[axis] = layout
+        typed = f"{DTYPE_NAMES.get(known.dtype, known.dtype)}{list(known.shape)}".replace(" ", "")
+        if layout.dim >= len(known.shape):
+            what, why = f"{typed} has no dim {layout.dim}", f"it has {len(known.shape)} dims"
+        elif Sharding.of(taken, mesh).local_shape(known.shape, mesh) is None:
+            size = known.shape[layout.dim]
+            what = f"dim {layout.dim} of {typed} cannot be cut by {axis}={num}"
+            why = f"{size} is not a multiple of {num * layout.outer}"
+            why += f"; {axis} could be {_divisors(size)}"
+        else:
+            continue
+        raise ShardingError(
+            where=known.name, what=what, why=why, do="Pad it, or leave it out of the plan."
+        )
+
+
+def _divisors(size: int) -> str:
+    fits = [str(n) for n in range(2, min(size, 129)) if size % n == 0]
+    return ", ".join(fits[:8]) or "nothing above 1"

@@ -1,0 +1,72 @@
+"""Compute of what follows from the step's inputs alone only the piece that is read.
+
+Cuts spread from parameters and inputs forward, so a mask that is made of positions is whole
+although every attention reads a piece of it. Here its readers' cuts go back to where it begins:
+``keep_piece(positions) -> mask`` instead of ``positions -> keep_piece(mask)``. Such values have no
+gradients, so nothing else depends on how they lie.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch import fx
+
+from partc.graph import Graph, picked, tensor_args
+from partc.graph.given import given
+from partc.passes.shard.price import Choices, Prices
+from partc.plan import Plan
+from partc.plan.sharding import Layout, R
+from partc.rules import strategies
+
+
+def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
+    """Cut what is whole as all its readers read it, from the last call to the first, in place."""
+    known = given(graph)
+    calls = [n for n in graph.calls() if n in known and n.target is not operator.getitem]
+    for axis in graph.mesh.names:
+        prices = Prices(graph, plan, axis, choices, {})
+        for node in reversed(calls):
+            if axis not in choices.get(node, {}):
+                wanted = _wanted(node, choices, axis)
+                if any(layout != R for layout in wanted.values()):
+                    _cut(node, wanted, prices)
+
+
+def _wanted(node: fx.Node, choices: Choices, axis: str) -> dict[int, Layout]:
+    """Per result of a call how its readers read it; whole where they do not agree."""
+    found: dict[int, Layout] = {}
+    for result, layout in _reads(node, choices, axis):
+        found[result] = layout if found.get(result, layout) == layout else R
+    return found
+
+
+def _reads(node: fx.Node, choices: Choices, axis: str) -> Iterator[tuple[int, Layout]]:
+    """Every place where a call's results are read: which result, and in what layout."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from ((picked(user)[1], layout) for _, layout in _reads(user, choices, axis))
+        elif user.op == "output":
+            yield 0, R
+        else:
+            chosen = choices.get(user, {}).get(axis)
+            for i, operand in enumerate(tensor_args(user)):
+                if operand is node:
+                    yield 0, chosen.ins[i] if chosen else R
+
+
+def _cut(node: fx.Node, wanted: dict[int, Layout], prices: Prices) -> None:
+    """Choose the strategy that gives what is wanted and reads least, if there is one."""
+    operands = tensor_args(node)
+    seen = [(len(operands) + i, layout) for i, layout in wanted.items()]
+    fitting = [
+        strategy
+        for strategy in strategies(node, prices.num, seen)
+        if all(strategy.outs[i] == layout for i, layout in wanted.items())
+        and all(layout.kind in ("R", "cut") for layout in (*strategy.ins, *strategy.outs))
+        and prices.fits(node, operands, strategy)
+    ]
+    if fitting:
+        best = min(fitting, key=lambda s: prices.local(node, operands, s))
+        prices.choices.setdefault(node, {})[prices.axis] = best

@@ -1,0 +1,194 @@
+"""Embeddings of which the rows travel, not the table or its gradient.
+
+Under fsdp, to gather a table and to reduce-scatter its gradient sends the whole table twice, for
+the rows of a few tokens. Stored cut along its columns it need not be gathered: each rank looks up
+its columns for the tokens of all ranks, and one all_to_all gives each its own tokens' rows, whole.
+Their gradients go back the same way, and each rank then has all that its columns' gradient is made
+of. The gradient of a table that lies whole need not be summed: every rank gathers the gradients of
+all tokens' rows and makes it itself, as a sparse gradient (Horovod; Parallax, Kim et al. 2019).
+Done where these transfers take less time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from partc.cost.collective_cost import collective_seconds
+from partc.graph import Graph, tensor_args, value
+from partc.passes.shard.value_names import value_names
+from partc.plan import Cuts, Plan
+from partc.plan.mesh import MB, Mesh
+from partc.plan.plan_values import Lies
+from partc.plan.sharding import Layout, R, cut
+from partc.rules import Strategy, strategies
+
+aten = torch.ops.aten
+COLUMNS = cut(1)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The calls that read a table and make its gradient; ``batch`` is how its tokens are cut."""
+
+    table: fx.Node
+    call: fx.Node
+    grad: fx.Node | None
+    batch: Layout
+    over: tuple[str, ...]  # the axes that cut the tokens
+
+    @property
+    def strategies(self) -> Iterator[tuple[fx.Node, Strategy]]:
+        """How its calls are cut where rows are exchanged: along the columns."""
+        columns = cut(len(value(self.call).shape) - 1)
+        yield self.call, Strategy((COLUMNS, R), (columns,))
+        if self.grad is not None:
+            yield self.grad, Strategy((columns, R), (COLUMNS,))
+
+
+def with_travelling_rows(
+    plan: Plan, graph: Graph, mesh: Mesh, pinned: set[str], data: list[str], shard: list[str]
+) -> Plan:
+    """The plan with tables of which rows travel, other than those whose cuts the user ``pinned``.
+    ``data`` are the axes that cut the batch, ``shard`` those along which parameters are stored cut.
+    """
+    params, values, notes = dict(plan.params), dict(plan.values), [*plan.notes]
+    free = {name: cuts for name, cuts in params.items() if name not in pinned}
+    exchanged = {}
+    if len(shard) == 1 and plan.gather[shard[0]] == "use":
+        exchanged = _exchanged(graph, free, plan.inputs, shard[0], mesh)
+    for name, lies in exchanged.items():
+        if all(plan.lies(each) is None for each in lies):
+            params[name] = free[name] = {**free[name], shard[0]: COLUMNS}
+            values |= {each: {shard[0]: one} for each, one in lies.items()}
+            notes.append(f"{name}: its rows travel, which takes less time than the whole")
+    axes = [axis for axis in reversed(data) if axis != MB]
+    sums = mesh.size(MB) if MB in mesh.names and plan.reduce == "microbatch" else 1
+    for name, gathered in _gathered(graph, free, plan.inputs, axes, mesh, sums).items():
+        if plan.lies(name) is None:
+            values[name] = {**values.get(name, {}), **gathered}
+            notes.append(f"{name}: of gathered rows, which takes less time than to sum it")
+    return plan.changed(params=params, values=values, notes=tuple(dict.fromkeys(notes)))
+
+
+def _exchanged(
+    graph: Graph, params: Mapping[str, Cuts], inputs: Mapping[str, Cuts], axis: str, mesh: Mesh
+) -> dict[str, dict[str, Lies]]:
+    """Tables, of the parameters given with their cuts on other axes, whose rows are exchanged over
+    ``axis``: per table what the plan then says of it, and of its calls, on this axis.
+    """
+    found = {name: _lookup(graph, name, inputs, axis) for name in params}
+    better = {
+        name: one
+        for name, one in found.items()
+        if one and all(test(one, params[name], axis, mesh) for test in (_cut_free, _faster))
+    }
+    names = value_names(graph) if better else {}
+    return {name: dict(_values(one, name, names)) for name, one in better.items()}
+
+
+def _gathered(
+    graph: Graph,
+    params: Mapping[str, Cuts],
+    inputs: Mapping[str, Cuts],
+    axes: Iterable[str],
+    mesh: Mesh,
+    sums: int,
+) -> dict[str, dict[str, Lies]]:
+    """Tables, of the parameters given with all their cuts, of which the gradients of rows are
+    gathered over some of ``axes``: per such gradient what the plan then says of it. ``sums`` is how
+    often per step the gradient would be summed.
+    """
+    found: dict[fx.Node, dict[str, Lies]] = {}
+    for name, cuts in params.items():
+        for axis in (each for each in axes if cuts.get(each) != COLUMNS):
+            one = _lookup(graph, name, inputs, axis)
+            if one is not None and one.grad is not None:
+                over = found.get(one.grad, {})
+                if _fewer(one, cuts, over, axis, mesh, sums):
+                    found[one.grad] = {**over, axis: Lies(R, (R, R))}
+    names = value_names(graph) if found else {}
+    return {names[grad]: lies for grad, lies in found.items()}
+
+
+def _values(lookup: Lookup, name: str, names: Mapping[fx.Node, str]) -> Iterator[tuple[str, Lies]]:
+    yield name, Lies(COLUMNS)
+    for node, strategy in lookup.strategies:
+        then = lookup.batch if node is lookup.call else None
+        yield names[node], Lies(strategy.outs[0], strategy.ins, then)
+
+
+def _lookup(graph: Graph, name: str, inputs: Mapping[str, Cuts], axis: str) -> Lookup | None:
+    """The one call that reads a parameter, if it looks up tokens of the batch that ``axis`` cuts;
+    None where something else is done with it.
+    """
+    table, grad = graph.params[name], graph.grads.get(name)
+    call = next(iter(table.users), None)
+    if len(table.users) != 1 or call is None or call.target != aten.embedding.default:
+        return None
+    if grad is not None and grad.target != aten.embedding_dense_backward.default:
+        return None
+    tokens = _first(tensor_args(call)[1])
+    cuts = inputs.get(value(tokens).name, {}) if value(tokens).kind == "input" else {}
+    layout = cuts.get(axis)
+    return Lookup(table, call, grad, layout, tuple(cuts)) if layout == cut(0) else None
+
+
+def _first(tokens: fx.Node) -> fx.Node:
+    """What tokens are made of, without what only reshapes or casts a batch."""
+    while tokens.op == "call_function" and len(made_of := tensor_args(tokens)) == 1:
+        if value(made_of[0]).shape[:1] != value(tokens).shape[:1]:
+            break
+        tokens = made_of[0]
+    return tokens
+
+
+def _cut_free(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
+    """Whether the columns can be cut so: nothing else cuts them, and the rules allow it."""
+    num = mesh.size(axis)
+    if any(layout.dim == 1 for each, layout in cuts.items() if each != axis):
+        return False
+    return value(lookup.table).shape[1] % num == 0 and all(
+        any(
+            (each.ins, each.outs) == (wanted.ins, wanted.outs)
+            for each in strategies(node, num, [*enumerate((*wanted.ins, *wanted.outs))])
+        )
+        for node, wanted in lookup.strategies
+    )
+
+
+def _faster(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
+    """Whether rows travel in less time than the table and its gradient; tokens do not travel, as
+    every rank is given the batch of all.
+    """
+    num, ways = mesh.size(axis), 1 if lookup.grad is None else 2
+    turns = {each: mesh.size(each) for each in {*lookup.over, *(MB,)} & {*mesh.names}}
+    pieces = prod(turns.values())
+    table = _bytes(lookup.table) / prod(mesh.size(a) for a in cuts if a != axis)
+    gather_s = collective_seconds("all_gather", table / num, mesh, axis)
+    reduce_s = collective_seconds("reduce_scatter", table, mesh, axis) * (ways - 1)
+    rows_s = collective_seconds("all_to_all", _bytes(lookup.call) / pieces, mesh, axis) * ways
+    return rows_s < gather_s + reduce_s
+
+
+def _fewer(
+    lookup: Lookup, cuts: Cuts, whole: Iterable[str], axis: str, mesh: Mesh, sums: int
+) -> bool:
+    """Whether gathering the gradients of rows takes less time than the sum of the table's, which
+    leaves with others: no start is saved. Over the axes in ``whole`` rows have been gathered.
+    """
+    turns = {MB} & {*mesh.names}
+    pieces = prod(mesh.size(a) for a in {*lookup.over, *turns} - {*whole})
+    gather_s = collective_seconds("all_gather", _bytes(lookup.call) / pieces, mesh, axis)
+    num_bytes = _bytes(lookup.table) / prod(mesh.size(a) for a in cuts if a != axis)
+    kind = "reduce_scatter" if axis in cuts else "all_reduce"
+    start_s, sum_s = (collective_seconds(kind, size, mesh, axis) for size in (0.0, num_bytes))
+    return gather_s * prod(mesh.size(a) for a in turns) < (sum_s - start_s) * sums
+
+
+def _bytes(node: fx.Node) -> float:
+    return float(prod(value(node).shape) * value(node).dtype.itemsize)

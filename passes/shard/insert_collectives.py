@@ -1,0 +1,293 @@
+"""Turn a graph with shardings into one rank's graph: local sizes, and collectives where layouts
+differ.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from partc.graph import (
+    Graph,
+    Origin,
+    Outputs,
+    Value,
+    block_of,
+    collectives,
+    first_operand,
+    held,
+    picked,
+    results_of,
+    set_held,
+    set_value,
+    tensor_args,
+    value,
+)
+from partc.graph.given import given
+from partc.graph.graph_edits import run_fake
+from partc.passes.shard.microbatches import check_microbatches
+from partc.passes.shard.price import Choices
+from partc.passes.shard.propagate import pinned, placed
+from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
+from partc.plan import Plan
+from partc.plan.mesh import MB, Mesh
+from partc.plan.sharding import R, Sharding, U
+from partc.rules import Strategy, localize
+from partc.rules.local_batch_norm import VARIANT, keeps_first
+
+
+def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
+    """The local graph: ``value`` of each node keeps the whole's shape, ``held`` is what one rank
+    has.
+    """
+    return _Partition(graph, plan, choices).build()
+
+
+@dataclass
+class _Partition:
+    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one
+    first;
+    ``gathered`` those of a parameter as it is computed with, per phase or for the whole step.
+    """
+
+    graph: Graph
+    plan: Plan
+    choices: Choices
+    out: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
+    gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
+    given: set[fx.Node] = field(default_factory=set)  # what exists for all microbatches at once
+    moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
+
+    def build(self) -> Graph:
+        mesh = self.graph.mesh
+        pins = pinned(self.graph, self.plan)
+        self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
+        self.given = given(self.graph) if MB in mesh.names else set()
+        for node in self.graph.fx.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+        for (
+            node
+        ) in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
+            batch = self.copies[node][Sharding()]
+            piece = self._reshard(batch, placed(node, self.plan), value(node))
+            self.copies[node] = {value(piece).sharding: piece, Sharding(): batch}
+        for node in self.graph.calls():
+            self._call(node)
+        outputs = self._finish(self.graph.outputs)
+        self.out.output(outputs.as_dict())
+        local = replace(self.graph, fx=self.out, mesh=mesh)
+        _drop_unused(self.out)
+        check_microbatches(local)
+        settle_modules(local)
+        return local
+
+    def _place(self, node: fx.Node) -> None:
+        known = value(node)
+        cuts = self.plan.stored(known.name) if known.kind == "param" else {}
+        stored = self.plan.sharding(cuts)
+        new = self.out.placeholder(str(node.target))
+        new.name = node.name
+        set_value(new, replace(known, sharding=stored))
+        shape = stored.local_shape(known.shape, self.graph.mesh)
+        assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
+        set_held(new, held(node).new_empty(shape))
+        self.copies[node] = {stored: new}
+
+    def _call(self, node: fx.Node) -> None:
+        """Write one call on local operands, bringing each operand into the layout its strategy
+        asks for.
+        """
+        known = value(node)
+        new = self._localized(node, self.choices.get(node, {}))
+        set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
+        self.copies[node] = {known.sharding: self._first_only(node, new)}
+
+    def _localized(self, node: fx.Node, chosen: dict[str, Strategy]) -> fx.Node:
+        operands = tensor_args(node)
+        local_of: list[fx.Node] = []
+        for i, operand in enumerate(operands):
+            layouts = {axis: s.ins[i] for axis, s in chosen.items()}
+            if len(results_of(operand)) == 1 and not isinstance(held(operand), (tuple, list)):
+                want = Sharding.of(layouts, self.graph.mesh)
+                local_of.append(self._get(operand, want, value(node)))
+            else:  # the tuple that a getitem reads
+                local_of.append(next(iter(self.copies[operand].values())))
+        new = localize(self.out, node, local_of, chosen, self.graph.mesh)
+        known = value(node)
+        own = any(s.variant == VARIANT for s in chosen.values())
+        origin = Origin.LOCAL_STATISTICS if own else known.origin
+        set_value(new, replace(known, name=known.name or node.name, origin=origin))
+        return new
+
+    def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """Where local batch statistics are kept, only the first rank's count."""
+        if node.target is operator.getitem:
+            call, index = picked(node)
+            for axis, strategy in self.choices.get(call, {}).items():
+                if keeps_first(call, strategy, index):
+                    unfinished = value(new).sharding
+                    own = unfinished.with_(axis, R, self.graph.mesh)
+                    set_value(new, replace(value(new), sharding=own))
+                    kwargs = {"axis": axis, "num": self.graph.mesh.size(axis)}
+                    step = Step(collectives.keep_first, kwargs, unfinished)
+                    new = self._step(new, step, value(new), value(new))
+        return new
+
+    def _get(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+        """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy
+        at hand.
+        """
+        copies = self._copies(node, reader)
+        if want not in copies and node in self.given:
+            return self._get_given(node, want, reader)
+        if want not in copies:
+            source = min(copies, key=lambda have: self._cost(have, want))
+            at = value(node) if node in self.moved else reader
+            copies[want] = self._reshard(copies[source], want, at)
+        return copies[want]
+
+    def _get_given(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+        """Another copy of what follows from the inputs alone: for all microbatches at once, or
+        taken from one that is whole in every respect."""
+        copies, sharding = self.copies[node], Sharding()
+        if want.on(MB) == R and node.op != "placeholder":
+            sharding = value(node).sharding.with_(MB, R, self.graph.mesh)
+        if sharding not in copies:
+            axes = dict(sharding.layouts) if sharding.layouts else {}
+            chosen = {a: s for a, s in self.choices.get(node, {}).items() if a in axes}
+            new = self._localized(node, chosen)
+            set_value(new, replace(value(new), sharding=sharding))
+            copies[sharding] = new
+        if want not in copies:
+            copies[want] = self._reshard(copies[sharding], want, reader)
+        return copies[want]
+
+    def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
+        """The copies a reader may use. A parameter that is gathered lives for one phase or for the
+        step.
+        """
+        if value(node).kind != "param":
+            return self.copies[node]
+        (stored, shard), *_ = self.copies[node].items()
+        lives = {self.plan.gather[a] for a, _ in stored.layouts if a in self.plan.gather}
+        scope = (node, reader.phase if "use" in lives else "step")
+        if scope not in self.gathered:
+            used = placed(node, self.plan)
+            self.gathered[scope] = {used: self._reshard(shard, used, reader)}
+        return self.gathered[scope]
+
+    def _cost(self, have: Sharding, want: Sharding) -> float:
+        costs = (
+            transition_cost(have.on(a), want.on(a), self.graph.mesh.size(a))
+            for a in self.graph.mesh.names
+        )
+        return sum(float("inf") if c is None else c for c in costs)
+
+    def _reshard(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+        made_by = value(node)
+        for step in reshard_steps(made_by.sharding, want, self.graph.mesh):
+            node = self._step(node, step, made_by, reader)
+        return node
+
+    def _step(self, node: fx.Node, step: Step, made_by: Value, reader: Value) -> fx.Node:
+        """One collective. A reduction stands with what made the value, a gather with what reads
+        it.
+        """
+        reduces = step.target in (collectives.all_reduce, collectives.reduce_scatter)
+        at = made_by if reduces and made_by.kind == "op" else reader
+        new = self.out.call_function(step.target, (node,), dict(step.kwargs))
+        set_value(new, replace(
+            made_by, kind="op", sharding=step.after, name=made_by.name,
+            module=at.module, source=at.source, phase=at.phase, stage=at.stage,
+            forward=made_by.forward,
+        ))  # fmt: skip
+        set_held(new, run_fake(step.target, (node,), step.kwargs))
+        return new
+
+    def _finish(self, outputs: Outputs) -> Outputs:
+        """Bring every result of the step into the layout it has to end in."""
+        grads = {
+            n: self._sum(g, self.plan.sharding(self.plan.stored(n)), self.plan.reduce)
+            for n, g in outputs.grads.items()
+        }
+        return Outputs(
+            loss=None if outputs.loss is None else self._sum(outputs.loss, Sharding(), "step"),
+            grads=grads,
+            buffers={n: self._final(b, Sharding()) for n, b in outputs.buffers.items()},
+            results={n: self._collected(r) for n, r in outputs.results.items()},
+        )
+
+    def _sum(self, node: fx.Node, want: Sharding, when: str) -> fx.Node:
+        """Bring a sum over microbatches into its final layout: over ranks once per step, or per
+        microbatch."""
+        mesh = self.graph.mesh
+        if MB not in mesh.names:
+            return self._final(node, want)
+        have = value(node).sharding
+        before = (_until_last if when == "step" else _in_pieces)(have, want, mesh)
+        turn = self._get(node, before.with_(MB, U, mesh), value(node))
+        whole = value(turn).sharding.with_(MB, R, mesh)
+        kwargs = {"axis": MB, "num": mesh.size(MB)}
+        step = Step(collectives.accumulate, kwargs, whole)
+        return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
+
+    def _collected(self, node: fx.Node) -> fx.Node:
+        """A result of the model for the whole batch, on every rank."""
+        layout = value(node).sharding.on(MB)
+        if layout.kind != "cut":
+            return self._final(node, Sharding())
+        mesh = self.graph.mesh
+        turn = self._get(node, Sharding().with_(MB, layout, mesh), value(node))
+        kwargs = {"axis": MB, "num": mesh.size(MB), "dim": layout.dim, "outer": layout.outer}
+        return self._step(
+            turn, Step(collectives.collect, kwargs, Sharding()), value(turn), value(node)
+        )
+
+    def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
+        return self._get(node, want, value(node))
+
+
+SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
+
+
+def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
+    """How a gradient lies until the last microbatch, after which sums are finished; what else it
+    takes to the end is done with each.
+    """
+    sums = have.with_(MB, R, mesh)
+    if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
+        return have
+    waits = [axis for axis in mesh.names if have.on(axis) == U]
+    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
+
+
+def _in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
+    """How a gradient is kept from one microbatch to the next: cut as it is stored, while a sum over
+    axes that all store it alike can wait for the last one.
+    """
+    waits = [axis for axis in mesh.names if have.on(axis) == U and want.on(axis) == R]
+    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Erase calls that nothing reads; inputs of the step stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def settle_modules(local: Graph) -> None:
+    """A resharded copy that several modules read belongs to none of them: it stands with its
+    value.
+    """
+    moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
+    for node in local.calls():
+        if node.target in moves and value(first_operand(node)).kind == "op":
+            owners = {block_of(u) for u in node.users if u.op == "call_function"}
+            if len(owners) > 1:
+                made_by = value(first_operand(node))
+                set_value(node, replace(value(node), module=made_by.module, source=made_by.source))

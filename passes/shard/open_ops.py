@@ -1,0 +1,169 @@
+"""Write an op that cannot be cut as the few ops it is made of, which can.
+
+Softmax over a cut dim becomes max, exp and sum with the max and the sum finished over the axis (as
+Megatron's vocabulary-parallel cross-entropy); batch normalisation of a cut batch becomes sums (as
+SyncBatchNorm).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from partc.graph import Graph, held, op_word, picked, value
+from partc.graph.graph_edits import Writer
+
+aten = torch.ops.aten
+Results = tuple[Any, ...]  # one node (or None) per result of the opened op
+
+
+def opens(node: fx.Node) -> bool:
+    """Whether there is an opening for this call."""
+    return node.target in _OPENINGS
+
+
+def open_op(graph: Graph, node: fx.Node) -> fx.Node:
+    """Replace a call by its opening; returns the first node of what stands there now."""
+    write = Writer(graph.fx, node, replace(value(node), opened=op_word(node.target)))
+    before = node.prev
+    results = _OPENINGS[node.target](write, *node.args, **node.kwargs)
+    if len(results) == 1:
+        node.replace_all_uses_with(results[0])
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(results[picked(user)[1]])
+            graph.fx.erase_node(user)
+    graph.fx.erase_node(node)
+    return before.next
+
+
+def _log_softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
+    """x - max - log(sum(exp(x - max))), contiguous: kernels of losses in two dims ask for it."""
+    if not held(x).is_contiguous():
+        x = write(aten.clone.default, x, memory_format=torch.contiguous_format)
+    if half_to_float:
+        x = write(aten._to_copy.default, x, dtype=torch.float32)
+    shifted = write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True))
+    total = write(aten.sum.dim_IntList, write(aten.exp.default, shifted), [dim], True)
+    return (write(aten.sub.Tensor, shifted, write(aten.log.default, total)),)
+
+
+def _log_softmax_backward(
+    write: Writer, d_y: fx.Node, y: fx.Node, dim: int, dtype: torch.dtype
+) -> Results:
+    """d_y - exp(y) * sum(d_y)."""
+    total = write(aten.sum.dim_IntList, d_y, [dim], True)
+    d_x = write(aten.sub.Tensor, d_y, write(aten.mul.Tensor, write(aten.exp.default, y), total))
+    return (_cast(write, d_x, dtype),)
+
+
+def _softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
+    if half_to_float:
+        x = write(aten._to_copy.default, x, dtype=torch.float32)
+    exp = write(
+        aten.exp.default, write(aten.sub.Tensor, x, write(aten.amax.default, x, [dim], True))
+    )
+    return (write(aten.div.Tensor, exp, write(aten.sum.dim_IntList, exp, [dim], True)),)
+
+
+def _softmax_backward(
+    write: Writer, d_y: fx.Node, y: fx.Node, dim: int, dtype: torch.dtype
+) -> Results:
+    """(d_y - sum(d_y * y)) * y."""
+    inner = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, y), [dim], True)
+    d_x = write(aten.mul.Tensor, write(aten.sub.Tensor, d_y, inner), y)
+    return (_cast(write, d_x, dtype),)
+
+
+def _cast(write: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if held(x).dtype == dtype else write(aten._to_copy.default, x, dtype=dtype)
+
+
+def _others(x: fx.Node) -> list[int]:
+    """All dims of a batch-norm operand but the channels."""
+    return [d for d in range(held(x).dim()) if d != 1]
+
+
+def _per_channel(write: Writer, stat: fx.Node, like: fx.Node) -> fx.Node:
+    """A value per channel, shaped to broadcast over ``like``."""
+    return write(aten.view.default, stat, [1, -1, *[1] * (held(like).dim() - 2)])
+
+
+def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Node, fx.Node, int]:
+    """Mean, biased variance, 1 / sqrt(variance + eps) per channel, and how many values each is
+    of.
+    """
+    count = prod(s for d, s in enumerate(held(x).shape) if d != 1)
+    mean = write(aten.div.Tensor, write(aten.sum.dim_IntList, x, _others(x)), count)
+    centred = write(aten.sub.Tensor, x, _per_channel(write, mean, x))
+    squares = write(aten.sum.dim_IntList, write(aten.mul.Tensor, centred, centred), _others(x))
+    var = write(aten.div.Tensor, squares, count)
+    rstd = write(aten.rsqrt.default, write(aten.add.Tensor, var, eps))
+    return mean, var, rstd, count
+
+
+def _normalised(write: Writer, x: fx.Node, mean: fx.Node, rstd: fx.Node) -> fx.Node:
+    centred = write(aten.sub.Tensor, x, _per_channel(write, mean, x))
+    return write(aten.mul.Tensor, centred, _per_channel(write, rstd, x))
+
+
+def _moved(write: Writer, running: fx.Node, now: fx.Node, momentum: float) -> fx.Node:
+    """The running statistic after this batch: ``(1 - momentum) * running + momentum * now``."""
+    kept = write(aten.mul.Tensor, running, 1 - momentum)
+    return write(aten.add.Tensor, kept, write(aten.mul.Tensor, now, momentum))
+
+
+def _batch_norm(
+    write: Writer, x: fx.Node, weight: Any, bias: Any, running_mean: Any, running_var: Any,
+    training: bool, momentum: float, eps: float,
+) -> Results:  # fmt: skip
+    """Out, mean, rstd and the new running statistics, of the whole batch (SyncBatchNorm)."""
+    mean, var, rstd, count = _batch_stats(write, x, eps)
+    y = _normalised(write, x, mean, rstd)
+    if weight is not None:
+        y = write(aten.mul.Tensor, y, _per_channel(write, weight, x))
+    if bias is not None:
+        y = write(aten.add.Tensor, y, _per_channel(write, bias, x))
+    new_mean = new_var = None
+    if running_mean is not None:
+        unbiased = write(aten.mul.Tensor, var, count / max(count - 1, 1))
+        new_mean = _moved(write, running_mean, mean, momentum)
+        new_var = _moved(write, running_var, unbiased, momentum)
+    return y, mean, rstd, new_mean, new_var
+
+
+def _batch_norm_backward(
+    write: Writer, d_y: fx.Node, x: fx.Node, weight: Any, running_mean: Any, running_var: Any,
+    mean: fx.Node, rstd: fx.Node, train: bool, eps: float, mask: list[bool],
+) -> Results:  # fmt: skip
+    """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), and the two
+    sums.
+    """
+    count = prod(s for d, s in enumerate(held(x).shape) if d != 1)
+    x_hat = _normalised(write, x, mean, rstd)
+    d_bias = write(aten.sum.dim_IntList, d_y, _others(x))
+    d_weight = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, x_hat), _others(x))
+    by_mean = _per_channel(write, write(aten.div.Tensor, d_bias, count), x)
+    by_var = write(
+        aten.mul.Tensor, x_hat, _per_channel(write, write(aten.div.Tensor, d_weight, count), x)
+    )
+    d_x = write(aten.sub.Tensor, write(aten.sub.Tensor, d_y, by_mean), by_var)
+    scale = rstd if weight is None else write(aten.mul.Tensor, rstd, weight)
+    return write(aten.mul.Tensor, d_x, _per_channel(write, scale, x)), d_weight, d_bias
+
+
+_OPENINGS: dict[Any, Callable[..., Results]] = {
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten._softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+}

@@ -1,0 +1,212 @@
+"""Say for every value which pipeline stage computes it, and give each stage its own copy of a tied
+parameter.
+
+Stages cut the forward in the order in which the model runs it. A backward call stands with its
+forward; gradients only flow down. What follows from the inputs alone, and a parameter's casts and
+transposes, stand wherever they are read: every stage computes them for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from partc.errors import PlanError
+from partc.graph import (
+    ANYWHERE,
+    Graph,
+    Outputs,
+    held,
+    is_weight,
+    set_held,
+    set_value,
+    stage_of,
+    update,
+    value,
+)
+from partc.graph.ancestors import ancestors
+from partc.graph.given import given
+from partc.graph.graph_edits import Writer
+
+aten = torch.ops.aten
+COPY = "#"  # between a tied parameter's name and the stage of a copy
+
+
+def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
+    """Set ``stage`` of every call; ``points`` are the module paths at which stages 1, 2, ... begin.
+
+    PlanError where a path names nothing that runs, or the points are out of order.
+    """
+    starts = [_first_call(graph, point) for point in points]
+    free = given(graph)
+    for node in (n for n in graph.fx.nodes if n.op == "placeholder"):
+        update(node, stage=ANYWHERE)
+    stage = 0
+    named = {value(node).name or node.name: node for node in graph.calls()}
+    lines: dict[tuple[str, str], int] = {}  # by module and source: where its forward runs
+    for node in graph.calls():
+        line = value(node).module, value(node).source
+        stage += sum(node is start for start in starts)
+        if node in free or is_weight(node):
+            update(node, stage=ANYWHERE)
+        elif value(node).phase == "F":
+            update(node, stage=stage)
+            lines[line] = stage
+        else:
+            forward = named.get(value(node).forward)
+            wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
+            update(node, stage=_backward_stage(node, wish, len(points)))
+    _check_order(points, starts)
+    return untie(graph)
+
+
+def _first_call(graph: Graph, point: str) -> fx.Node:
+    """The first forward call of a module that computes with parameters or activations."""
+    free = given(graph)
+    for node in graph.calls():
+        path = value(node).module
+        inside = path == point or path.startswith(f"{point}.")
+        if inside and value(node).phase == "F" and node not in free and not is_weight(node):
+            return node
+    raise PlanError(
+        where=f"stages, {point!r}",
+        what="no such module runs",
+        why="a stage begins at the first call of a module's forward",
+        do=f"Name one of {', '.join(_blocks(graph)) or 'the modules that the model runs'}.",
+    )
+
+
+def _blocks(graph: Graph) -> list[str]:
+    """A few module paths that could be named."""
+    paths = dict.fromkeys(value(n).module for n in graph.calls() if value(n).phase == "F")
+    numbered = [p for p in paths if p.rpartition(".")[2].isdigit()]
+    return (numbered or [p for p in paths if p])[:8]
+
+
+def _check_order(points: Sequence[str], starts: Sequence[fx.Node]) -> None:
+    for (a, first), (b, second) in zip(
+        zip(points, starts, strict=True), zip(points[1:], starts[1:], strict=True), strict=False
+    ):
+        if not first < second:
+            raise PlanError(
+                where=f"stages, {b!r}",
+                what=f"it does not run after {a!r}",
+                why="stages cut the forward in the order in which it runs",
+                do="List the points in that order, each once.",
+            )
+
+
+def _backward_stage(node: fx.Node, wish: int, last: int) -> int:
+    """Where its forward stands, the ``wish``, as far as its operands allow: saved values and
+    gradients must be there. PlanError if they are nowhere at once.
+    """
+    placed = [o for o in node.all_input_nodes if o.op == "call_function" and stage_of(o) >= 0]
+    saved = max((stage_of(o) for o in placed if value(o).phase == "F"), default=None)
+    flowing = min((stage_of(o) for o in placed if value(o).phase == "B"), default=last)
+    if not placed and wish == ANYWHERE:  # of weights alone: where the forward reads them last
+        weights = [o for o in ancestors(node) if value(o).kind == "param"]
+        return max((s for weight in weights for s in _stages_reading(weight)), default=last)
+    lowest = 0 if saved is None else saved
+    if lowest <= wish <= flowing:
+        return wish
+    if lowest > flowing:
+        raise _apart(node, lowest, flowing)
+    return flowing if saved is None else saved
+
+
+def _apart(node: fx.Node, saved: int, flowing: int) -> PlanError:
+    known = value(node)
+    return PlanError(
+        where=" ".join(filter(None, [known.module, f"({known.source})"])),
+        what=f"its backward reads what stage {saved} saved and a gradient of stage {flowing}",
+        why="values are sent to later stages, gradients to earlier ones",
+        do="Let the stages begin elsewhere, so that what belongs together is in one of them.",
+    )
+
+
+# tied parameters ----------------------------------------------------------------------------------
+def untie(graph: Graph) -> Graph:
+    """A placeholder of its own for each further stage that reads a parameter, in place.
+
+    Its gradient is the part of the sum that this stage makes.
+    """
+    for name, node in graph.params.items():
+        stages = sorted(set(_stages_reading(node)))
+        for stage in stages[1:]:
+            _move_readers(node, _copy_placeholder(graph, node, f"{name}{COPY}{stage}"), stage)
+        if len(stages) > 1 and name in graph.grads:
+            _share_gradient(graph, name, stages)
+    return graph
+
+
+def _stages_reading(node: fx.Node) -> Iterator[int]:
+    """The stages that read a parameter, through its casts and transposes too."""
+    for user in node.users:
+        if user.op == "call_function":
+            if stage_of(user) == ANYWHERE:
+                yield from _stages_reading(user)
+            else:
+                yield stage_of(user)
+
+
+def _copy_placeholder(graph: Graph, node: fx.Node, name: str) -> fx.Node:
+    *_, last = graph.params.values()
+    with graph.fx.inserting_after(last):
+        copy = graph.fx.placeholder(name.replace(".", "_").replace(COPY, "_"))
+    set_value(copy, replace(value(node), name=name))
+    set_held(copy, held(node))
+    return copy
+
+
+def _move_readers(old: fx.Node, new: fx.Node, stage: int) -> None:
+    """Let the readers on one stage read the copy; casts in between are copied with it."""
+    for user in list(old.users):
+        if user.op != "call_function":
+            continue
+        if stage_of(user) == stage:
+            user.replace_input_with(old, new)
+        elif stage_of(user) == ANYWHERE and stage in _stages_reading(user):
+            with user.graph.inserting_after(user):
+                copy = user.graph.node_copy(user, lambda n: new if n is old else n)
+            set_value(copy, value(user))
+            set_held(copy, held(user))
+            _move_readers(user, copy, stage)
+
+
+def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
+    outputs = graph.outputs
+    parts = _parts(graph, outputs.grads[name])
+    strange = [stage for stage in parts if stage not in stages]
+    if strange:
+        raise PlanError(
+            where=name,
+            what=f"its gradient is made on stage {strange[0]}, which does not read it",
+            why=f"stages {', '.join(map(str, stages))} do",
+            do="Move a stage's beginning, so that these stand together.",
+        )
+    grads = {n: g for n, g in outputs.grads.items() if n != name}
+    for stage, part in parts.items():
+        grads[name if stage == stages[0] else f"{name}{COPY}{stage}"] = part
+    graph.set_outputs(Outputs(outputs.loss, grads, outputs.buffers, outputs.results))
+    for node in reversed(list(graph.calls())):
+        if not node.users:
+            graph.fx.erase_node(node)
+
+
+def _parts(graph: Graph, node: fx.Node) -> dict[int, fx.Node]:
+    """A gradient's summands by the stage that makes them, each stage's added up there."""
+    if node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs:
+        first, second = (_parts(graph, operand) for operand in node.all_input_nodes)
+        if {*first, *second} == {stage_of(node)}:
+            return {stage_of(node): node}
+        write = Writer(graph.fx, node, value(node))
+        joined = {**first, **second}
+        for stage in first:
+            if stage in second:
+                joined[stage] = write(aten.add.Tensor, first[stage], second[stage])
+                update(joined[stage], stage=stage)
+        return dict(sorted(joined.items()))
+    return {stage_of(node): node}

@@ -1,0 +1,119 @@
+"""The schedule of a pipeline and where its stages begin, if the plan does not say: stages so that
+the slowest rank is fastest."""
+
+from __future__ import annotations
+
+from partc.cost.memory_limit import memory_limits
+from partc.cost.pipeline_step import in_flight
+from partc.errors import PlanError
+from partc.graph import Graph
+from partc.passes.stages.cut_virtual_stages import balance_ranks
+from partc.passes.stages.stage_units import stage_units
+from partc.plan import Plan
+from partc.plan.mesh import PP, Mesh
+from partc.schedules import NAMES, Schedule, make
+from partc.schedules.actions import check_schedule
+from partc.schedules.csv_form import read_csv
+from partc.schedules.timing import Costs, timeline
+
+AUTO = "auto"  # the schedule is made for the stages' costs
+
+
+def is_pipeline(plan: Plan, mesh: Mesh) -> bool:
+    """Whether the step has stages or microbatches, were it only one of them."""
+    return bool(plan.stages or plan.order) or plan.microbatches > 1 or PP in mesh.names
+
+
+def choose_schedule(graph: Graph, plan: Plan) -> Plan:
+    """The plan with ``schedule``, if it is of a pipeline; a plan that names one stays as it is."""
+    assert plan.mesh is not None
+    if plan.schedule or not is_pipeline(plan, plan.mesh):
+        return plan
+    return plan.changed(schedule="forward-only" if graph.loss is None else "1f1b")
+
+
+def choose_stages(graph: Graph, plan: Plan) -> Plan:
+    """The plan with ``stages``, for a graph as traced; a plan that names them stays as it is.
+
+    PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
+    """
+    assert plan.mesh is not None
+    if plan.stages or not is_pipeline(plan, plan.mesh):
+        return plan
+    chunks = plan.chunks or _usual_chunks(plan.schedule)
+    like = named_schedule(plan if plan.order else plan.changed(chunks=chunks))
+    if like.stages == 1:
+        return plan
+    there = stage_units(graph, plan)
+    points = balance_ranks(
+        there[0], like.rank_of, in_flight=in_flight(like), there=there,
+        memory_bytes=memory_limits(plan.mesh, plan.memory_bytes),
+    )  # fmt: skip
+    return plan.changed(stages=tuple(there[0][point].name for point in points))
+
+
+def named_schedule(plan: Plan) -> Schedule:
+    """The schedule that the plan names, for its stages; for ``auto`` one with as many.
+
+    PlanError if there is none of this name, or if it does not take so many stages.
+    """
+    if plan.order:
+        return _own_schedule(plan)
+    ranks = pipeline_ranks(plan)
+    chunks = chunks_of(plan)
+    name = plan.schedule
+    if name == AUTO:
+        name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    made = make(name, ranks=ranks, microbatches=plan.microbatches, chunks=chunks)
+    check_schedule(made)
+    return made
+
+
+def _own_schedule(plan: Plan) -> Schedule:
+    """The order that stands in the plan; PlanError if it never finishes or is not one of the
+    plan's ranks, stages and microbatches."""
+    order = read_csv(plan.order, plan.schedule)
+    ranks = pipeline_ranks(plan)
+    stages = len(plan.stages) + 1 if plan.stages else ranks * plan.chunks or order.stages
+    for what, has, wanted in (
+        ("pipeline ranks", order.ranks, ranks),
+        ("pipeline ranks with a stage", sum(map(bool, order.orders)), ranks),
+        ("stages", order.stages, stages),
+        ("microbatches", order.microbatches, plan.microbatches),
+    ):
+        if has != wanted:
+            raise PlanError(
+                where=f"schedule {plan.schedule}",
+                what=f"it has {has} {what}, and the plan {wanted}",
+                why="it has a row per pipeline rank, and in it each stage and microbatch",
+                do=f"Write the schedule for {wanted} {what}, or change the plan.",
+            )
+    timeline(order, Costs.even(order.stages))
+    return order
+
+
+def chunks_of(plan: Plan) -> int:
+    """Stages per pipeline rank: as many as the plan names, or the number it asks for."""
+    ranks, stages = pipeline_ranks(plan), len(plan.stages) + 1
+    if not plan.stages:
+        return plan.chunks or 1
+    if stages % ranks or plan.chunks not in (0, stages // ranks):
+        wanted = ranks * (plan.chunks or _usual_chunks(plan.schedule))
+        raise PlanError(
+            where="plan, stages",
+            what=f"{stages} stages cannot be dealt out to {ranks} pipeline ranks"
+            + (f", {plan.chunks} each" if plan.chunks else ""),
+            why=f"{len(plan.stages)} points make {stages} stages, and each rank runs the same "
+            "number of them",
+            do=f"Name {wanted - 1} points, or none: partc then chooses them.",
+        )
+    return stages // ranks
+
+
+def pipeline_ranks(plan: Plan) -> int:
+    assert plan.mesh is not None
+    return plan.mesh.pipeline_ranks
+
+
+def _usual_chunks(name: str) -> int:
+    return NAMES[name].usual_chunks if name in NAMES else 1

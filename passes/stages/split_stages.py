@@ -1,0 +1,316 @@
+"""One graph per pipeline stage from the local graph of all of them.
+
+A stage's graph receives what the stages before it (forward) and behind it (backward) make, and
+sends on what the next one reads; a value that a later stage reads passes through those in between.
+Calls are sorted into phases: ``S`` once before all microbatches, ``F`` and ``B`` per microbatch,
+``W`` the part of the backward that no other stage waits for, ``E`` once after all microbatches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from partc.errors import PlanError
+from partc.graph import (
+    Graph,
+    Origin,
+    Outputs,
+    Phase,
+    block_of,
+    collectives,
+    held,
+    is_weight,
+    set_held,
+    set_like,
+    set_value,
+    stage_of,
+    value,
+)
+from partc.graph.ancestors import ancestors
+from partc.graph.folds import list_member
+from partc.graph.given import given
+from partc.passes.canonical.fold_layers import Unfolded
+from partc.passes.stages.assign_stages import COPY
+from partc.plan import Plan
+from partc.plan.mesh import MB
+from partc.plan.sharding import R
+
+ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
+Crossing = dict[int, list[fx.Node]]  # by number: what passes between this stage and the next
+
+
+def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
+    """The graphs of stages 0, 1, ... that stand in the graph; ``split_backward`` keeps weight
+    gradients apart (``W``).
+    """
+    free = given(local)
+    once = _made_once(local)
+    phases = _phases(local, plan, free, once)
+    everywhere = free | {n for n in local.calls() if is_weight(n)}
+    everywhere |= {n for n in once if not _of_weights(n)}
+    ahead, back = _crossings(local, phases, everywhere)
+    graphs = [
+        _Stage(local, number, phases, everywhere).graph(
+            received=[*ahead.get(number - 1, ()), *back.get(number, ())],
+            sent=[*ahead.get(number, ()), *back.get(number - 1, ())],
+        )
+        for number in range(len(local.kept.points if local.kept else plan.stages) + 1)
+    ]
+    for fold in {*local.folds} - {fold for graph in graphs for fold in graph.folds}:
+        raise Unfolded(f"{fold.like} stands in no stage")
+    if split_backward:
+        for graph in graphs:
+            _set_weights_apart(graph)
+    return [_in_phase_order(_once(graph)) for graph in graphs]
+
+
+# phases -------------------------------------------------------------------------------------------
+def _phases(
+    local: Graph, plan: Plan, free: set[fx.Node], once: set[fx.Node]
+) -> dict[fx.Node, Phase]:
+    """The phase of every call, ``W`` not told from ``B`` yet."""
+    phases: dict[fx.Node, Phase] = {}
+    for node in local.calls():
+        operands = [phases[o] for o in node.all_input_nodes if o in phases]
+        if node.target in (collectives.accumulate, collectives.collect) or "E" in operands:
+            phases[node] = "E"
+        elif node in once or (_is_steady(node, plan, free) and {*operands} <= {"S"}):
+            phases[node] = "S"
+        else:
+            phases[node] = value(node).phase
+    return phases
+
+
+def _made_once(local: Graph) -> set[fx.Node]:
+    """The calls that new values of buffers are made of which do not follow from the batch (counts,
+    spectral norms, averages of weights): a step gives each buffer one new value. Batches that are
+    normalised one by one are counted one by one.
+    """
+    local_statistics = (n for n in local.calls() if value(n).origin is Origin.LOCAL_STATISTICS)
+    one_by_one = {value(node).module for node in local_statistics}
+    found: set[fx.Node] = set()
+    for new in local.outputs.buffers.values():
+        made_of = ancestors(new)
+        steady = not any(value(node).kind == "input" for node in made_of)
+        if steady and value(new).module not in one_by_one:
+            found |= {node for node in made_of if node.op == "call_function"}
+    return found
+
+
+def _of_weights(node: fx.Node) -> bool:
+    """Whether a parameter has a part in a value."""
+    return any(o.op == "placeholder" and value(o).kind == "param" for o in ancestors(node))
+
+
+def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
+    """Whether a call gives the same for all microbatches and may be kept for the whole step."""
+    if value(node).sharding.on(MB) != R:
+        return False
+    if node.target in collectives.COLLECTIVES and is_weight(node):
+        return plan.gather.get(str(node.kwargs["axis"])) == "step"
+    return (node in free or is_weight(node)) and not _of_a_block(node)
+
+
+def _of_a_block(node: fx.Node) -> bool:
+    """Whether a value is made of what one block of a list owns: a loop over the blocks would have
+    to be given each one's, so that blocks make it themselves, a view or a cast, in every turn.
+    """
+    held_by = (value(o) for o in ancestors(node) if o.op == "placeholder")
+    return any(list_member(v.name)[0] for v in held_by if v.kind in ("param", "buffer"))
+
+
+# stages -------------------------------------------------------------------------------------------
+def _crossings(
+    local: Graph, phases: dict[fx.Node, Phase], everywhere: set[fx.Node]
+) -> tuple[Crossing, Crossing]:
+    """What passes on in the forward, and back in the backward, by the stage before the boundary."""
+    ahead: Crossing = {}
+    back: Crossing = {}
+    for node in local.calls():
+        readers = [stage_of(u) for u in node.users if u.op == "call_function"]
+        if not readers or node in everywhere:
+            continue
+        if phases[node] == "S" and max(readers) > stage_of(node):
+            raise _read_elsewhere(node, max(readers))
+        if phases[node] == "F":
+            for number in range(stage_of(node), max(readers)):
+                ahead.setdefault(number, []).append(node)
+        elif phases[node] == "B" and min(readers) >= 0:
+            for number in range(min(readers), stage_of(node)):
+                back.setdefault(number, []).append(node)
+    return ahead, back
+
+
+@dataclass
+class _Stage:
+    """Copies one stage's calls into a graph of their own; ``copies`` from node to its copy.
+
+    What is ``everywhere`` each stage computes for itself.
+    """
+
+    local: Graph
+    number: int
+    phases: dict[fx.Node, Phase]
+    everywhere: set[fx.Node]
+    out: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def graph(self, received: Sequence[fx.Node], sent: Sequence[fx.Node]) -> Graph:
+        calls = self._calls()
+        wanted = {o for node in calls for o in node.all_input_nodes}
+        news = self.local.outputs.buffers  # where they go to stands here though nobody reads it
+        wanted |= {self.local.buffers[name] for name, new in news.items() if new in calls}
+        for node in self.local.fx.nodes:
+            if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
+                self._place(node)
+        for node in received:
+            self._receive(node)
+        for node in calls:
+            copy = self.out.node_copy(node, lambda n: self.copies[n])
+            set_like(copy, node)
+            set_value(copy, replace(value(node), phase=self.phases[node], stage=self.number))
+            self.copies[node] = copy
+        self.out.output(self._outputs(sent).as_dict())
+        names = {value(n).name for n in self.out.nodes if n.op == "placeholder"}
+        aliases = {a: b for a, b in self.local.aliases.items() if b in names}
+        constants = {n: t for n, t in self.local.constants.items() if n in names}
+        folds = tuple(fold for fold in self.local.folds if self._runs(fold.like))
+        return replace(
+            self.local, fx=self.out, aliases=aliases, constants=constants, folds=folds, kept=None
+        )
+
+    def _runs(self, block: str) -> bool:
+        return any(
+            f"{value(n).module}.".startswith(f"{block}.") and stage_of(n) == self.number
+            for n in self.local.calls()
+        )
+
+    def _calls(self) -> list[fx.Node]:
+        """The stage's own calls, and those that every stage makes for itself, in order."""
+        calls = list(self.local.calls())
+        own = {n for n in calls if n not in self.everywhere and stage_of(n) == self.number}
+        needed = own | self._news()
+        for node in reversed(calls):
+            if node in self.everywhere and any(u in needed for u in node.users):
+                needed.add(node)
+        return [n for n in calls if n in needed]
+
+    def _news(self) -> set[fx.Node]:
+        """New values of buffers that any stage can make, where they stand in the model or first."""
+        news = self.local.outputs.buffers.values()
+        return {n for n in news if n in self.everywhere and max(stage_of(n), 0) == self.number}
+
+    def _place(self, node: fx.Node) -> None:
+        copy = self.out.placeholder(str(node.target))
+        copy.name = node.name
+        known = value(node)
+        set_value(copy, replace(known, name=known.name.partition(COPY)[0]))
+        set_held(copy, held(node))
+        self.copies[node] = copy
+
+    def _receive(self, node: fx.Node) -> None:
+        copy = self.out.placeholder(node.name)
+        known = value(node)
+        set_value(copy, replace(known, kind="received", name=node.name, phase=self.phases[node]))
+        set_held(copy, held(node))
+        self.copies[node] = copy
+
+    def _outputs(self, sent: Sequence[fx.Node]) -> Outputs:
+        """The results that this stage makes, and what it sends."""
+        whole, copies = self.local.outputs, self.copies
+        here = {n for n in copies if n.op == "call_function" and stage_of(n) == self.number}
+        here |= {n for n in whole.buffers.values() if n in copies}
+        return Outputs(
+            loss=copies[whole.loss] if whole.loss in here else None,
+            grads={n.partition(COPY)[0]: copies[g] for n, g in whole.grads.items() if g in here},
+            buffers={n: copies[b] for n, b in whole.buffers.items() if b in here},
+            results={n: copies[r] for n, r in whole.results.items() if r in here},
+            sent={node.name: copies[node] for node in sent},
+        )
+
+
+def _read_elsewhere(node: fx.Node, stage: int) -> PlanError:
+    known = value(node)
+    return PlanError(
+        where=f"{known.module or 'the model'} ({known.source})",
+        what=f"stage {stage} reads what stage {stage_of(node)} makes of its weights for a buffer",
+        why="it is made once per step, and nothing is sent but what microbatches compute",
+        do="Begin the stages elsewhere, so that one has both.",
+    )
+
+
+# weight gradients apart ---------------------------------------------------------------------------
+def _set_weights_apart(graph: Graph) -> None:
+    """Move to ``W`` what only gradients of parameters need: their last contraction or sum, with
+    the cheap calls that feed it alone."""
+    apart: set[fx.Node] = set()
+    works: set[fx.Node] = set()  # of those apart, the contractions and what leads to one
+    sent = {*graph.outputs.sent.values()}
+    for node in reversed(list(graph.calls())):
+        if value(node).phase != "B" or node in sent:
+            continue
+        readers = [u for u in node.users if u.op == "call_function"]
+        if not all(u in apart or value(u).phase == "E" for u in readers):
+            continue
+        # what follows is at most the finished gradient's way to its parameter
+        is_last = not any(u in works or _is_heavy(u) for u in readers)
+        if is_last or (not _is_heavy(node) and _stands_with(node, readers)):
+            apart.add(node)
+            if not is_last or _is_heavy(node):
+                works.add(node)
+    for node in graph.calls():
+        picks = node.target is operator.getitem  # what one call gives stays together
+        if node in apart and not (picks and node.all_input_nodes[0] not in apart):
+            set_value(node, replace(value(node), phase="W"))
+    for node in graph.calls():  # one of several results is made where the others are
+        if node.target is operator.getitem and node in apart:
+            made = value(node.all_input_nodes[0]).phase
+            set_value(node, replace(value(node), phase=made))
+
+
+def _stands_with(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
+    """Whether the readers are of the same block: what runs between blocks stays in the backward,
+    so that the first block is as the others."""
+    return all(block_of(reader) == block_of(node) for reader in readers)
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """A contraction, or anything else that is not elementwise, a view or a sum."""
+    tags = getattr(node.target, "tags", ())
+    name = getattr(node.target, "__name__", "")
+    views = getattr(node.target, "is_view", False)
+    light = ("sum", "reshape", "permute", "getitem", "wait", "cat", "clone", "to_copy", "expand")
+    return not (
+        torch.Tag.pointwise in tags
+        or views
+        or any(word in name for word in light)
+        or node.target in (*collectives.COLLECTIVES, *collectives.LOCAL)
+    )
+
+
+def _once(graph: Graph) -> Graph:
+    """Compute once what several blocks compute alike from what all microbatches share."""
+    known: dict[object, fx.Node] = {}
+    for node in list(graph.calls()):
+        if value(node).phase == "S" and node.target not in collectives.COLLECTIVES:
+            key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+            first = known.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.fx.erase_node(node)
+    return graph
+
+
+def _in_phase_order(graph: Graph) -> Graph:
+    """Phase after phase, each in its own order."""
+    anchor = next(n for n in reversed(list(graph.fx.nodes)) if n.op == "placeholder")
+    for node in sorted(graph.calls(), key=lambda n: ORDER.index(value(n).phase)):
+        anchor.append(node)
+        anchor = node
+    graph.fx.lint()
+    return graph

@@ -1,0 +1,169 @@
+"""The joint graph as a chain of units that pipeline stages are made of.
+
+A unit is one of several alike blocks, or a module between them (embedding, norm, head), in the
+order in which the forward runs. Its name is the module path at which a stage may begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+
+from torch import fx
+
+from partc.cost.memory import STATE_COPIES
+from partc.cost.roofline import piece_seconds
+from partc.cost.storage import Replay, Storage, replay
+from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
+from partc.graph.blocks import blocks_of, prefixes
+from partc.graph.given import given
+from partc.graph.graph_edits import copied
+from partc.machines.topology import Device
+from partc.passes.recompute.choose import recompute
+from partc.passes.stages.cut_stages import Unit
+from partc.plan import Plan
+
+
+def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[list[Unit]]:
+    """The chain of a traced graph, before it is cut, as each pipeline rank's devices run it: the
+    same list for those that are alike. ``plan`` is complete.
+
+    Costs are those of one rank and microbatch. They take compute as even over a stage's ranks, and
+    activations as cut along the axes that cut the batch or the sequence. A unit holds its
+    parameters, their gradients and the optimizer's states.
+    """
+    if plan.recompute != "none" and graph.loss is not None:
+        graph = recompute(copied(graph), plan)
+    chain = _Chain(graph, replay(graph))
+    assert plan.mesh is not None
+    mesh = plan.mesh
+    ranks = mesh.without_pipeline().num_ranks
+    cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
+    pieces = plan.microbatches * prod(size for name, size in mesh.axes if name in cutting)
+    turns = plan.microbatches * ranks
+    state = {
+        name: (2 + STATE_COPIES[optimizer]) * _num_bytes(node)
+        // prod(mesh.size(axis) for axis in plan.stored(name))
+        for name, node in graph.params.items()
+    }  # fmt: skip
+    crossing = chain.crossing()
+
+    @cache
+    def on(device: Device) -> list[Unit]:
+        return [
+            Unit(
+                name=name,
+                forward_us=1e6 * chain.seconds(unit.forward, device, turns),
+                backward_us=1e6 * chain.seconds(unit.backward, device, turns),
+                parameter_bytes=sum(state[name] for name in unit.params()),
+                activation_bytes=chain.saved(unit) // pieces,
+                boundary_bytes=crossing[number] // pieces,
+            )
+            for number, unit in enumerate(chain.units)
+            for name in unit_names(graph, unit.name)
+        ]
+
+    return [on(mesh.at_place(at).hardware.device) for at in range(mesh.pipeline_ranks)]
+
+
+def chain_names(graph: Graph) -> list[str]:
+    """The names of all units, in order."""
+    units = _Chain(graph, replay(graph)).units
+    return [name for unit in units for name in unit_names(graph, unit.name)]
+
+
+def unit_names(graph: Graph, name: str) -> list[str]:
+    """A unit, and those like it that the graph leaves out."""
+    folds = (f for f in graph.folds if f.like == name)
+    return [name, *(f"{f.path}.{i}" for f in folds for i in range(f.first, f.last + 1))]
+
+
+@dataclass
+class _Calls:
+    """A unit's calls."""
+
+    name: str
+    forward: list[fx.Node] = field(default_factory=list)
+    backward: list[fx.Node] = field(default_factory=list)
+
+    def params(self) -> dict[str, None]:
+        """The parameters that its forward reads."""
+        read = (o for node in self.forward for o in node.all_input_nodes if is_weight(o))
+        return dict.fromkeys(value(_root(node)).name for node in read)
+
+
+class _Chain:
+    """The units of a graph, and what their calls cost."""
+
+    def __init__(self, graph: Graph, ran: Replay) -> None:
+        self.ran = ran
+        self.unit_of: dict[fx.Node, int] = {}
+        self.units: list[_Calls] = []
+        self._forward(graph)
+        self._backward(graph)
+
+    def _forward(self, graph: Graph) -> None:
+        """A unit begins where the first call of its module runs; what has no such place belongs to
+        the unit before it."""
+        free, blocks = given(graph), blocks_of(graph)
+        entered: set[str] = set()
+        for node in graph.calls():
+            known = value(node)
+            if known.phase != "F" or node in free or is_weight(node):
+                continue
+            inside = list(prefixes(known.module))
+            path = next((p for p in inside if p in blocks), known.module)
+            if not self.units or (path and path not in entered):
+                self.units.append(_Calls(path))
+            entered.update(inside)
+            self.units[-1].forward.append(node)
+            self.unit_of[node] = len(self.units) - 1
+
+    def _backward(self, graph: Graph) -> None:
+        """A backward call belongs to the unit of the forward call whose gradient it makes."""
+        named = {value(node).name or node.name: node for node in self.unit_of}
+        here = len(self.units) - 1
+        for node in graph.calls():
+            if value(node).phase == "B":
+                forward = named.get(value(node).forward)
+                here = here if forward is None else self.unit_of[forward]
+                self.units[here].backward.append(node)
+
+    def seconds(self, calls: list[fx.Node], device: Device, pieces: int) -> float:
+        """Of one piece of each call: small ones are less than a part as fast as large ones."""
+        return sum(piece_seconds(node, self.ran, device, pieces) for node in calls)
+
+    def saved(self, unit: _Calls) -> int:
+        """Bytes that a unit's forward makes and any backward reads."""
+        memory: dict[Storage, int] = {}
+        for node in unit.forward:
+            if any(value(u).phase == "B" for u in node.users if u.op == "call_function"):
+                memory |= self.ran.storages(node)
+        return sum(memory.values())
+
+    def crossing(self) -> list[int]:
+        """Per unit, the bytes that later forwards read of it and of those before it."""
+        change = [0] * (len(self.units) + 1)
+        for node, unit in self.unit_of.items():
+            last = max((self.unit_of.get(user, unit) for user in node.users), default=unit)
+            if is_tensor(node):
+                change[unit] += _num_bytes(node)
+                change[last] -= _num_bytes(node)
+        sums, now = [], 0
+        for each in change[:-1]:
+            now += each
+            sums.append(now)
+        return sums
+
+
+def _root(weight: fx.Node) -> fx.Node:
+    """The parameter that a weight is made of."""
+    while weight.op == "call_function":
+        weight = tensor_args(weight)[0]
+    return weight
+
+
+def _num_bytes(node: fx.Node) -> int:
+    fake = held(node)
+    return int(fake.numel() * fake.element_size())

@@ -1,0 +1,194 @@
+"""The rooms of the source, bottom-up, and what of one room imports what of another.
+
+``python -m tests.house [FOLDER]`` counts a checkout: modules and lines of each room, files above
+300 lines, imports that run upward, circles, lines of the README.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import networkx as nx
+
+HERE = Path(__file__).resolve().parents[1]
+GROUND = "partc (ground)"  # words that all rooms use, directly in partc/
+TOP = "partc (top)"  # what joins all rooms, directly in partc/
+FACE = "partc"  # the package file alone, which gives each public name from its module
+LONG = 300  # lines of a file
+
+# Each room imports from those before it alone.
+ROOMS = (
+    GROUND,
+    "partc.schedules",
+    "partc.machines",
+    "partc.plan",
+    "partc.graph",
+    "partc.rules",
+    "partc.cost",
+    "partc.trace",
+    "partc.checks",
+    "partc.passes.canonical",
+    "partc.passes.shard",
+    "partc.passes.recompute",
+    "partc.passes.overlap",
+    "partc.passes.stages",
+    "partc.passes.search.solver",
+    "partc.passes.search.shardings",
+    "partc.passes.search.plans",
+    "partc.program",
+    "partc.codegen",
+    "partc.codegen.helpers",
+    "partc.codegen.repeats",
+    "partc.codegen.calls",
+    "partc.codegen.bodies",
+    "partc.codegen.files",
+    "partc.dryrun",
+    "partc.reports",
+    "partc.verification",
+    "partc.measure",
+    TOP,
+    "partc.cli",
+)
+_TOP_MODULES = {"partc.api", "partc.lowering", "partc.traced"}
+_COMMAND_LINE = {"partc.__main__"}
+_PASSES, _SEARCH = (
+    "partc.passes",
+    "partc.passes.search",
+)  # folders of rooms, with no module of theirs
+_DOTTED = re.compile(r"partc(\.[A-Za-z_]\w*)+\Z")
+_OWN_OPS = "partc.ops."  # how rules and errors name the functions of partc.graph.ops
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module that another one imports, or names in a string."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+@dataclass(frozen=True)
+class House:
+    """The product's modules in a checkout."""
+
+    root: Path
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """The file of every module, by its import name."""
+        found = {}
+        for folder in ("partc", "passes", "codegen"):
+            for path in sorted((self.root / folder).rglob("*.py")):
+                inside = path.relative_to(self.root)
+                linked = folder == "partc" and inside.parts[1] in ("passes", "codegen")
+                if not linked and "__pycache__" not in inside.parts:
+                    found[_name(inside)] = path
+        return found
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """Every import of a module of partc by another, wherever it stands in its file."""
+        return [
+            Import(name, imported, line)
+            for name, path in self.files.items()
+            for imported, line in sorted(self._imported(path))
+            if imported != name
+        ]
+
+    def _imported(self, path: Path) -> set[tuple[str, int]]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {(alias.name, node.lineno) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    found.add((inner if inner in self.files else node.module, node.lineno))
+            elif isinstance(node, ast.Constant) and str(node.value) in self.files:
+                found.add((str(node.value), node.lineno))
+        return {each for each in found if each[0] in self.files}
+
+    def stale_names(self) -> list[str]:
+        """Strings that look like a module of partc, or something in one, and are none."""
+        return [
+            f"{name}:{node.lineno} says {node.value!r}"
+            for name, path in self.files.items()
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if _DOTTED.match(node.value) and not node.value.startswith(_OWN_OPS)
+            if not {node.value, node.value.rpartition(".")[0]} & {*self.files}
+        ]
+
+    def upward(self) -> list[Import]:
+        """The imports from a room of one that stands above it; none of them should exist."""
+        place = {room: number for number, room in enumerate(ROOMS)}
+        return [
+            each
+            for each in self.imports
+            if FACE not in (each.importer, each.imported)
+            if place[room_of(each.imported)] > place[room_of(each.importer)]
+        ]
+
+    def circles(self) -> list[set[str]]:
+        """The sets of modules that all import each other, over others or directly."""
+        graph = nx.DiGraph((each.importer, each.imported) for each in self.imports)
+        graph.remove_nodes_from([FACE])
+        return [found for found in nx.strongly_connected_components(graph) if len(found) > 1]
+
+    def lines(self, name: str) -> int:
+        return len(self.files[name].read_text(encoding="utf-8").splitlines())
+
+
+def _name(path: Path) -> str:
+    """``partc.passes.shard.propagate`` of ``passes/shard/propagate.py``."""
+    parts = [*path.parts[:-1], path.stem]
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "partc" else ["partc", *parts])
+
+
+def room_of(module: str) -> str:
+    """The room that a module stands in: its folder, or the folder's folder where that is none."""
+    if module in _COMMAND_LINE:
+        return "partc.cli"
+    if module in _TOP_MODULES:
+        return TOP
+    if module in (_PASSES, _SEARCH):
+        return "partc.passes.canonical"  # package files without imports of their own
+    room = module
+    while room not in ROOMS:
+        room = room.rpartition(".")[0]
+        if room == "partc":
+            return GROUND
+    return room
+
+
+def report(house: House) -> Iterator[str]:
+    """The counts as lines of text."""
+    sizes: dict[str, list[int]] = {}
+    for name in house.files:
+        sizes.setdefault(room_of(name) if name != FACE else GROUND, []).append(house.lines(name))
+    for room in ROOMS:
+        if room in sizes:
+            yield f"{room:32} {len(sizes[room]):4} modules {sum(sizes[room]):7,} lines"
+    every = [size for each in sizes.values() for size in each]
+    readme = (house.root / "README.md").read_text(encoding="utf-8")
+    yield f"{'all':32} {len(every):4} modules {sum(every):7,} lines"
+    yield f"files above {LONG} lines: {sum(size > LONG for size in every)}"
+    yield f"imports that run upward: {len(house.upward())}"
+    yield f"circles: {len(house.circles())}, of {sum(map(len, house.circles()))} modules"
+    yield f"lines of README.md: {len(readme.splitlines())}"
+
+
+if __name__ == "__main__":
+    print("\n".join(report(House(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE))))

@@ -1,0 +1,45 @@
+"""The rooms of the source stand in one order, and each says what it is."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.house import FACE, GROUND, HERE, ROOMS, TOP, House, room_of
+
+HOUSE = House(HERE)
+
+
+def test_rooms_import_only_from_rooms_before_them() -> None:
+    assert [str(each) for each in HOUSE.upward()] == []
+
+
+def test_modules_named_in_strings_exist() -> None:
+    assert HOUSE.stale_names() == []
+
+
+def test_circles_stay_in_a_room() -> None:
+    leaving = [circle for circle in HOUSE.circles() if len({*map(room_of, circle)}) > 1]
+    assert leaving == []
+
+
+def test_every_room_has_modules_and_every_module_a_room() -> None:
+    rooms = {room_of(name) for name in HOUSE.files if name != FACE}
+    assert rooms == {*ROOMS}
+
+
+def test_an_import_is_seen_wherever_it_stands() -> None:
+    seen = {(each.importer, each.imported) for each in HOUSE.imports}
+    assert ("partc.graph", "partc.graph.graph_text") in seen  # inside of a function
+    assert ("partc", "partc.api") in seen  # under TYPE_CHECKING
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in (GROUND, TOP)])
+def test_a_room_says_what_it_is(room: str) -> None:
+    text = HOUSE.files[room].read_text(encoding="utf-8")
+    lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    starts = [
+        word for line in lines for word in ("In:", "Out:", "Start:", "Never:") if word in line
+    ]
+    assert starts == ["In:", "Out:", "Start:", "Never:"]
