@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from partc.checkout import is_half, refusal
 from partc.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ _MODULES = {
     "partition": "api",
     "verify": "verification.verification",
 }
+
+if is_half(__path__[0]):  # else the first use of a pass says only that there is no partc.passes
+    raise ImportError(refusal(__path__[0]))
 
 
 def __getattr__(name: str) -> Any:
