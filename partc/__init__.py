@@ -40,11 +40,13 @@ if is_half(__path__[0]):  # else the first use of a pass says only that there is
     raise ImportError(refusal(__path__[0]))
 
 
-def __getattr__(name: str) -> Any:
-    """One of the public names, from its module."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # type checkers would take every misspelt name for one of type Any
+
+    def __getattr__(name: str) -> Any:
+        """One of the public names, from its module."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
