@@ -40,7 +40,7 @@ from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.keep_stages import keep_stages
 from partc.passes.stages.schedule_stages import Stages, stage_ways
 from partc.plan import COMPILERS, Plan
-from partc.plan.mesh import PP, Mesh
+from partc.plan.mesh import PP, Mesh, MeshLike
 from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.basis import Basis
@@ -57,7 +57,7 @@ ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the sa
 
 def compile(
     model: nn.Module | Traced,
-    mesh: Any,
+    mesh: MeshLike,
     inputs: Any = None,
     *,
     loss: Callable[..., Any] | None = None,

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from partc.errors import PlanError
-from partc.plan.mesh import Mesh
+from partc.plan.mesh import Mesh, MeshLike
 
 
 def test_every_form_gives_the_same_mesh(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     path.write_text("[axes]\ndp = 2\ntp = 4\n")
-    forms = ["dp=2,tp=4", {"dp": 2, "tp": 4}, str(path), path, Mesh((("dp", 2), ("tp", 4)))]
-    assert {Mesh.of(form) for form in forms} == {Mesh((("dp", 2), ("tp", 4)))}
+    forms: list[MeshLike] = ["dp=2,tp=4", {"dp": 2, "tp": 4}, str(path), path]
+    mesh = Mesh((("dp", 2), ("tp", 4)))
+    assert {Mesh.of(form) for form in [*forms, mesh]} == {mesh}
 
 
 def test_ranks_and_coordinates_are_inverse() -> None:

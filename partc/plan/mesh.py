@@ -10,10 +10,16 @@ from functools import cache
 from itertools import pairwise
 from math import gcd, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from partc.errors import PlanError
 from partc.machines.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# what stands for a mesh in calls: "dp=2,tp=4" and the path of a mesh.toml are text
+MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str | Path"
 
 DP, TP = "dp", "tp"
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
@@ -58,7 +64,7 @@ class Mesh:
         return cls((), Topology.load(machine, devices))
 
     @classmethod
-    def of(cls, mesh: Any) -> Mesh:
+    def of(cls, mesh: MeshLike) -> Mesh:
         """A Mesh from a Mesh, a torch DeviceMesh, a dict, ``"dp=2,tp=4"`` or the path of a
         mesh.toml.
         """
