@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from partc import __version__
 from partc.cli.main import main
 from partc.cli.models import Sizes, find_model, parameters_on_meta
+from partc.cli.options import COMMANDS
 from partc.errors import UsageError
 from tests.example_program import example_batch, example_loss, example_model, example_program
 
@@ -120,7 +125,8 @@ def test_errors_have_a_code_and_four_parts(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["--help"], 0), (["compile"], 2), (["explain"], 2)]
+    ("arguments", "code"),
+    [([], 2), (["--help"], 0), (["--version"], 0), (["compile"], 2), (["explain"], 2)],
 )
 def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str], code: int) -> None:
     asked = f"""
@@ -134,6 +140,44 @@ print(code, "torch" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
     assert ran.stdout.splitlines()[-1] == f"{code} False"
+
+
+def test_a_bare_call_shows_the_help_as_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert (told.out, told.err) == ("", capsys.readouterr().out)
+
+
+def test_version_tells_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    version = f"partc {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    assert capsys.readouterr().out == f"{version}\n"
+
+
+def test_version_without_torch_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert ", no torch, Python" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = argparse.ArgumentParser()
+    COMMANDS[command][1](alone)
+    assert [action.dest for action in alone._actions if not action.help] == []
+    with pytest.raises(SystemExit):
+        main([command, "--help"])  # a stray % would raise here
+    assert capsys.readouterr().out.startswith(f"usage: partc {command}")
 
 
 def test_public_names_are_no_modules_names() -> None:

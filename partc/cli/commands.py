@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def compile_command(args: argparse.Namespace) -> int:
-    """Compile a model and save the program."""
+    """Compile a model for a mesh of devices and save the program: its plan, and what ranks run."""
     import torch
 
     from partc import api
@@ -64,7 +64,7 @@ def _recompute(args: argparse.Namespace) -> str | list[str] | None:
 
 
 def explain_command(args: argparse.Namespace) -> int:
-    """Explain a saved program, an error code, or the sharding rules."""
+    """Explain a saved program or an error code, or list the sharding rules."""
     if args.rules:
         rules = _rules()
         width = max(map(len, rules), default=0)
@@ -84,8 +84,8 @@ def explain_command(args: argparse.Namespace) -> int:
 
 
 def simulate_command(args: argparse.Namespace) -> int:
-    """Show the predicted step of a saved program, also on faster or slower machines; of a pipeline
-    its grid, bubble and peaks.
+    """Predict the step of a saved program, on the machines that it was planned for or on others; of
+    a pipeline also show the schedule, how long ranks idle, and their peak memory.
     """
     from partc.machines.what_if import Change
     from partc.program import load
@@ -104,8 +104,8 @@ def simulate_command(args: argparse.Namespace) -> int:
 
 
 def bench_command(args: argparse.Namespace) -> int:
-    """Run a saved program on its ranks: what it computes, hides and waits for, beside what was
-    predicted.
+    """Run steps of a saved program on all its ranks; show how long ranks compute and wait and what
+    transfers are hidden, beside the prediction.
     """
     from partc.measure.bench import bench
 
@@ -122,7 +122,7 @@ def bench_command(args: argparse.Namespace) -> int:
 
 
 def calibrate_command(args: argparse.Namespace) -> int:
-    """Measure this machine's devices and links, as a mesh.toml that predictions rest on."""
+    """Measure this machine's devices and links, and write them as a mesh.toml to compile for."""
     from partc.measure.calibrate import calibrate
 
     first = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks
@@ -141,7 +141,9 @@ def calibrate_command(args: argparse.Namespace) -> int:
 
 
 def verify_command(args: argparse.Namespace) -> int:
-    """Run a saved program on all its ranks beside the model; 1 if they differ."""
+    """Run a saved program on all its ranks and compare it with the model; exit code 1 if they
+    differ.
+    """
     from partc.program import load
     from partc.verification.verification import verify
 
@@ -161,7 +163,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Check a saved program's files; ``--accept-edits`` takes them as they are."""
+    """Check that the files of a saved program are whole and as they were written."""
     from partc.program import accept_edits, load
 
     program = accept_edits(args.folder) if args.accept_edits else load(args.folder)
@@ -174,7 +176,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def diff_command(args: argparse.Namespace) -> int:
-    """Compare plans and sources of two saved programs; 1 if they differ."""
+    """Show how plans and sources of two saved programs differ; exit code 1 if they do."""
     from partc.program import load
 
     old, new = load(args.old), load(args.new)

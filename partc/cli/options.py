@@ -1,0 +1,307 @@
+"""The options of the command line, with what ``--help`` says of them; nothing here needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from partc.cli import commands
+
+Command = Callable[[argparse.Namespace], int]
+EPILOG = """\
+`partc COMMAND --help` shows the options of one command. Exit codes: 0 done, 1 a verification failed
+or a diff is not empty, 2 an error, 130 interrupted.
+
+examples:
+  partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/
+  partc compile mypackage.train:setup --mesh dp=4 --plan fsdp --out build/
+  partc explain build/                 partc explain --rules             partc explain PTC030
+  partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
+  partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
+  partc simulate build/ --svg step.svg --trace step.json
+  partc simulate build/ --bandwidth nvlink=x2 --peak x1.5     the same program on other machines
+  partc verify build/ --model mypackage.train:setup
+  partc calibrate --ranks 4 -o mesh.toml         or on several machines
+  torchrun --nnodes 2 --nproc-per-node 8 -m partc calibrate --backend nccl -o mesh.toml
+  torchrun --nproc-per-node 4 build/run.py
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``partc``; what it gives has ``command``, the function to call with it."""
+    parser = argparse.ArgumentParser(
+        prog="partc",
+        description="Compile a single-device PyTorch model into readable distributed programs;\n"
+        "explain, predict, measure and verify them.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="show the versions of partc, torch and Python"
+    )
+    parser.set_defaults(command=lambda args: _without_command(parser))
+    subparsers = parser.add_subparsers(metavar="command")
+    for name, (run, add_options) in COMMANDS.items():
+        added = subparsers.add_parser(name, help=run.__doc__, description=run.__doc__)
+        added.add_argument("--json", action="store_true", help="print the result as a JSON object")
+        added.set_defaults(command=run)
+        add_options(added)
+    return parser
+
+
+class _Version(argparse.Action):
+    """``--version``: looked up when asked for, and torch's without importing torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        from partc import __version__
+
+        try:
+            torch = f"torch {version('torch')}"
+        except PackageNotFoundError:
+            torch = "no torch"
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"partc {__version__}, {torch}, Python {python}")
+        parser.exit()
+
+
+def _without_command(parser: argparse.ArgumentParser) -> int:
+    """A bare ``partc`` shows what there is; a script whose command is empty must not succeed."""
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _compile_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        help="package.module:callable, which gives a model or (model, inputs, loss); hf:<type> for "
+        "a Hugging Face model type with its default configuration, as hf:llama, or "
+        "hf:<path>/config.json for a configuration of yours; nothing is downloaded",
+    )
+    parser.add_argument(
+        "--mesh", required=True,
+        help='axes and their sizes, as "dp=2,tp=2", or a mesh.toml, which describes machines too',
+    )  # fmt: skip
+    parser.add_argument(
+        "--plan", default="auto",
+        help="a preset such as fsdp or megatron, presets joined by +, a plan.toml, or auto: search "
+        "for the fastest plan that fits (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", required=True, help="folder to write; a program saved there before is replaced"
+    )
+    parser.add_argument(
+        "--objective", default="time",
+        help="what --plan auto makes least: time (of a step), dollars or energy (of a token); "
+        "default: time",
+    )  # fmt: skip
+    parser.add_argument(
+        "--inference", action="store_true", help="compile the forward alone, in eval mode"
+    )
+    _add_pipeline(parser)
+    _add_choices(parser)
+    _add_sizes(parser)
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
+    pipeline = parser.add_argument_group("microbatches and pipelines (an axis pp)")
+    pipeline.add_argument(
+        "--microbatches", metavar="N", type=int,
+        help="number of microbatches, computed one after the other, that the batch is cut into",
+    )  # fmt: skip
+    pipeline.add_argument(
+        "--schedule",
+        help="order in which pipeline ranks compute microbatches: 1f1b, gpipe, interleaved-1f1b, "
+        "zb-h1, zb-v, ..., auto to make one for the stages' costs, or a CSV file",
+    )
+    pipeline.add_argument(
+        "--stages", metavar="A,B",
+        help="paths of the modules at which pipeline stages 1, 2, ... begin; left out, stages are "
+        "chosen to cost about the same",
+    )  # fmt: skip
+    pipeline.add_argument(
+        "--chunks", metavar="N", type=int,
+        help="number of pipeline stages on each pipeline rank, where --stages is left out",
+    )  # fmt: skip
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    choices = parser.add_argument_group("memory and kernels")
+    choices.add_argument(
+        "--recompute", metavar="WHAT",
+        help="what the backward computes again instead of keeping it from the forward: none, "
+        "cheap (what costs little), attention, block (each whole block), or modules' paths A,B",
+    )  # fmt: skip
+    choices.add_argument(
+        "--compile", choices=["none", "inductor"],
+        help="inductor: torch.compile makes kernels of what is computed between two transfers",
+    )  # fmt: skip
+    choices.add_argument(
+        "--memory-bytes", metavar="N", type=int,
+        help="bytes that a rank may hold at its peak; a program that needs more is refused",
+    )  # fmt: skip
+
+
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", nargs="?", help="folder of a saved program, or an error code such as PTC030"
+    )
+    parser.add_argument(
+        "--rules", action="store_true", help="list the ops that have a sharding rule, and the rules"
+    )
+    parser.add_argument(
+        "--source", action="store_true", help="print the Python text that the rank --rank runs"
+    )
+    parser.add_argument(
+        "--rank", metavar="N", type=int, default=0, help="whose text --source prints (default: 0)"
+    )
+    parser.add_argument(
+        "--model",
+        help="the model that was compiled, named as for partc compile: costs are then shown as "
+        "formulas of batch, sequence and mesh too",
+    )
+    _add_sizes(parser)
+
+
+def _simulate_options(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the time line as a Chrome trace (JSON)"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="write the time line as a picture")
+    what_if = parser.add_argument_group(
+        "on other machines", "X is a factor: 2 (or x2) for twice as much, 0.5 for half."
+    )
+    for name, what in (("bandwidth", "bytes/s"), ("latency", "latency")):
+        what_if.add_argument(
+            f"--{name}", metavar="[LEVEL=]X", action="append", default=[],
+            help=f"multiplies the {what} of all links, or of one level of links (nvlink=x2); may "
+            "be given several times",
+        )  # fmt: skip
+    what_if.add_argument("--peak", metavar="X", default="1", help="multiplies FLOP/s of devices")
+    what_if.add_argument(
+        "--memory-bandwidth", metavar="X", default="1",
+        help="multiplies the bytes/s of their memory",
+    )  # fmt: skip
+    what_if.add_argument(
+        "--devices", metavar="N", type=int, default=0,
+        help="number of devices, in place of the program's; its step is then estimated, since it "
+        "would be another program",
+    )  # fmt: skip
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=10,
+        help="number of measured steps with timers, and of those without (default: 10)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--warmup", metavar="N", type=int, default=3,
+        help="number of steps before the measured ones (default: 3)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, or cuda under torchrun (default: cpu)"
+    )
+    _add_timeout(parser, 600.0)
+    parser.add_argument(
+        "--trace", metavar="FILE",
+        help="write the predicted and the measured step as a Chrome trace (JSON)",
+    )  # fmt: skip
+
+
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", metavar="N", type=int,
+        help="number of processes to start (default: 2); under torchrun leave it out",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", default="gloo", choices=["gloo", "nccl"],
+        help="library whose collectives are measured (default: gloo)",
+    )  # fmt: skip
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="mesh.toml to write; printed if left out"
+    )
+    parser.add_argument(
+        "--keep-noisy", action="store_true",
+        help="write what varies much from one measurement to the next, too; else it is refused",
+    )  # fmt: skip
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "--model", required=True, help="the model that was compiled, named as for partc compile"
+    )
+    parser.add_argument(
+        "--tolerance", metavar="X", type=float, default=1e-9,
+        help="largest relative error that passes (default: 1e-9)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--processes", action="store_true",
+        help="run ranks as processes that talk over gloo, not as threads of one process",
+    )  # fmt: skip
+    _add_timeout(parser, 300.0)
+    _add_sizes(parser)
+
+
+def _check_options(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument(
+        "--accept-edits", action="store_true",
+        help="make files that you edited part of the program; without it they are refused",
+    )  # fmt: skip
+
+
+def _diff_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", help="folder of a saved program")
+    parser.add_argument("new", help="folder of another one")
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="folder of a saved program")
+
+
+def _add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=seconds,
+        help=f"seconds after which ranks that are not done are given up (default: {seconds:.0f})",
+    )  # fmt: skip
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group(
+        "for hf: models",
+        "Left out, batch and sequence are those of the saved program, or 8 and 128.",
+    )
+    sizes.add_argument(
+        "--batch", metavar="N", type=int, help="number of samples that all ranks share in a step"
+    )
+    sizes.add_argument(
+        "--seq", metavar="N", type=int, help="tokens of a sequence, or pixels of an image's side"
+    )
+    sizes.add_argument(
+        "--layers", metavar="N", type=int, help="number of layers, not the configuration's"
+    )
+    sizes.add_argument(
+        "--dtype", default="float32", choices=["float64", "float32", "bfloat16"],
+        help="dtype of the weights (default: float32)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--no-dropout", action="store_true", help="set every dropout's rate to 0, in any model"
+    )
+
+
+# name: what runs, what it can be told; in the order of `partc --help`
+COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {
+    "compile": (commands.compile_command, _compile_options),
+    "explain": (commands.explain_command, _explain_options),
+    "simulate": (commands.simulate_command, _simulate_options),
+    "bench": (commands.bench_command, _bench_options),
+    "calibrate": (commands.calibrate_command, _calibrate_options),
+    "verify": (commands.verify_command, _verify_options),
+    "check": (commands.check_command, _check_options),
+    "diff": (commands.diff_command, _diff_options),
+}
