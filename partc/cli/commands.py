@@ -1,9 +1,11 @@
-"""The commands of the command line: each takes its parsed arguments and gives the exit code."""
+"""The commands of the command line: each takes its parsed arguments and gives the exit code.
+
+They import what they need when they run, since `partc --help` imports this module.
+"""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import sys
@@ -14,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.atomic import atomic_write
 from partc.errors import UsageError, explain
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def simulate_command(args: argparse.Namespace) -> int:
     """Predict the step of a saved program, on the machines that it was planned for or on others; of
     a pipeline also show the schedule, how long ranks idle, and their peak memory.
     """
+    from partc.atomic import atomic_write
     from partc.machines.what_if import Change
     from partc.program import load
     from partc.reports.simulate_saved import simulate_saved
@@ -107,6 +109,7 @@ def bench_command(args: argparse.Namespace) -> int:
     """Run steps of a saved program on all its ranks; show how long ranks compute and wait and what
     transfers are hidden, beside the prediction.
     """
+    from partc.atomic import atomic_write
     from partc.measure.bench import bench
 
     with _progress(f"running {args.steps} steps of {args.folder}"):
@@ -123,6 +126,7 @@ def bench_command(args: argparse.Namespace) -> int:
 
 def calibrate_command(args: argparse.Namespace) -> int:
     """Measure this machine's devices and links, and write them as a mesh.toml to compile for."""
+    from partc.atomic import atomic_write
     from partc.measure.calibrate import calibrate
 
     first = os.environ.get("RANK", "0") == "0"  # under torchrun one rank speaks
@@ -177,6 +181,8 @@ def check_command(args: argparse.Namespace) -> int:
 
 def diff_command(args: argparse.Namespace) -> int:
     """Show how plans and sources of two saved programs differ; exit code 1 if they do."""
+    import difflib
+
     from partc.program import load
 
     old, new = load(args.old), load(args.new)
