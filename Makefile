@@ -1,7 +1,13 @@
-# Every target makes .venv on first use (needs Python 3.11+); the stamp makes later runs quick.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Every target makes .venv on first use; the stamp makes later runs quick. It is written last, so
+# that an install that was interrupted, or is of another pyproject.toml, goes on at the next run.
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3; do \
+	$$each -c "$(NEW_ENOUGH)" 2> /dev/null && echo $$each && break; done)
 BIN := .venv/bin
 STAMP := .venv/installed
+NO_PYTHON = .venv: cannot be made by $(or $(PYTHON),python3) (partc needs Python 3.11 or newer; without PYTHON, \
+python3.11, python3.12, python3.13 and python3 are tried). Install one of them, or name yours: \
+make PYTHON=/path/to/python
 
 .PHONY: demo test check clean
 
@@ -17,6 +23,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(or $(PYTHON),false) -c "$(NEW_ENOUGH)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
 	touch $@
