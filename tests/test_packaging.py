@@ -1,4 +1,7 @@
-"""The wheel away from its checkout is whole, runs, and is typed; half a checkout gives no wheel."""
+"""The wheel away from its checkout is whole, runs, and is typed; half a checkout gives no wheel.
+
+What `make` installs, it installs to the end.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 READ_BY_BUILD = "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"
 LINKS = "passes", "codegen"
 BYTECODE = shutil.ignore_patterns("__pycache__")
+NOT_PASSED_ON = "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"
 TIMEOUT_S = 600.0  # against what never ends; a loaded machine is only slow
 BUILD = "from setuptools import build_meta; print(build_meta.build_{}({!r}))"
 
@@ -120,8 +124,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(
     command: list[str], where: Path = Path("/"), code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run away from the checkout, which PYTHONPATH may name."""
-    env = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    """Run away from the checkout, which PYTHONPATH may name, and from `make test`."""
+    env = {name: text for name, text in os.environ.items() if name not in NOT_PASSED_ON}
     done = subprocess.run(
         command, cwd=where, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
     )
@@ -219,3 +223,47 @@ def test_type_checkers_know_the_wheel(checker: str, python: Path, tmp_path: Path
     found = re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -|:) error", told)
     lines = [i for i, line in enumerate(MISUSE.splitlines(), 1) if "# wrong" in line]
     assert {(file, int(line)) for file, line in found} == {("misuse.py", line) for line in lines}
+
+
+# make ---------------------------------------------------------------------------------------------
+STAND_IN = """\
+#!/bin/sh
+# stands for Python in a Makefile: makes environments of itself, installs as the file "pip" says
+case "$1 $2" in
+    "-c "*) exit 0 ;;
+    "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m pip") exit $(cat pip) ;;
+esac
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A folder in which `make .venv/installed` installs nothing."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def test_make_goes_on_after_an_install_that_failed_and_after_a_change(made: Path) -> None:
+    make = ["make", "PYTHON=./python", ".venv/installed"]
+    is_done = ["make", "--question", *make[1:]]
+    (made / "pip").write_text("1")
+    ran(make, made, code=2)
+    ran(is_done, made, code=1)
+    (made / "pip").write_text("0")
+    ran(make, made)
+    ran(is_done, made)
+    later = (made / ".venv" / "installed").stat().st_mtime + 1
+    os.utime(made / "pyproject.toml", (later, later))
+    ran(is_done, made, code=1)
+
+
+def test_make_says_which_python_it_needs(made: Path) -> None:
+    (made / "python").write_text("#!/bin/sh\nexit 1\n")  # as one that is too old
+    told = ran(["make", "PYTHON=./python", "demo"], made, code=2).stderr
+    assert told.startswith(".venv: cannot be made by ./python (partc needs Python 3.11 or newer;")
+    assert "make PYTHON=/path/to/python" in told
+    assert not (made / ".venv").exists()
