@@ -11,13 +11,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from partc.cli.options import parser
+from partc.cli.options import make_parser
 from partc.errors import PartcError, RunError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    args = parser().parse_args(arguments)
+    args = make_parser().parse_args(arguments)
     try:
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)

@@ -29,7 +29,7 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The parser of ``partc``; what it gives has ``command``, the function to call with it."""
     parser = argparse.ArgumentParser(
         prog="partc",
