@@ -5,11 +5,6 @@ import os
 LINKS = ("passes", "codegen")  # partc/<name> is a link to the folder <name> beside partc/
 
 
-def is_half(package: str) -> bool:
-    """Whether text files stand in the folder `package` of partc where its links belong."""
-    return any(os.path.isfile(os.path.join(package, name)) for name in LINKS)
-
-
 def refusal(package: str) -> str:
     """Why the folder `package` of partc cannot be used, in four parts; empty if nothing is amiss.
 
