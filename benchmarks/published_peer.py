@@ -17,7 +17,7 @@ from partc.mesh import PP, Mesh
 from partc.passes.search.candidate import Candidate
 from partc.passes.search.estimate import Estimator, UnitTimes
 from partc.passes.search.laws import BACKWARD, FORWARD, TP, Profile
-from partc.passes.search.profile import profile, touched_values
+from partc.passes.search.profile import profiles, touched_values
 from partc.topology import Topology
 from partc.trace import trace
 
@@ -67,7 +67,8 @@ def traced(dims: Dims, batch: int) -> Graph:
 def laws(row: Row, kernels: str, *, plain: bool) -> Profile:
     """The laws of a row's step with all its layers, as eager PyTorch's if ``plain``."""
     graph = traced(row.dims, row.batch)
-    found = profile(graph, row.word, recompute=row.recompute, touched=KERNELS[kernels], plain=plain)
+    ways, touched = [row.recompute], KERNELS[kernels]
+    (found,) = profiles(graph, row.word, ways, touched=touched, plain=plain)
     block = next(unit for unit in found.chain if found.is_block[unit])
     at = found.chain.index(block) + 1
     more = row.dims.layers - TRACED_LAYERS

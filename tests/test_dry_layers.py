@@ -10,9 +10,10 @@ import pytest
 
 import partc
 from partc.dry_layers import most_of_all
-from partc.dry_run import Known, depth, dry_run, dry_run_all
+from partc.dry_run import Known, depth, dry_run
 from partc.live_memory import Lines, LiveMemory, Peak
 from partc.plan import Plan
+from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 

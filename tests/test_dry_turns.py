@@ -9,9 +9,10 @@ import pytest
 
 import partc
 from partc import dry_turns
-from partc.dry_run import Known, dry_run, dry_run_all
+from partc.dry_run import Known, dry_run
 from partc.dry_turns import Key, Turns
 from partc.plan import Plan
+from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 

@@ -14,7 +14,7 @@ import partc
 from partc.mesh import Mesh
 from partc.passes.search.candidate import Candidate
 from partc.passes.search.estimate import Estimator
-from partc.passes.search.profile import Recompute, profile
+from partc.passes.search.profile import Recompute, profiles
 from partc.passes.search.turns import bubble_s, cut_evenly, sent_s
 from partc.pipeline_step import plan_step
 from partc.plan import Plan
@@ -99,7 +99,7 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
     plan = plan.changed(schedule=one.schedule, chunks=one.chunks) if one.pp > 1 else plan
     cost = partc.compile(step(), one.mesh(machine), plan=plan).cost.as_json()
-    laws = profile(step().graph(), one.word, recompute=again)
+    (laws,) = profiles(step().graph(), one.word, [again])
     found = Estimator(laws, machine).estimate(one)
     assert found.step_s == pytest.approx(cost["prediction"]["seconds"], rel=TIME)
     peak = max(rank["peak_bytes"] for rank in cost.get("ranks", [cost]))
