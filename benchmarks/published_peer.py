@@ -18,7 +18,7 @@ from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.estimate import Estimator, UnitTimes
 from partc.passes.search.plans.laws import BACKWARD, FORWARD, Profile
-from partc.passes.search.plans.profile import profile, touched_values
+from partc.passes.search.plans.profile import profiles, touched_values
 from partc.plan.mesh import PP, TP, Mesh
 
 TRACED_LAYERS = 6  # equal ones: the laws of one hold for all
@@ -67,7 +67,8 @@ def traced(dims: Dims, batch: int) -> Graph:
 def laws(row: Row, kernels: str, *, plain: bool) -> Profile:
     """The laws of a row's step with all its layers, as eager PyTorch's if ``plain``."""
     graph = traced(row.dims, row.batch)
-    found = profile(graph, row.word, recompute=row.recompute, touched=KERNELS[kernels], plain=plain)
+    ways, touched = [row.recompute], KERNELS[kernels]
+    (found,) = profiles(graph, row.word, ways, touched=touched, plain=plain)
     block = next(unit for unit in found.chain if found.is_block[unit])
     at = found.chain.index(block) + 1
     more = row.dims.layers - TRACED_LAYERS

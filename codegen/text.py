@@ -160,14 +160,14 @@ def _brackets(code: str) -> list[tuple[int, int]]:
             closed.append((open_at.pop(), at))
             if not open_at:
                 start, end = closed[-1]
-                sole = [c for c in closed if c[1] == end - 1 and _is_sole_call(code, start, *c)]
+                sole = [c for c in closed if c[1] == end - 1 and _is_sole_call(code, start, c[0])]
                 pairs += [*sole, (start, end)]
                 closed = []
     return pairs[::-1]
 
 
-def _is_sole_call(code: str, outer: int, start: int, end: int) -> bool:
-    """Whether the bracket from ``outer`` holds nothing but the call whose arguments these are."""
+def _is_sole_call(code: str, outer: int, start: int) -> bool:
+    """Whether the bracket from ``outer`` holds only the call whose arguments begin at ``start``."""
     name = code[outer + 1 : start]
     return _is_call(code, start) and all(part.isidentifier() for part in name.split("."))
 

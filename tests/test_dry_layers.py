@@ -11,8 +11,9 @@ import pytest
 import partc
 from partc.dryrun.layers import most_of_all
 from partc.dryrun.live_memory import Lines, LiveMemory, Peak
-from partc.dryrun.run import Known, depth, dry_run, dry_run_all
+from partc.dryrun.run import Known, depth, dry_run
 from partc.plan import Plan
+from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 

@@ -9,9 +9,10 @@ import pytest
 
 import partc
 from partc.dryrun import turns as dry_turns
-from partc.dryrun.run import Known, dry_run, dry_run_all
+from partc.dryrun.run import Known, dry_run
 from partc.dryrun.turns import Key, Turns
 from partc.plan import Plan
+from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
 
 

@@ -98,7 +98,3 @@ def _same(value: Any, default: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(default, list | tuple):
         return list(value) == list(default)
     return type(value) is type(default) and value == default
-
-
-def is_aten(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)

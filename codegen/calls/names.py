@@ -90,7 +90,7 @@ def wishes(
     _follow_operands([n for n in forward if n not in given], named)
     compiled = dict(_compiled_names(graph))
     named |= compiled
-    named |= dict(_gradient_names(graph, named, prefix, given, compiled))
+    named |= dict(_gradient_names(graph, named, given, compiled))
     return {**named, **given}
 
 
@@ -302,7 +302,6 @@ def _within(path: str, outer: str) -> bool:
 def _gradient_names(
     graph: Graph,
     named: dict[fx.Node, str],
-    prefix: str,
     given: Mapping[fx.Node, str],
     compiled: Mapping[fx.Node, str],
 ) -> Iterator[tuple[fx.Node, str]]:

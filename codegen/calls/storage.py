@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
-from partc.graph import Graph, collectives, held, is_backward, is_tensor, ops, value
+from partc.graph import collectives, held, is_backward, is_tensor, ops, value
 
 aten = torch.ops.aten
 VIEWS = {
@@ -76,7 +76,7 @@ def _reads(user: fx.Node) -> bool:
     return schema is None or schema.name.split("::")[1] not in SHAPED_LIKE
 
 
-def overwritable(graph: Graph, order: Sequence[fx.Node]) -> set[fx.Node]:
+def overwritable(order: Sequence[fx.Node]) -> set[fx.Node]:
     """The all_reduces that may work in place: nothing but their wait reads the operand afterwards.
 
     ``order`` is the order in which the calls stand in one function; what comes from outside is not

@@ -30,7 +30,7 @@ class Transfers(Expressions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.in_place = overwritable(self.graph, self.order)
+        self.in_place = overwritable(self.order)
 
     def transfer(self, node: fx.Node) -> Statement | None:
         """The statement of a collective or of a wait; None for other calls."""

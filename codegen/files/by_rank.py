@@ -14,7 +14,6 @@ from partc.codegen.text import Line
 
 RANK = "pp_rank"  # what programs call the place of a rank in the pipeline
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
-Numbers = tuple[int, ...]  # by rank, in the order of the ranks
 
 
 def merged(lines: Mapping[int, Sequence[Line]]) -> list[Line] | None:

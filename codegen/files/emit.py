@@ -276,7 +276,7 @@ class RoleText:
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
         body = StepBody(
-            graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(order),
+            graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(),
             f"{next(iter(arguments.values()), 'self')}.device",
             items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
@@ -291,7 +291,7 @@ class RoleText:
         lines.append(Line(self._result(body)))
         return block(lines, 2)
 
-    def final_grads(self, order: list[fx.Node]) -> dict[fx.Node, list[str]]:
+    def final_grads(self) -> dict[fx.Node, list[str]]:
         """The parameters whose gradient is made in line, or comes out of a loop."""
         stored: dict[fx.Node, list[str]] = {}
         in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}

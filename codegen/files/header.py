@@ -117,10 +117,6 @@ def _cuts(name: str, table: object, plan: Plan) -> str:
     return ", ".join(f"dim {layout.dim} over {axis}" for axis, layout in cuts.items()) or "whole"
 
 
-def _cut(axis: str, dim: int, outer: int) -> str:
-    return f"dim {dim} over {axis}" + (f" in each of {outer} parts" if outer > 1 else "")
-
-
 def _gathered(axis: str, life: str) -> str:
     if life == "use":
         return f"over {axis} before each use, forward and backward (ZeRO-3)"

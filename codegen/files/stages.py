@@ -217,7 +217,7 @@ class StageText(RoleText):
         device = f"{self._tensor_of(phase)}.device"
         body = StepBody(
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
-            self.final_grads(order), device, items=items, classes=self.classes, adds=self.adds,
+            self.final_grads(), device, items=items, classes=self.classes, adds=self.adds,
             sums=self._sums(phase),
         )  # fmt: skip
         given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()

@@ -175,9 +175,8 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
         if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
             raise _unruled(node, axis, ins, noted, bool(fitting), axis in windows)
         if axis in windows:
-            _check_rows(
-                node, axis, windows[axis], [*zip(tensor_args(node), ins, strict=True)], mesh
-            )
+            operands = [*zip(tensor_args(node), ins, strict=True)]
+            _check_rows(node, axis, windows[axis], operands)
 
 
 def _unruled(
@@ -241,7 +240,7 @@ def _check_mask(node: fx.Node) -> None:
 
 
 def _check_rows(
-    node: fx.Node, axis: str, rows: int, operands: Sequence[tuple[fx.Node, Layout]], mesh: Mesh
+    node: fx.Node, axis: str, rows: int, operands: Sequence[tuple[fx.Node, Layout]]
 ) -> None:
     """The rows of the last window are those that this rank holds."""
     cuts = [(n, layout.dim) for n, layout in operands if layout.kind == "cut"]

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import sympy
-
 from partc.errors import UsageError
 from partc.machines.collective_formulas import FORMULAS, Group
 from partc.machines.topology import Level
@@ -97,11 +95,6 @@ def cheapest(
 def collective_seconds(kind: str, num_bytes: float, mesh: Mesh, axis: str) -> float:
     """The time of a collective into which every rank puts so many bytes."""
     return float(cheapest(kind, num_bytes, mesh, axis).seconds(num_bytes))
-
-
-def symbolic_seconds(kind: str, num_bytes: sympy.Expr, mesh: Mesh, axis: str) -> sympy.Expr:
-    """The same for bytes that are an expression, with the choice of an algorithm left open."""
-    return sympy.Min(*(one.seconds(num_bytes) for one in estimates(kind, mesh, axis)))
 
 
 @lru_cache(maxsize=4096)

@@ -66,14 +66,7 @@ def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str 
             return execute(role, rank, None, left_out, library)
 
     peak_bytes, line, lines = most_of_all(shortened, depth(role, rank))
-    return _report(role, peak_bytes, line, lines)
-
-
-def dry_run_all(role: Role, rank: int = 0) -> DryRun:
-    """The same, every microbatch and layer executed."""
-    live = execute(role, rank, None, 0)
-    peak = live.peak()
-    return _report(role, peak.num_bytes, peak.line, live.lines_at(peak))
+    return report(role, peak_bytes, line, lines)
 
 
 def execute(
@@ -109,7 +102,8 @@ def _file(role: Role) -> str:
     return str(role.module.Step.__init__.__code__.co_filename)
 
 
-def _report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
+def report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
+    """The peak at a line of a role's file, with the text of the lines that made what is held."""
     file = _file(role)
     holders = [Holder(line, _text(file, line), size) for line, size in lines.items()]
     return DryRun(peak_bytes, line, tuple(sorted(holders, key=lambda h: (-h.num_bytes, h.line))))

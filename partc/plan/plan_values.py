@@ -8,7 +8,8 @@
 A name is a module's path and the op, as ``passes/shard/value_names.py`` writes it; a parameter's
 name says how it lies while it is computed with. Before an arrow stand the operands, behind a second
 one how those that read the result find it, for whom it is moved. An entry speaks of the axes that
-it names, and ``"whole"`` of all; on any other axis a value lies as follows from the rest of the plan.
+it names, and ``"whole"`` of all; on any other axis a value's layout follows from the rest of the
+plan.
 """
 
 from __future__ import annotations

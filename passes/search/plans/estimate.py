@@ -272,14 +272,14 @@ class Estimator:
 
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
-        axis, ranks = self._shard_axis(one, mesh)
+        axis, ranks = self._shard_axis(mesh)
         return collective_seconds("all_gather", weights.size.local(1, one.tp) / ranks, mesh, axis)
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """The gradients of a unit."""
         size = self.profile.weights[unit].size.local(1, one.tp)
         kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
-        return collective_seconds(kind, size, mesh, self._shard_axis(one, mesh)[0])
+        return collective_seconds(kind, size, mesh, self._shard_axis(mesh)[0])
 
     def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """What replicas add up of the gradients that each has scattered."""
@@ -288,7 +288,7 @@ class Estimator:
         size = self.profile.weights[unit].size.local(1, one.tp) / one.shard
         return collective_seconds("all_reduce", size, mesh, REPLICATE)
 
-    def _shard_axis(self, one: Candidate, mesh: Mesh) -> tuple[str, int]:
+    def _shard_axis(self, mesh: Mesh) -> tuple[str, int]:
         """The axis over which weights are sharded, or gradients summed, and its size."""
         axes = [name for name in mesh.names if name in DATA_AXES]
         axis = next((name for name in axes if name != REPLICATE), "") or axes[0]

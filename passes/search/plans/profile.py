@@ -58,26 +58,18 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
     return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
 
 
-def profile(
-    graph: Graph, word: str, *, recompute: Recompute = "cheap", touched: Touched = touched_values,
-    plain: bool = False,
-) -> Profile:  # fmt: skip
-    """The laws of a joint graph's step; ``word`` is a tensor preset, or "" for no ``tp``.
-
-    ``recompute`` is what the plan's field says; ``touched(local)`` which values each call of the
-    partitioned graph reads from memory or writes there, ``plain`` that the step is eager PyTorch's:
-    the gradient of a loss is several calls, and nothing is written over an operand. The graph stays
-    as it is. Raises what ``complete`` and ``propagate`` raise.
-    """
-    (found,) = profiles(graph, word, (recompute,), touched=touched, plain=plain)
-    return found
-
-
 def profiles(
     graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values,
     plain: bool = False,
 ) -> Iterator[Profile]:  # fmt: skip
-    """A profile for each way to recompute, of one partition: that is what takes time."""
+    """The laws of a joint graph's step for each way to recompute; ``word`` is a tensor preset, or
+    "" for no ``tp``. The graph is partitioned once for all ways: that is what takes time.
+
+    ``ways`` are what the plan's field ``recompute`` may say; ``touched(local)`` says which values
+    each call of the partitioned graph reads from memory or writes there, ``plain`` that the step is
+    eager PyTorch's: the gradient of a loss is several calls, and nothing is written over an
+    operand. The graph stays as it is. Raises what ``complete`` and ``propagate`` raise.
+    """
     preset = Plan(preset="+".join(filter(None, ["ddp", word])))
     axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
     yield from _profiles(graph, word, Mesh(axes), preset, ways, touched, plain)
@@ -245,7 +237,7 @@ class _Reader:
         size = sum((self._size(n) for n in self.touched[node]), Sizes())
         whole = flops * self._ranks(cut)
         return (
-            *self._place(node), _makes_weight_grad(self.local, node), whole, cut, size.by_cut,
+            *self._place(node), _makes_weight_grad(node), whole, cut, size.by_cut,
             _dtype(node), work_of(node), *self._product(node),
         )  # fmt: skip
 
@@ -361,7 +353,7 @@ class _Reader:
         yield from found
 
 
-def _makes_weight_grad(graph: Graph, node: fx.Node) -> bool:
+def _makes_weight_grad(node: fx.Node) -> bool:
     return op_name(node) == "weight_grad"
 
 
