@@ -26,7 +26,7 @@ from partc.passes.search.shardings import joint_problem, search_shardings
 from partc.passes.search.solve import solve
 from partc.topology import Topology
 from partc.trace import trace
-from tests.random_steps import BruteForce, random_step
+from tests.search.random_steps import BruteForce, random_step
 
 CLOSE = 1e-9  # relative
 MACHINE = "dgx-h100"
