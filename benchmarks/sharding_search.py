@@ -26,7 +26,7 @@ from partc.machines.topology import Topology
 from partc.passes.search.solver.milp import milp
 from partc.passes.search.solver.solve import solve
 from partc.plan.mesh import Mesh
-from tests.random_steps import BruteForce, random_step
+from tests.search.random_steps import BruteForce, random_step
 
 CLOSE = 1e-9  # relative
 MACHINE = "dgx-h100"

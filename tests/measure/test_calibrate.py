@@ -1,0 +1,208 @@
+"""Calibration: fits of synthetic measurements, refusals, and a small run on two ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partc.cost.collective_cost import collective_seconds
+from partc.errors import RunError, UsageError
+from partc.machines.topology import COLLECTIVES, Topology
+from partc.measure.calibrate import Scale, calibrate
+from partc.measure.calibrate_links import MIB, SIZES, level_groups
+from partc.measure.calibrated import Found, check_found, fitted_topology
+from partc.measure.measured import Measured, fit_line
+from partc.measure.stopwatch import Effort
+from partc.plan.mesh import Mesh
+
+TRUE = {  # seconds and seconds per byte put in, per collective of 4 ranks
+    "all_reduce": (6e-4, 3e-9), "all_gather": (4e-4, 5e-9), "reduce_scatter": (7e-4, 4e-9),
+    "all_to_all": (2e-4, 2e-9), "broadcast": (3e-4, 2e-9), "send": (1e-4, 1e-9),
+}  # fmt: skip
+
+
+def samples(seconds: float, spread: float = 0.02) -> tuple[float, ...]:
+    return tuple(seconds * (1 + spread * turn) for turn in (-1, 0, 1))
+
+
+def found(**changes: object) -> Found:
+    """Measurements of a machine with 4 ranks whose figures are known."""
+    compute = [Measured("launch", "add", 0, samples(2e-6))]
+    for work, peak in (("matmul f32", 8e10), ("matmul f64", 4e10), ("attention", 4e10),
+                       ("pointwise", 8e9), ("functions", 4e9), ("optimizer", 6e9)):  # fmt: skip
+        compute += [
+            Measured(work, f"{amount:g}", amount, samples(2e-6 + amount / peak))
+            for amount in (1e5, 1e7, 1e9)
+        ]
+    links = [
+        Measured(kind, f"{size}", size, samples(TRUE[kind][0] + TRUE[kind][1] * size))
+        for size in SIZES
+        for kind in COLLECTIVES
+    ]
+    beside = [Measured(name, "", 0, samples(seconds, 0)) for name, seconds in
+              (("transfer", 0.02), ("computing", 0.05), ("both", 0.06))]  # fmt: skip
+    given = Found("toy", "gloo", "CPU process of one thread", 10**9, 4, (4,), tuple(compute),
+                  (tuple(links),), tuple(beside))  # fmt: skip
+    return replace(given, **changes)  # type: ignore[arg-type]
+
+
+# lines --------------------------------------------------------------------------------------------
+@settings(deadline=None, max_examples=100)
+@given(
+    st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7), st.integers(0, 2**32),
+    st.integers(0, len(SIZES)),
+)  # fmt: skip
+def test_a_line_is_found_through_noise_and_a_point_that_is_far_off(
+    latency_s: float, s_per_byte: float, seed: int, far_off: int
+) -> None:
+    noise = [0.97 + 0.06 * ((seed >> 3 * i) % 8) / 7 for i in range(len(SIZES))]
+    points = [
+        (n, (latency_s + s_per_byte * n) * noise[i] * (5 if i == far_off else 1))
+        for i, n in enumerate(SIZES)
+    ]
+    line = fit_line("toy", points)
+    near = [n for i, n in enumerate(SIZES) if i != far_off]
+    off = [abs(math.log(line.seconds(n) / (latency_s + s_per_byte * n))) for n in near]
+    assert sorted(off)[len(off) // 2] < 0.1
+
+
+def test_exact_points_give_the_exact_line() -> None:
+    line = fit_line("toy", [(n, 3e-4 + 2e-9 * n) for n in SIZES])
+    assert (line.latency_s, line.s_per_byte) == pytest.approx((3e-4, 2e-9))
+    assert line.worst == pytest.approx(1)
+
+
+def test_larger_messages_that_take_no_longer_are_refused() -> None:
+    with pytest.raises(RunError, match="no latency and bandwidth above 0"):
+        fit_line("toy", [(n, 1 / n) for n in SIZES])
+
+
+# topologies ---------------------------------------------------------------------------------------
+def test_a_topology_gives_the_measured_times_back(tmp_path: Path) -> None:
+    everything = found()
+    check_found(everything)
+    fitted = fitted_topology(everything)
+    (tmp_path / "mesh.toml").write_text(str(fitted))
+    topology = Topology.read(tmp_path / "mesh.toml")
+    assert topology == fitted.topology
+    mesh = Mesh((("dp", 4),), topology)
+    for kind, (latency_s, s_per_byte) in TRUE.items():
+        for size in (SIZES[0], SIZES[-1]):
+            true = latency_s + s_per_byte * size
+            assert collective_seconds(kind, size, mesh, "dp") == pytest.approx(true, rel=0.01)
+    device = topology.device
+    assert device.launch_s == 0
+    assert device.call_s == pytest.approx(2e-6, rel=0.01)
+    assert device.seconds(1e9, "f32", 0) == pytest.approx(1e9 / 8e10, rel=0.01)
+    assert device.memory_seconds(1e7, "optimizer") == pytest.approx(1e7 / 6e9, rel=0.01)
+    assert topology.contention == pytest.approx(0.5)
+    assert "spread" in str(fitted)
+
+
+def test_a_fit_for_four_ranks_predicts_two() -> None:
+    topology = fitted_topology(found()).topology
+    mesh = Mesh((("dp", 2), ("tp", 2)), topology)
+    for kind in TRUE:
+        of_two, of_four = (
+            collective_seconds(kind, 10**8, Mesh(axes, topology), "tp")
+            for axes in (mesh.axes, (("tp", 4),))
+        )
+        assert 0 < of_two <= of_four
+
+
+def test_one_rank_has_no_links() -> None:
+    alone = found(ranks=1, sizes=(), links=(), beside=())
+    check_found(alone)
+    assert fitted_topology(alone).topology.num_devices == 1
+
+
+def test_ranks_of_several_machines_have_two_levels() -> None:
+    assert level_groups(4, 4) == [[[0, 1, 2, 3]]]
+    assert level_groups(4, 2) == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+
+
+def test_times_that_no_machine_has_are_refused() -> None:
+    links = [
+        replace(each, samples=samples(5000 * each.seconds)) if each.work == "all_gather" else each
+        for each in found().links[0]
+    ]
+    with pytest.raises(RunError, match=r"machine that cannot be: .*above 0"):
+        fitted_topology(found(links=(tuple(links),)))
+
+
+# refusals -----------------------------------------------------------------------------------------
+def test_noise_is_refused_unless_it_is_to_be_kept_and_then_marked() -> None:
+    steady = found()
+    shaky = replace(steady.compute[3], samples=samples(steady.compute[3].seconds, 0.9))
+    noisy = replace(steady, compute=(*steady.compute[:3], shaky, *steady.compute[4:]))
+    with pytest.raises(RunError, match=r"1 of \d+ measurements vary too much") as caught:
+        check_found(noisy)
+    assert shaky.what in caught.value.why
+    check_found(noisy, keep_noisy=True)
+    assert str(fitted_topology(noisy)).count("NOISY") == 1
+
+
+@pytest.mark.parametrize(("work", "peak"), [("matmul f32", 2e12), ("pointwise", 1e12)])
+def test_rates_beyond_any_data_sheet_are_refused(work: str, peak: float) -> None:
+    fast = [
+        replace(each, samples=samples(each.amount / peak)) if each.work == work else each
+        for each in found().compute
+    ]
+    with pytest.raises(RunError, match="cannot be") as caught:
+        check_found(found(compute=tuple(fast)), keep_noisy=True)
+    assert "data sheet of cpu" in caught.value.why
+
+
+def test_devices_without_a_data_sheet_are_not_held_against_one() -> None:
+    fast = [replace(m, samples=samples(m.seconds / 1e3)) for m in found().compute]
+    check_found(found(compute=tuple(fast), library="nccl", device="NVIDIA Toy"))
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "mpi"), (0, "gloo"), (999, "nccl")])
+def test_what_cannot_be_measured_is_refused(ranks: int, backend: str) -> None:
+    with pytest.raises(UsageError):
+        calibrate(ranks, backend)
+
+
+# measuring ----------------------------------------------------------------------------------------
+TINY = Scale(Effort(samples=3, seconds=0.01, tries=1), times=1, links_s=4.0, most_bytes=4 * MIB)
+
+
+@pytest.mark.gloo
+def test_two_ranks_are_measured() -> None:
+    heard: list[str] = []
+    fitted = calibrate(2, keep_noisy=True, scale=TINY, tell=heard.append)
+    topology = fitted.topology
+    assert (topology.num_devices, topology.library) == (2, "gloo")
+    assert 0 <= topology.contention <= 1
+    assert set(topology.levels[0].factors) == set(COLLECTIVES)
+    assert len(heard) == 3
+
+
+@pytest.mark.gloo
+def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
+    script = tmp_path / "calibrates.py"
+    script.write_text(
+        "import os\n"
+        "from partc.measure.calibrate import calibrate\n"
+        "from tests.measure.test_calibrate import TINY\n"
+        "found = calibrate(keep_noisy=True, scale=TINY)\n"
+        "line = f\"{os.environ['RANK']} {found.topology.num_devices}\\n\"\n"
+        "os.write(1, line.encode())\n"  # whole, as both ranks write to one pipe
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node=2", str(script)]  # fmt: skip
+    ran = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}, cwd=root,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert sorted(ran.stdout.split()) == ["0", "1", "2", "2"], ran.stderr
