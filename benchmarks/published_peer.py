@@ -13,7 +13,7 @@ from benchmarks.published_models import Dims, build, example, loss_of
 from benchmarks.published_rows import Row
 from partc.cost.collective_cost import collective_seconds
 from partc.graph import Graph
-from partc.lowering import trace
+from partc.lowering import table, trace
 from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.estimate import Estimator, UnitTimes
@@ -68,7 +68,7 @@ def laws(row: Row, kernels: str, *, plain: bool) -> Profile:
     """The laws of a row's step with all its layers, as eager PyTorch's if ``plain``."""
     graph = traced(row.dims, row.batch)
     ways, touched = [row.recompute], KERNELS[kernels]
-    (found,) = profiles(graph, row.word, ways, touched=touched, plain=plain)
+    (found,) = profiles(graph, row.word, ways, table(), touched=touched, plain=plain)
     block = next(unit for unit in found.chain if found.is_block[unit])
     at = found.chain.index(block) + 1
     more = row.dims.layers - TRACED_LAYERS

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from partc.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from partc.api import compile, partition
+    from partc.api import compile
     from partc.errors import PartcError
+    from partc.lowering import partition
     from partc.machines.topology import Topology
     from partc.plan import Plan
     from partc.plan.mesh import Mesh
@@ -32,7 +33,7 @@ _MODULES = {
     "Traced": "traced",
     "compile": "api",
     "load": "program",
-    "partition": "api",
+    "partition": "lowering",
     "verify": "verification.verification",
 }
 

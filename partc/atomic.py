@@ -1,6 +1,6 @@
 """Output that appears whole or not at all, whatever interrupts the writing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,18 +20,21 @@ WRITTEN = (
 
 
 @contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
+def atomic_directory(
+    path: str | Path, written: Sequence[str] = WRITTEN, sign: str = MANIFEST
+) -> Iterator[Path]:
     """Yield an empty directory that takes the place of `path` on success and vanishes otherwise.
 
-    An earlier saved program at `path` is replaced; anything else there is refused, not lost.
+    What was `written` there before, as file names' patterns, is replaced if the file `sign` is
+    among it ("": always); anything else there is refused, not lost.
     """
     target = Path(path).resolve()
-    _refuse_strangers(target)
+    refuse_strangers(target, written, sign)
     with _beside(target) as holder:
         new = holder / "new"
         new.mkdir()
         yield new
-        _refuse_strangers(target)  # it may have been filled while we wrote
+        refuse_strangers(target, written, sign)  # it may have been filled while we wrote
         _swap(new, target, holder / "old")
 
 
@@ -66,16 +69,16 @@ def _swap(new: Path, target: Path, old: Path) -> None:
         raise
 
 
-def _refuse_strangers(target: Path) -> None:
-    """Raise unless `target` is absent, empty, or holds a saved program and nothing else."""
+def refuse_strangers(target: Path, written: Sequence[str] = WRITTEN, sign: str = MANIFEST) -> None:
+    """UsageError unless `target` is absent, empty, or holds what partc wrote and nothing else."""
     if not target.exists():
         return
     if not target.is_dir():
         raise _refusal(target, "it is a file")
     names = sorted(entry.name for entry in target.iterdir())
-    if names and MANIFEST not in names:
-        raise _refusal(target, f"it has no {MANIFEST}, so partc did not write it")
-    strangers = [n for n in names if not any(fnmatch(n, pattern) for pattern in WRITTEN)]
+    if names and sign and sign not in names:
+        raise _refusal(target, f"it has no {sign}, so partc did not write it")
+    strangers = [n for n in names if not any(fnmatch(n, pattern) for pattern in written)]
     if strangers:
         raise _refusal(target, f"it also holds {strangers[0]}, which partc did not write")
 

@@ -1,38 +1,150 @@
-"""A model in, its joint graph out; a joint graph and a plan in, the complete plan and one rank's
-graph, its waits not yet placed, out.
+"""The compiler in order: the table of all passes, and the slices of it that a compile runs.
+
+A step is on its way from a model to programs as a ``State`` (``passes/runner.py``). A pass reads
+and changes what it names; ``partc passes`` prints the table. In three places the order is not a
+line: ``trace`` records again while blocks turn out unequal, a pipeline of few distinct stages is
+traced again with those alone, and a program that does not fit gives way to the next best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from partc import pass_calls as calls
+from partc import printing
+from partc.checks.local_graph import check
 from partc.graph import Graph
-from partc.graph.folds import Fold, Kept
-from partc.passes.canonical.canonicalize import canonicalize
+from partc.graph.folds import Kept
+from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
-from partc.passes.canonical.fold_layers import Unfolded, confirm, fold_layers
+from partc.passes.canonical.fold_layers import Unfolded, check_plan
 from partc.passes.canonical.functionalize import functionalize
+from partc.passes.overlap.order_step import order_step
+from partc.passes.overlap.share_gathers import share_gathers
+from partc.passes.overlap.sum_in_levels import sum_in_levels
+from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
+from partc.passes.runner import Pass, State, Table, When, run
 from partc.passes.shard.apply_preset import complete
 from partc.passes.shard.count_whole import count_whole
 from partc.passes.shard.fuse_loss import fuse_loss
 from partc.passes.shard.insert_collectives import insert_collectives
-from partc.passes.shard.local_batch_norm import check_statistics, has_batch_norm
 from partc.passes.shard.microbatches import count_targets
-from partc.passes.shard.propagate import propagate
 from partc.passes.shard.split_bias import fuse_bias, split_bias
-from partc.passes.stages.assign_stages import assign_stages
-from partc.passes.stages.choose_stages import choose_schedule, choose_stages
+from partc.passes.stages.choose_stages import choose_schedule, choose_stages, is_pipeline
+from partc.passes.stages.split_stages import split_stages
 from partc.plan import Plan
-from partc.plan.mesh import layout_mesh
+from partc.plan.mesh import Mesh
 from partc.trace.capture import Objective
-from partc.trace.record import Source, keep_known_buffers
+from partc.trace.record import Source
 from partc.trace.scan_blocks import no_calls
 
+AUTO = When("auto", lambda s: True)  # a search runs it, and nothing else does
+FOLDED = When("many blocks", lambda s: bool(s.made.get("fold")))
+KEPT = When("pipelines", lambda s: s.made.get("kept") is not None)
+PIPELINES = When("pipelines", lambda s: is_pipeline(s.plan, s.mesh))
+STAGES = When("pipelines", lambda s: bool(s.plan.stages))
+PHASED = When("pipelines", lambda s: bool(s.made.get("phased")))
+SPREAD = When("pipelines", lambda s: s.graph.kept is not None)
+ONE_STAGE = When("one stage", lambda s: not s.made.get("phased"))
+MICROBATCHES = When("microbatches", lambda s: s.plan.microbatches > 1)
+LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
+PIECES = When("pieces", lambda s: int(s.made.get("pieces", 1)) > 1)
 
+RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
+SCHEDULED, EVENTS, SOURCE, COST = "scheduled graph", "events", "source", "cost"
+
+PASSES = (
+    # a model becomes one graph of forward and backward
+    Pass(calls.spare_blocks, "model", "equal blocks need not each be recorded", FOLDED,
+         on_graph=False),
+    Pass(calls.record, RECORDED, "every op with its module, line and phase; again while blocks "
+         "that were left out turn out unequal"),
+    Pass(decompose_custom_ops, RECORDED, "programs import nothing but torch"),
+    Pass(functionalize, RECORDED, "a value that never changes can be moved and cut"),
+    Pass(calls.keep_known_buffers, RECORDED, "masks and frequencies are known when compiling"),
+    Pass(calls.fold_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
+    Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
+    *CANONICAL,
+    # the plan is completed
+    Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs split_bias to recompute on "
+         "copies", AUTO, on_graph=False),
+    Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
+    Pass(fuse_loss, JOINT, "the gradient of a cut vocabulary needs no gather", optional=True),
+    Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
+         on_graph=False),
+    Pass(choose_schedule, PLAN, "1f1b unless the plan says more", PIPELINES, on_graph=False),
+    Pass(choose_stages, PLAN, "stages cut evenly by cost", PIPELINES, on_graph=False),
+    Pass(calls.keep_stages, PLAN, "of many layers: those stages that stand for all, with which "
+         "all begins again at record", PIPELINES, on_graph=False),
+    Pass(calls.assign_stages, JOINT, "every call belongs to a stage, or to all", STAGES),
+    Pass(calls.lay_out, JOINT, "stages hold different values; microbatches are an axis in time"),
+    Pass(count_targets, JOINT, "an average's count is known before the scores are", MICROBATCHES),
+    Pass(calls.use_local_statistics, PLAN, "later microbatches have not run yet", MICROBATCHES,
+         on_graph=False),
+    Pass(calls.check_statistics, PLAN, "one value per channel has no variance", LOCAL,
+         on_graph=False),
+    # the graph of all ranks becomes that of one
+    Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes"),
+    Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls, and transfers where shardings differ"),
+    Pass(fuse_bias, LOCAL_GRAPH, "where nothing was summed, product and bias are one call",
+         optional=True),
+    Pass(count_whole, LOCAL_GRAPH, "the count of a loss over a cut vocabulary counts once"),
+    Pass(recompute, LOCAL_GRAPH, "the backward computes again what is cheaper than keeping it",
+         optional=True),
+    Pass(check_plan, LOCAL_GRAPH, "what the plan says of one block holds for those left out"),
+    Pass(calls.spread_params, PLAN, "the plan names the parameters of every stage", SPREAD,
+         on_graph=False),
+    # transfers start early and are waited for late
+    Pass(share_gathers, LOCAL_GRAPH, "readers of one weight need one gather", ONE_STAGE,
+         optional=True),
+    Pass(sum_in_levels, LOCAL_GRAPH, "slow links carry only the piece of one machine", ONE_STAGE,
+         optional=True),
+    Pass(calls.take_turns, LOCAL_GRAPH, "one piece of a block computes while another's sum is on "
+         "its way; tried on copies", PIECES),
+    Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
+    Pass(sum_in_levels, "stage graphs", "as for one stage, once stages are apart", PHASED,
+         optional=True, name="sum_stages_in_levels"),
+    Pass(calls.join_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
+         optional=True),
+    Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
+    Pass(calls.fill_waits, SCHEDULED, "weight gradients run beside transfers", optional=True),
+    Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
+         PHASED),
+    # nothing is printed that is not proved
+    Pass(check, SCHEDULED, "shapes, layouts, sums, waits: or no program", ONE_STAGE),
+    Pass(calls.check_stages, SCHEDULED, "the same for each distinct stage", PHASED),
+    Pass(calls.record_events, EVENTS, "predictions need no tensors", ONE_STAGE, on_graph=False),
+    Pass(calls.record_stage_events, EVENTS, "of each distinct stage", PHASED, on_graph=False),
+    Pass(calls.choose_messages, PLAN, "gloo's collectives copy what messages need not",
+         on_graph=False),
+    # text
+    Pass(printing.print_step, SOURCE, "tidied, blocks as loops, read back by an allow-list",
+         ONE_STAGE, on_graph=False),
+    Pass(printing.print_pipeline, SOURCE, "one file for pipeline ranks that do the same", PHASED,
+         on_graph=False),
+    Pass(printing.cost_step, COST, "the printed program runs on tensors without data: its peak; "
+         "if it does not fit, the next best of take_turns to here", ONE_STAGE, on_graph=False),
+    Pass(printing.cost_pipeline, COST, "the same for every pipeline rank", PHASED, on_graph=False),
+)  # fmt: skip
+
+
+def table(*, left_out: Sequence[str] = (), keep_texts: bool = False) -> Table:
+    """The passes in force: partc's, and those of users' packages; UsageError where one that is to
+    be left out does not exist or is needed.
+    """
+    found = with_own(PASSES).without(*left_out)
+    return Table(found.passes, found.left_out, keep_texts)
+
+
+def begin(graph: Graph, plan: Plan, rows: Table | None = None, *, strict: bool = False) -> State:
+    """The state of a joint graph, whose mesh is that of all ranks, and a plan for it."""
+    return State(graph, plan, graph.mesh, rows or table(), made={"strict": strict})
+
+
+# a model to its joint graph ---------------------------------------------------------------------
 def trace(
     model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
     fold: bool = False, kept: Kept | None = None,
@@ -45,79 +157,52 @@ def trace(
     ``kept`` leaves out what a folded graph has shown to be equal to the rest; Unfolded if the
     backward tells it apart.
     """
-    source = Source.of(model, inputs, loss)
-    if kept is not None:
-        if path := no_calls(model, kept.left_out):
-            raise Unfolded(path)
-        graph = _functional(source, kept.left_out)
-        confirm(graph, kept)
-    elif fold:
-        graph = _folded(source)
-    else:
-        graph = _functional(source, ())
-    canonicalize(graph)
-    return graph
+    return traced(Source.of(model, inputs, loss), table(), fold=fold, kept=kept).graph
 
 
-def _folded(source: Source) -> Graph:
-    """A folded graph, in which blocks were skipped where their backward is equal too."""
-    skipped: Sequence[Fold] = source.spare_blocks()
+def traced(source: Source, rows: Table, *, fold: bool, kept: Kept | None) -> State:
+    """The state of a model's joint graph, on no mesh yet; ``fold`` and ``kept`` as for trace."""
+    left_out = kept.left_out if kept else ()
+    if path := no_calls(source.model, left_out):
+        raise Unfolded(path)
+    made = {"source": source, "left_out": left_out, "fold": fold, "kept": kept}
+    state = State(Graph(fx.Graph()), Plan(), Mesh(()), rows, made=made)
+    run(state, "spare_blocks")
     while True:
-        graph = _functional(source, skipped)
         try:
-            fold_layers(graph, skipped)
-            return graph
+            run(state, "record", "confirm_folds")
+            return run(state, CANONICAL[0].name, CANONICAL[-1].name)
         except Unfolded as unequal:
-            skipped = [fold for fold in skipped if not fold.covers(str(unequal))]
+            if kept is not None:
+                raise
+            skipped = state.made["left_out"]
+            state.made["left_out"] = [fold for fold in skipped if not fold.covers(str(unequal))]
 
 
-def _functional(source: Source, left_out: Sequence[Fold]) -> Graph:
-    """The graph without ops that write in place, or ops of the user's own, and some blocks."""
-    graph = source.recorded(left_out)
-    decompose_custom_ops(graph)
-    functionalize(graph)
-    keep_known_buffers(graph, source.model, left_out)
-    return graph
+# a joint graph to one rank's --------------------------------------------------------------------
+def staged_plan(state: State) -> State:
+    """The plan completed, with the stages and the schedule of a pipeline; biases stand apart."""
+    return run(state, "split_bias", "choose_stages")
 
 
-def localize(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
-    """Complete a plan for a traced graph and make the local graph, its waits not yet placed."""
-    full = staged_plan(graph, plan)
-    if full.stages:
-        assign_stages(graph, graph.kept.points if graph.kept else full.stages)
-    graph.mesh = layout_mesh(graph.mesh, full.microbatches)
-    if full.microbatches > 1:
-        count_targets(graph)
-        full = with_local_statistics(full, graph)
-    if full.batch_norm == "local":
-        check_statistics(graph, prod(map(graph.mesh.size, full.batch_axes)), full.microbatches)
-    warnings = [*full.notes, *_untrained(graph)]
-    choices = propagate(graph, full, strict=strict, warnings=warnings)
-    full = full.changed(notes=tuple(dict.fromkeys(warnings)))
-    local = count_whole(fuse_bias(insert_collectives(graph, full, choices)))
-    return full, recompute(local, full)
+def localize(state: State) -> State:
+    """The plan completed, and the graph that of one rank, its waits not yet placed."""
+    staged_plan(state)
+    return run(state, "assign_stages", "recompute")
 
 
-def _untrained(graph: Graph) -> list[str]:
-    """A note of parameters that no step will change; of many the first, as a fold has not all."""
-    if not graph.untrained:
-        return []
-    first, *others = graph.untrained
-    names = f"{first} and others have" if others else f"{first} has"
-    return [f"{names} no gradient: the loss does not depend on it, so no optimizer changes it"]
+def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
+    """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
+    state = next(order_step(localize(begin(graph, plan, strict=strict))))
+    return printing.in_pieces(state.plan, state.made["pieces"], [state.graph]), state.graph
 
 
-def staged_plan(graph: Graph, plan: Plan) -> Plan:
-    """A complete plan, with the stages and the schedule of a pipeline; biases stand apart then."""
-    split_bias(graph)
-    fuse_loss(graph)
-    full = choose_schedule(graph, complete(plan, graph, graph.mesh))
-    return choose_stages(graph, full)
-
-
-def with_local_statistics(plan: Plan, graph: Graph) -> Plan:
-    """Batch statistics cannot be those of microbatches that have not run yet; the plan says so."""
-    if not has_batch_norm(graph):
-        return plan
-    note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
-    return plan.changed(batch_norm="local", notes=(*plan.notes, note))
+def described(rows: Table) -> Iterator[str]:
+    """The table as lines of text: number, name, who takes it, what is there behind it, and why."""
+    yield f"{'':>3}  {'pass':21} {'only':17} {'leaves':16} why"
+    for number, each in enumerate(rows.passes, start=1):
+        left_out = "left out; " if each.name in rows.left_out else ""
+        yield (
+            f"{number:3}  {each.name:21} {each.when.word:17} {each.out:16} {left_out}{each.why}"
+            f"  ({each.where})"
+        )

@@ -12,12 +12,13 @@ from torch import nn
 from partc.errors import TraceError
 from partc.graph import Graph
 from partc.graph.folds import Kept
-from partc.graph.graph_edits import copied
-from partc.lowering import trace
+from partc.lowering import table, traced
+from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.record import Source
 
-State = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
-Wanted = tuple[bool, Kept | None, bool]
+Seen = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
+Wanted = tuple[bool, Kept | None, bool, Table]
 
 
 @dataclass(eq=False)
@@ -39,8 +40,8 @@ class Traced:
     model: nn.Module
     inputs: Any
     loss: Callable[..., Any] | None = None
-    _graphs: dict[Wanted, Graph] = field(default_factory=dict, repr=False)
-    _state: State | None = field(default=None, repr=False)
+    _states: dict[Wanted, State] = field(default_factory=dict, repr=False)
+    _state: Seen | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None) -> Traced:
@@ -65,11 +66,16 @@ class Traced:
 
     def graph(self, *, fold: bool = False, kept: Kept | None = None) -> Graph:
         """The graph, for the caller to change; ``fold`` and ``kept`` as for ``trace``."""
+        return self.state(table(), fold=fold, kept=kept).graph
+
+    def state(self, rows: Table, *, fold: bool = False, kept: Kept | None = None) -> State:
+        """The graph with what the passes of this table made beside it, for the caller to change."""
         self._check_unchanged()
-        wanted = fold, kept, torch.is_grad_enabled()
-        if wanted not in self._graphs:
-            self._graphs[wanted] = trace(self.model, self.inputs, self.loss, fold=fold, kept=kept)
-        return copied(self._graphs[wanted])
+        wanted = fold, kept, torch.is_grad_enabled(), rows
+        if wanted not in self._states:
+            source = Source.of(self.model, self.inputs, self.loss)
+            self._states[wanted] = traced(source, rows, fold=fold, kept=kept)
+        return self._states[wanted].copied()
 
     def _check_unchanged(self) -> None:
         state = _state(self.model)
@@ -84,7 +90,7 @@ class Traced:
             )
 
 
-def _state(model: nn.Module) -> State:
+def _state(model: nn.Module) -> Seen:
     """What may not change behind a trace, as far as it can be seen."""
     trained = tuple(p.requires_grad for p in model.parameters())
     return Fingerprint.of(model), trained, tuple(m.training for m in model.modules())

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from partc.graph import Graph
+from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import Recompute
 from partc.passes.search.plans.search_plans import Profiles, profiles_of
 
@@ -40,10 +41,12 @@ def laws_once() -> Iterator[None]:
     """Reads the laws of a graph once, where many tests of a module search for the same one."""
     known: dict[object, tuple[Graph, Profiles]] = {}  # with the graph, that its id stays its own
 
-    def once(graph: Graph, words: Sequence[str], ways: Sequence[Recompute]) -> Profiles:
+    def once(
+        graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
+    ) -> Profiles:
         key = id(graph.fx), *words, *ways
         if key not in known:
-            known[key] = graph, profiles_of(graph, words, ways)
+            known[key] = graph, profiles_of(graph, words, ways, table)
         return dict(known[key][1])
 
     with patch("partc.passes.search.plans.choose_plan.profiles_of", once):

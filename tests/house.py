@@ -33,6 +33,7 @@ ROOMS = (
     "partc.cost",
     "partc.trace",
     "partc.checks",
+    "partc.passes",
     "partc.passes.canonical",
     "partc.passes.shard",
     "partc.passes.recompute",
@@ -55,7 +56,9 @@ ROOMS = (
     TOP,
     "partc.cli",
 )
-_TOP_MODULES = {"partc.api", "partc.lowering", "partc.traced"}
+_TOP_MODULES = {
+    f"partc.{name}" for name in ("api", "dumps", "lowering", "pass_calls", "printing", "traced")
+}
 _COMMAND_LINE = {"partc.__main__"}
 _PASSES, _SEARCH = (
     "partc.passes",
@@ -163,8 +166,8 @@ def room_of(module: str) -> str:
         return "partc.cli"
     if module in _TOP_MODULES:
         return TOP
-    if module in (_PASSES, _SEARCH):
-        return "partc.passes.canonical"  # package files without imports of their own
+    if module == _SEARCH:
+        return "partc.passes.search.solver"
     room = module
     while room not in ROOMS:
         room = room.rpartition(".")[0]

@@ -42,6 +42,7 @@ def compile_command(args: argparse.Namespace) -> int:
             microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
             stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
             memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
+            dump=args.dump, disable=args.disable.split(",") if args.disable else (),
         )  # fmt: skip
     program.save(args.out)
     lines = {name: text.count("\n") for name, text in sorted(program.sources.items())}
@@ -62,6 +63,20 @@ def _recompute(args: argparse.Namespace) -> str | list[str] | None:
 
     said: str | None = args.recompute
     return said if said is None or said in RECOMPUTES else said.split(",")
+
+
+def passes_command(args: argparse.Namespace) -> int:
+    """List the compiler's passes in order: who takes each, what it leaves behind, and why."""
+    from partc.lowering import described, table
+
+    rows = table()
+    told = [
+        {"name": each.name, "only": each.when.word, "leaves": each.out, "why": each.why,
+         "where": each.where, "optional": each.optional}
+        for each in rows.passes
+    ]  # fmt: skip
+    _tell(args, "\n".join(described(rows)), {"passes": told})
+    return 0
 
 
 def explain_command(args: argparse.Namespace) -> int:

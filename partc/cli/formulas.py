@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.api import partition
 from partc.cost.prediction import Prediction
 from partc.cost.symbolic import symbolic_costs
 from partc.graph import Graph
-from partc.lowering import trace
+from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.program import Program
 from partc.reports.cost import CostReport, cost_report

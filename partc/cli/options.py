@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from partc.cli import commands
+from partc.cli.shared_options import add_folder, add_sizes, add_timeout
 
 Command = Callable[[argparse.Namespace], int]
 EPILOG = """\
@@ -16,7 +17,7 @@ or a diff is not empty, 2 an error, 130 interrupted.
 
 examples:
   partc compile hf:llama --layers 2 --batch 8 --mesh dp=2,tp=2 --plan megatron --out build/
-  partc compile mypackage.train:setup --mesh dp=4 --plan fsdp --out build/
+  partc compile mypackage.train:setup --mesh dp=4 --plan fsdp --out build/ --dump dump/
   partc explain build/                 partc explain --rules             partc explain PTC030
   partc explain build/ --model mypackage.train:setup    costs as formulas of batch and mesh too
   partc compile hf:llama --layers 8 --batch 16 --mesh pp=2,dp=2 --microbatches 8 --out build/
@@ -102,7 +103,8 @@ def _compile_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_pipeline(parser)
     _add_choices(parser)
-    _add_sizes(parser)
+    _add_passes(parser)
+    add_sizes(parser)
 
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +146,21 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_passes(parser: argparse.ArgumentParser) -> None:
+    passes = parser.add_argument_group("the compiler's passes (`partc passes` lists them)")
+    passes.add_argument(
+        "--dump", metavar="DIR",
+        help="folder for the graph's text after every pass; an earlier dump there is replaced",
+    )  # fmt: skip
+    passes.add_argument(
+        "--disable", metavar="A,B", help="names of passes to leave out, to see what they are for"
+    )
+
+
+def _passes_options(parser: argparse.ArgumentParser) -> None:
+    """It has none of its own."""
+
+
 def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", nargs="?", help="folder of a saved program, or an error code such as PTC030"
@@ -162,11 +179,11 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
         help="the model that was compiled, named as for partc compile: costs are then shown as "
         "formulas of batch, sequence and mesh too",
     )
-    _add_sizes(parser)
+    add_sizes(parser)
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
+    add_folder(parser)
     parser.add_argument(
         "--trace", metavar="FILE", help="write the time line as a Chrome trace (JSON)"
     )
@@ -193,7 +210,7 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
+    add_folder(parser)
     parser.add_argument(
         "--steps", metavar="N", type=int, default=10,
         help="number of measured steps with timers, and of those without (default: 10)",
@@ -205,7 +222,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", help="cpu, or cuda under torchrun (default: cpu)"
     )
-    _add_timeout(parser, 600.0)
+    add_timeout(parser, 600.0)
     parser.add_argument(
         "--trace", metavar="FILE",
         help="write the predicted and the measured step as a Chrome trace (JSON)",
@@ -231,7 +248,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
+    add_folder(parser)
     parser.add_argument(
         "--model", required=True, help="the model that was compiled, named as for partc compile"
     )
@@ -243,12 +260,12 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
         "--processes", action="store_true",
         help="run ranks as processes that talk over gloo, not as threads of one process",
     )  # fmt: skip
-    _add_timeout(parser, 300.0)
-    _add_sizes(parser)
+    add_timeout(parser, 300.0)
+    add_sizes(parser)
 
 
 def _check_options(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
+    add_folder(parser)
     parser.add_argument(
         "--accept-edits", action="store_true",
         help="make files that you edited part of the program; without it they are refused",
@@ -260,43 +277,10 @@ def _diff_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("new", help="folder of another one")
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="folder of a saved program")
-
-
-def _add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=seconds,
-        help=f"seconds after which ranks that are not done are given up (default: {seconds:.0f})",
-    )  # fmt: skip
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    sizes = parser.add_argument_group(
-        "for hf: models",
-        "Left out, batch and sequence are those of the saved program, or 8 and 128.",
-    )
-    sizes.add_argument(
-        "--batch", metavar="N", type=int, help="number of samples that all ranks share in a step"
-    )
-    sizes.add_argument(
-        "--seq", metavar="N", type=int, help="tokens of a sequence, or pixels of an image's side"
-    )
-    sizes.add_argument(
-        "--layers", metavar="N", type=int, help="number of layers, not the configuration's"
-    )
-    sizes.add_argument(
-        "--dtype", default="float32", choices=["float64", "float32", "bfloat16"],
-        help="dtype of the weights (default: float32)",
-    )  # fmt: skip
-    sizes.add_argument(
-        "--no-dropout", action="store_true", help="set every dropout's rate to 0, in any model"
-    )
-
-
 # name: what runs, what it can be told; in the order of `partc --help`
 COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {
     "compile": (commands.compile_command, _compile_options),
+    "passes": (commands.passes_command, _passes_options),
     "explain": (commands.explain_command, _explain_options),
     "simulate": (commands.simulate_command, _simulate_options),
     "bench": (commands.bench_command, _bench_options),

@@ -26,10 +26,12 @@ _NAME = re.compile(r"(?:%|\b[A-Za-z_])\w*(?:\.\w+)*")  # % marks a name that sta
 
 
 def parse_graph(text: str) -> Graph:
-    """The Graph that a text describes; fake values are made by running its ops."""
+    """The Graph that a text describes; fake values are made by running its ops. Lines that begin with
+    ``#`` are comments.
+    """
     reader = _Reader()
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
+        if line.strip() and not line.startswith("#"):
             try:
                 reader.read(line)
             except (
@@ -69,7 +71,7 @@ class _Reader:
             self._output(line.strip()) if self.in_outputs else self._call(line.strip())
         elif first in ("graph", "local"):
             self._header(line)
-        elif first in ("param", "buffer", "input"):
+        elif first in ("param", "buffer", "input", "received"):
             self._placeholder(first, rest)
         elif first in ("forward", "backward"):
             module = "" if rest == "(loss)" else rest
@@ -115,7 +117,7 @@ class _Reader:
         name, _, call = assignment.partition(" = ")
         target, args, kwargs = self._parsed(call.strip())
         node = self.graph.fx.create_node("call_function", target, args, kwargs, name=name.strip())
-        single = not typed.strip().startswith("(")
+        single = "[" in typed and not typed.strip().startswith("(")
         known = self._typed(typed.strip(), self.section) if single else self.section
         with self.mode:
             fake = run_fake(target, args, kwargs)

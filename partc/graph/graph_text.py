@@ -89,6 +89,8 @@ def _types(node: fx.Node) -> str:
     fake = held(node)
     if isinstance(fake, Tensor):
         return typed(node)
+    if not isinstance(fake, list | tuple):
+        return type(fake).__name__  # the number of a rank on an axis, a size
     shapes = [
         value(node).sharding.typed(f.shape, f.dtype) if f is not None else "None" for f in fake
     ]

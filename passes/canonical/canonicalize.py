@@ -22,34 +22,65 @@ from partc.passes.canonical.open_strides import open_strides
 from partc.passes.canonical.pad_slices import pad_slices
 from partc.passes.canonical.squeeze_sums import squeeze_sums
 from partc.passes.canonical.unsort_rows import unsort_rows
+from partc.passes.runner import Pass
 
-PASSES = (
-    open_strides,
-    merge_draws,
-    drop_noops,
-    fold_dropout,
-    fold_masks,
-    open_masks,
-    open_means,
-    pad_slices,
-    index_rows,
-    join_scatters,
-    unsort_rows,
-    narrow_expands,
-    cancel_transposes,
-    fold_linear,
-    merge_reshapes,
-    squeeze_sums,
-    cancel_transposes,
-    drop_noops,
-    free_fills,
-    merge_given,
+JOINT = "joint graph"
+
+
+def name_calls(graph: Graph) -> None:
+    """Name every call after its op, and look that the graph is in order."""
+    rename_calls(graph)
+    graph.fx.lint()
+
+
+CANONICAL = (
+    Pass(open_strides, JOINT, "strides of a whole tensor mean nothing for its pieces; shapes do"),
+    Pass(merge_draws, JOINT, "a checkpoint's replayed random draw is the first draw"),
+    Pass(
+        drop_noops,
+        JOINT,
+        "detach, clone and casts that change nothing hide what calls have in common",
+    ),
+    Pass(fold_dropout, JOINT, "a dropout's mask can be told how its tensor is cut"),
+    Pass(fold_masks, JOINT, "a causal mask is a word to the attention kernel, not a tensor"),
+    Pass(
+        open_masks,
+        JOINT,
+        "x[mask] = 1.5 as a choice between two values may be cut; places in order may not",
+    ),
+    Pass(
+        open_means,
+        JOINT,
+        "the sum of a cut dim is finished by adding what ranks have; a mean is not",
+    ),
+    Pass(pad_slices, JOINT, "the backward of a slice is padding, which rules can cut"),
+    Pass(
+        index_rows,
+        JOINT,
+        "what each row picks from itself is gathered: it looks at each sample alone",
+    ),
+    Pass(join_scatters, JOINT, "pieces written side by side are their cat"),
+    Pass(unsort_rows, JOINT, "sorted rows come back by the inverse order: a look-up, no scatter"),
+    Pass(narrow_expands, JOINT, "compute on small tensors before they are expanded"),
+    Pass(
+        cancel_transposes,
+        JOINT,
+        "two transposes in a row are none, and products take the one that is left",
+    ),
+    Pass(
+        fold_linear, JOINT, "a linear layer keeps all dims, so that batch and sequence can be cut"
+    ),
+    Pass(merge_reshapes, JOINT, "two reshapes in a row are one"),
+    Pass(squeeze_sums, JOINT, "a sum without the dims that are squeezed away at once"),
+    Pass(cancel_transposes, JOINT, "folding products leaves transposes behind"),
+    Pass(drop_noops, JOINT, "and views that change nothing"),
+    Pass(free_fills, JOINT, "a tensor of a constant needs no tensor that lends it a dtype"),
+    Pass(merge_given, JOINT, "masks and positions of equal blocks are computed once"),
+    Pass(name_calls, JOINT, "names count ops, so that equal models read alike"),
 )
 
 
 def canonicalize(graph: Graph) -> None:
     """Apply the passes in order; the graph computes what it did."""
-    for rewrite in PASSES:
-        rewrite(graph)
-    rename_calls(graph)
-    graph.fx.lint()
+    for each in CANONICAL:
+        each.run(graph)

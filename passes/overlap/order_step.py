@@ -1,4 +1,7 @@
-"""The local graph of a whole step in; its transfers joined, and started and waited for, out."""
+"""A step's local graph in; its transfers joined, and started and waited for, out.
+
+What is best is tried: the passes run on copies, and the fastest copy is taken.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +17,44 @@ from partc.cost.roofline import Spent, piece_seconds
 from partc.cost.step_walk import step_seconds, step_times
 from partc.cost.storage import replay
 from partc.graph import Graph, collectives
-from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
-from partc.passes.overlap.fill_waits import Seconds, fill_waits
-from partc.passes.overlap.join_collectives import join_collectives, leaves_in_parts
-from partc.passes.overlap.place_waits import place_waits
-from partc.passes.overlap.share_gathers import share_gathers
-from partc.passes.overlap.sum_in_levels import sum_in_levels
-from partc.passes.overlap.take_turns import awaited_in_blocks, in_turns, take_turns
-from partc.plan import Plan
+from partc.passes.overlap.fill_waits import Seconds
+from partc.passes.overlap.join_collectives import leaves_in_parts
+from partc.passes.overlap.take_turns import awaited_in_blocks, in_turns
+from partc.passes.runner import State, run
 from partc.plan.mesh import Mesh
 
 PIECES = (2, 4)  # a piece more is a start more for every transfer
 GAIN = 0.1  # of a step: a block in pieces has twice the lines
 
-Way = tuple[int, Graph]  # in how many pieces blocks are computed
 
+def order_step(state: State) -> Iterator[State]:
+    """The scheduled step, and where its blocks are computed in pieces that nobody asked for, one
+    without, should it need less memory; ``made["pieces"]`` says in how many.
 
-def order_step(local: Graph, plan: Plan, over: Mesh) -> Iterator[Way]:
-    """The scheduled graph, and where its blocks are computed in pieces that nobody asked for, one
-    without, should it need less memory.
-
-    They are where the step is faster so on the machines under ``over``, and a block's gradients
+    They are where the step is faster so on the machines under the mesh, and a block's gradients
     leave in parts where it is faster so.
     """
-    sum_in_levels(share_gathers(local), over)
-    awaited = awaited_in_blocks(local)
-    asked = plan.pieces if awaited else 1
+    run(state, "share_gathers", "sum_in_levels")
+    mesh, awaited = state.mesh, awaited_in_blocks(state.graph)
+    asked = state.plan.pieces if awaited else 1
     if asked:
-        yield asked, _in_parts(local, plan, over, asked)
+        yield _in_parts(state.beside(pieces=asked))
         return
-    more_s = start_seconds(local, awaited, over)
-    ways = {1: _in_parts(copied(local), plan, over, 1)}
-    if most_gained(_spent(ways[1], over), more_s) <= GAIN:
-        yield 1, ways[1]
+    more_s = start_seconds(state.graph, awaited, mesh)
+    ways = {1: _in_parts(state.copied(pieces=1))}
+    if most_gained(_spent(ways[1]), more_s) <= GAIN:
+        yield ways[1]
         return
 
     def seconds(num: int) -> float:
-        ways[num] = ways.get(num) or _in_parts(copied(local), plan, over, num)
-        return _step_s(ways[num], over)
+        ways[num] = ways.get(num) or _in_parts(state.copied(pieces=num))
+        return _step_s(ways[num])
 
     best = fastest(seconds)
-    yield best, ways[best]
+    yield ways[best]
     if best > 1:
-        yield 1, ways[1]
+        yield ways[1]
 
 
 def fastest(seconds: Callable[[int], float]) -> int:
@@ -71,19 +68,17 @@ def fastest(seconds: Callable[[int], float]) -> int:
     return best
 
 
-def _in_parts(local: Graph, plan: Plan, over: Mesh, pieces: int) -> Graph:
+def _in_parts(state: State) -> State:
     """Scheduled with a block's gradients in as many parts as make the step fastest."""
-    if pieces > 1:
-        take_turns(local, pieces)
-    if not leaves_in_parts(local, over):
-        return _ordered(local, plan, over)
-    ways = [_ordered(copied(local), plan, over, in_parts) for in_parts in (False, True)]
-    return min(ways, key=lambda way: _step_s(way, over))
+    run(state, "take_turns")
+    if not leaves_in_parts(state.graph, state.mesh):
+        return _ordered(state)
+    ways = [_ordered(state.copied(in_parts=in_parts)) for in_parts in (False, True)]
+    return min(ways, key=_step_s)
 
 
-def _ordered(local: Graph, plan: Plan, over: Mesh, in_parts: bool = False) -> Graph:
-    graph = place_waits(join_collectives(local, plan.join_mb, over, in_parts))
-    return fill_waits(graph, call_seconds(graph, over))
+def _ordered(state: State) -> State:
+    return run(state, "join_collectives", "fill_waits")
 
 
 def call_seconds(graph: Graph, over: Mesh) -> Seconds | None:
@@ -103,8 +98,9 @@ def call_seconds(graph: Graph, over: Mesh) -> Seconds | None:
     return seconds
 
 
-def _step_s(graph: Graph, over: Mesh) -> float:
-    return step_seconds(record_step(graph, replay(graph)), over)
+def _step_s(state: State) -> float:
+    graph = state.graph
+    return step_seconds(record_step(graph, replay(graph)), state.mesh)
 
 
 def start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[str, float]:
@@ -133,5 +129,6 @@ def most_gained(parts: Iterable[Spent], more_s: Mapping[str, float]) -> float:
     return 1 - least / whole.seconds if whole.seconds else 0.0
 
 
-def _spent(graph: Graph, over: Mesh) -> Iterable[Spent]:
-    return step_times(record_step(graph, replay(graph)), over).values()
+def _spent(state: State) -> Iterable[Spent]:
+    graph = state.graph
+    return step_times(record_step(graph, replay(graph)), state.mesh).values()

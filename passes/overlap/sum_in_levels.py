@@ -39,12 +39,12 @@ class Levels:
     outer: str
 
 
-def sum_in_levels(graph: Graph, over: Mesh) -> Graph:
+def sum_in_levels(graph: Graph, mesh: Mesh) -> Graph:
     """Rewrite, in place, the sums of gradients over two axes that take less time in levels on the
-    machines of ``over``: those of a block alike. Has to run before transfers are joined.
+    machines of ``mesh``: those of a block alike. Has to run before transfers are joined.
     """
     for chains in _together(graph).values():
-        levels = _fastest(chains, over)
+        levels = _fastest(chains, mesh)
         if levels is not None:
             for chain in chains:
                 _rewrite(graph, chain, levels)

@@ -20,25 +20,18 @@ from partc.cost.stage_cost import (
 from partc.errors import PlanError
 from partc.graph import Graph
 from partc.graph.folds import likes_of
-from partc.graph.graph_edits import copied
 from partc.graph.tied import Tied, tied_parameters
-from partc.passes.overlap.fill_waits import fill_waits
-from partc.passes.overlap.join_collectives import join_collectives
 from partc.passes.overlap.order_step import (
     GAIN,
     PIECES,
-    call_seconds,
     fastest,
     most_gained,
     start_seconds,
 )
-from partc.passes.overlap.place_waits import place_waits
-from partc.passes.overlap.sum_in_levels import sum_in_levels
 from partc.passes.overlap.take_turns import awaited_in_blocks, take_turns
+from partc.passes.runner import State, run
 from partc.passes.stages.choose_stages import AUTO, chunks_of, named_schedule, pipeline_ranks
 from partc.passes.stages.early_sums import with_early_sums
-from partc.passes.stages.repeat_stages import repeat_stages
-from partc.passes.stages.split_stages import split_stages
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.schedules import Schedule
@@ -51,25 +44,32 @@ TURNS = ("F", "B", "W")  # the phases of each microbatch
 class Stages:
     """What is known of all stages before any program is printed."""
 
-    graphs: list[Graph]
+    state: State  # whose ``stages`` are the scheduled graphs
     tied: list[Tied]
     costs: tuple[StageCost, ...]
     step: Step
     pieces: int = 1  # in how many blocks are computed that wait for activations
 
+    @property
+    def graphs(self) -> list[Graph]:
+        """The scheduled graph of each stage."""
+        return self.state.stages
 
-def stage_ways(local: Graph, plan: Plan) -> Iterator[Stages]:
+
+def stage_ways(state: State) -> Iterator[Stages]:
     """The stages as the step is fastest, and where their blocks are in pieces that nobody asked
     for, as they are without, should that need less memory.
     """
-    whole = schedule_stages(local, plan)
-    if plan.pieces or not _may_gain(local, plan, whole):
+    plan = state.plan
+    whole = schedule_stages(state)
+    if plan.pieces or not _may_gain(state, whole):
         yield replace(whole, pieces=max(plan.pieces, 1))
         return
     ways = {1: whole}
 
     def seconds(num: int) -> float:
-        ways[num] = ways.get(num) or schedule_stages(local, plan.changed(pieces=num))
+        if num not in ways:
+            ways[num] = schedule_stages(replace(state, plan=plan.changed(pieces=num)))
         return ways[num].step.simulated.makespan
 
     best = fastest(seconds)
@@ -78,20 +78,24 @@ def stage_ways(local: Graph, plan: Plan) -> Iterator[Stages]:
         yield whole
 
 
-def _may_gain(local: Graph, plan: Plan, whole: Stages) -> bool:
+def _may_gain(state: State, whole: Stages) -> bool:
     """Whether to try blocks in pieces in all stages: not where too little time is left to save, or
     too little is saved in the stage that most are like.
     """
-    if _most_gained(whole, _mesh(plan)) <= GAIN:
+    mesh = _mesh(state.plan)
+    if _most_gained(whole, mesh) <= GAIN:
         return False
-    likes = likes_of(local.kept, len(whole.graphs))
+    likes = likes_of(state.graph.kept, len(whole.graphs))
     (like, num), *_ = Counter(likes).most_common(1)
     if num == 1:
         return True
-    stage = split_stages(local, plan, split_backward="W" in whole.step.schedule.kinds)[like]
+    trial = state.beside(pieces=1, split_backward="W" in whole.step.schedule.kinds, phased=True)
+    stage = run(trial, "split_stages").stages[like]
+    take_turns(stage, PIECES[0])
+    trial.stages = [stage]
+    (in_pieces,) = run(trial, "sum_stages_in_levels", "fill_waits").stages
     before, after = (
-        stage_cost(graph, _mesh(plan))
-        for graph in (whole.graphs[likes.index(like)], _ordered(take_turns(stage, PIECES[0]), plan))
+        stage_cost(graph, mesh) for graph in (whole.graphs[likes.index(like)], in_pieces)
     )
     return _turn_seconds(after) < (1 - GAIN) * _turn_seconds(before)
 
@@ -109,80 +113,70 @@ def _most_gained(stages: Stages, mesh: Mesh) -> float:
     return most_gained(spent, more_s) if more_s else 0.0
 
 
-def schedule_stages(local: Graph, plan: Plan) -> Stages:
+def schedule_stages(state: State) -> Stages:
     """Cut the graph at the plan's stages and prove that the plan's schedule of them finishes."""
-    order = named_schedule(plan)
-    if plan.schedule == AUTO:
-        return _auto(local, plan)
-    _check_kinds(local, order)
-    graphs = stage_graphs(local, plan, "W" in order.kinds)
-    return planned(graphs, _costs(graphs, local, plan, order.rank_of), order, _mesh(plan))
+    order = named_schedule(state.plan)
+    if state.plan.schedule == AUTO:
+        return _auto(state)
+    _check_kinds(state.graph, order)
+    cut = stage_graphs(state, "W" in order.kinds)
+    return planned(cut, _costs(cut, order.rank_of), order)
 
 
-def stage_graphs(local: Graph, plan: Plan, split_backward: bool) -> list[Graph]:
-    """The scheduled graph of each stage."""
-    whole = take_turns(copied(local), plan.pieces) if plan.pieces > 1 else local
-    stages = split_stages(whole, plan, split_backward=split_backward)
-    return repeat_stages([_ordered(stage, plan) for stage in stages], local)
+def stage_graphs(state: State, split_backward: bool) -> State:
+    """A state with the scheduled graph of each stage."""
+    pieces = max(state.plan.pieces, 1)
+    copy = state.copied if pieces > 1 else state.beside
+    trial = copy(pieces=pieces, split_backward=split_backward, phased=True)
+    return run(trial, "take_turns", "repeat_stages")
 
 
-def _ordered(stage: Graph, plan: Plan) -> Graph:
-    """Its transfers joined, and started and waited for."""
-    sum_in_levels(stage, _mesh(plan))
-    joined = join_collectives(stage, plan.join_mb, _mesh(plan))
-    waiting = place_waits(joined, phased=True)
-    return fill_waits(waiting, call_seconds(waiting, _mesh(plan)))
-
-
-def _costs(
-    graphs: Sequence[Graph], local: Graph, plan: Plan, rank_of: Sequence[int]
-) -> tuple[StageCost, ...]:
+def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
     """The costs of every stage on its own devices; those that are alike compute the same there."""
-    meshes = [_mesh(plan).at_place(rank) for rank in rank_of]
-    alike = list(zip(likes_of(local.kept, len(graphs)), (m.hardware for m in meshes), strict=True))
+    graphs, mesh = cut.stages, _mesh(cut.plan)
+    meshes = [mesh.at_place(rank) for rank in rank_of]
+    alike = list(
+        zip(likes_of(cut.graph.kept, len(graphs)), (m.hardware for m in meshes), strict=True)
+    )
     compiled = dict(zip(alike, zip(graphs, meshes, strict=True), strict=True))
     costs = {key: stage_cost(*each) for key, each in compiled.items()}
-    return with_messages([costs[key] for key in alike], _mesh(plan))
+    return with_messages([costs[key] for key in alike], mesh)
 
 
-def planned(
-    graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule, mesh: Mesh
-) -> Stages:
+def planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:
     """Lower and simulate a schedule of stages with these costs."""
-    tied = [one.name for one in tied_parameters(graphs)]
-    costs = with_early_sums(graphs, costs, order, mesh, tied)
-    stages = _planned(graphs, costs, order, mesh)
+    mesh = _mesh(cut.plan)
+    tied = [one.name for one in tied_parameters(cut.stages)]
+    costs = with_early_sums(cut.stages, costs, order, mesh, tied)
+    stages = _planned(cut, costs, order)
     shared = sharing_costs(costs, stages.step, mesh.hardware.sharing)
-    return stages if shared is None else _planned(graphs, shared, order, mesh)
+    return stages if shared is None else _planned(cut, shared, order)
 
 
-def _planned(
-    graphs: list[Graph], costs: tuple[StageCost, ...], order: Schedule, mesh: Mesh
-) -> Stages:
+def _planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:
     ends = [cost.closing_s for cost in costs]
-    link = stage_link(costs, mesh)
+    graphs, link = cut.stages, stage_link(costs, _mesh(cut.plan))
     tied = tied_parameters(graphs)
     closing_s = closing_seconds(graphs, tied, order, ends, link)
     closing = closing_collectives(graphs, tied, order)
     step = plan_step(order, step_costs(costs, closing_s, link), closing)
-    return Stages(graphs, tied, costs, step)
+    return Stages(cut, tied, costs, step)
 
 
-def _auto(local: Graph, plan: Plan) -> Stages:
+def _auto(state: State) -> Stages:
     """The best order for what the stages cost; whether split backwards pay is its choice."""
-    graphs = stage_graphs(local, plan, True)
-    mesh = _mesh(plan)
+    plan = state.plan
+    cut = stage_graphs(state, True)
     rank_of = named_schedule(plan).rank_of
-    costs = _costs(graphs, local, plan, rank_of)
-    ranks = pipeline_ranks(plan)
+    costs = _costs(cut, rank_of)
     order = auto(
-        step_costs(costs, {}, stage_link(costs, mesh)), ranks=ranks, microbatches=plan.microbatches,
-        memory_cap=_left_for_activations(graphs, plan),
+        step_costs(costs, {}, stage_link(costs, _mesh(plan))), ranks=pipeline_ranks(plan),
+        microbatches=plan.microbatches, memory_cap=_left_for_activations(cut.stages, plan),
     )  # fmt: skip
     if "W" in order.kinds:
-        return planned(graphs, costs, order, mesh)
-    graphs = stage_graphs(local, plan, False)
-    return planned(graphs, _costs(graphs, local, plan, rank_of), order, mesh)
+        return planned(cut, costs, order)
+    cut = stage_graphs(state, False)
+    return planned(cut, _costs(cut, rank_of), order)
 
 
 def _mesh(plan: Plan) -> Mesh:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.api import partition, read_plan
+from partc.api import read_plan
 from partc.checks.local_graph import check
 from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header
 from partc.errors import CheckError
 from partc.graph import Graph
 from partc.graph.folds import Fold
-from partc.lowering import trace
+from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program.check_complete import check_complete, trained

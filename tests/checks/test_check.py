@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partc.api import partition
 from partc.checks.local_graph import check
 from partc.errors import CheckError
 from partc.graph import Graph, collectives, ops, tensor_args, update
-from partc.lowering import trace
+from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, U, cut

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.api import partition
 from partc.codegen.files.emit import emit
 from partc.graph import Graph
-from partc.lowering import trace
+from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import take_piece

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import partc
-from partc.api import partition
 from partc.checks.local_graph import check
 from partc.errors import CheckError
 from partc.graph import Graph, collectives, ops, update, value
 from partc.graph.rows import Rows
-from partc.lowering import trace
+from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut

@@ -14,7 +14,7 @@ import partc
 from benchmarks.joint_shardings import search_shardings
 from partc.errors import PlanError
 from partc.graph import Graph
-from partc.lowering import trace
+from partc.lowering import table, trace
 from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.choose_plan import Choice, choose_plan
@@ -71,7 +71,7 @@ def many() -> Graph:
 
 
 def best(graph: Graph, machine: str, devices: int, **plan: Any) -> Choice:
-    return choose_plan(graph, Mesh.load(machine, devices), AUTO.changed(**plan))
+    return choose_plan(graph, Mesh.load(machine, devices), AUTO.changed(**plan), table())
 
 
 def test_what_fits_is_replicated(small: Graph) -> None:
@@ -100,7 +100,7 @@ def slower(graph: Graph, times: int) -> Candidate:
     inner, outer = topology.levels
     outer = replace(outer, bytes_per_s=outer.bytes_per_s / times)
     mesh = Mesh((), replace(topology, levels=(inner, outer)))
-    found = choose_plan(graph, mesh, AUTO.changed(memory_bytes=42_000_000_000))
+    found = choose_plan(graph, mesh, AUTO.changed(memory_bytes=42_000_000_000), table())
     return found.ranked[0].candidate
 
 
@@ -153,7 +153,7 @@ def test_bounds_leave_out_nothing_better(large: Graph, monkeypatch: pytest.Monke
 
 def test_pins_stay(large: Graph) -> None:
     mesh = Mesh((("dp", 4), ("tp", 2)), Mesh.load("dgx-h100", 8).topology)
-    found = choose_plan(large, mesh, AUTO.changed(microbatches=2))
+    found = choose_plan(large, mesh, AUTO.changed(microbatches=2), table())
     assert {r.candidate.microbatches for r in found.ranked} == {2}
     assert {str(r.candidate.mesh(None)) for r in found.ranked} == {"dp=4 tp=2"}
 
@@ -161,7 +161,7 @@ def test_pins_stay(large: Graph) -> None:
 @pytest.mark.parametrize("schedule", sorted({*NAMES} - {"forward-only"}))
 def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
     mesh = Mesh((("pp", 4), ("dp", 2)), Mesh.load("dgx-h100", 8).topology)
-    found = choose_plan(large, mesh, AUTO.changed(schedule=schedule))
+    found = choose_plan(large, mesh, AUTO.changed(schedule=schedule), table())
     assert {each.candidate.schedule for each in found.ranked} == {schedule}
     _, plan = found.ways(large, mesh, AUTO.changed(schedule=schedule))[0]
     least, most = NAMES[schedule].chunks
@@ -170,7 +170,7 @@ def test_any_schedule_can_be_pinned(large: Graph, schedule: str) -> None:
 
 def test_a_schedule_that_nobody_knows_is_named(large: Graph) -> None:
     with pytest.raises(PlanError, match="'2f2b': no such schedule"):
-        choose_plan(large, Mesh((("pp", 2),)), AUTO.changed(schedule="2f2b"))
+        choose_plan(large, Mesh((("pp", 2),)), AUTO.changed(schedule="2f2b"), table())
 
 
 def test_nothing_fits_says_what_comes_nearest(large: Graph) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.lowering import table
 from partc.machines.topology import Topology
 from partc.passes.search.plans.choose_plan import choose_plan
 from partc.plan import Plan
@@ -124,7 +125,7 @@ def test_such_plans_compute_what_the_model_does(axes: str, microbatches: int) ->
 
 def test_words_that_are_near_the_best_stay_and_say_so() -> None:
     mesh, graph = on("dp=2,tp=4"), traced(llama(layers=5), 2)
-    choice = choose_plan(graph, mesh, AUTO)
+    choice = choose_plan(graph, mesh, AUTO, table())
     _, plan = choice.ways(graph, mesh, AUTO)[0]
     assert "megatron-sp" in plan.preset
     assert not plan.values

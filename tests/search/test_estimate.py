@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import partc
 from partc.cost.pipeline_step import plan_step
+from partc.lowering import table
 from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.estimate import Estimator
@@ -99,7 +100,7 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
     plan = plan.changed(schedule=one.schedule, chunks=one.chunks) if one.pp > 1 else plan
     cost = partc.compile(step(), one.mesh(machine), plan=plan).cost.as_json()
-    (laws,) = profiles(step().graph(), one.word, [again])
+    (laws,) = profiles(step().graph(), one.word, [again], table())
     found = Estimator(laws, machine).estimate(one)
     assert found.step_s == pytest.approx(cost["prediction"]["seconds"], rel=TIME)
     peak = max(rank["peak_bytes"] for rank in cost.get("ranks", [cost]))

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.api import partition
 from partc.checks.local_graph import check
 from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, collectives, held, tensor_args, value
 from partc.graph.moves import kind_of
-from partc.lowering import trace
+from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut

@@ -13,7 +13,7 @@ import partc
 from partc.cost.memory_limit import memory_limits, usable
 from partc.errors import MemoryLimitError
 from partc.graph import Graph
-from partc.lowering import staged_plan
+from partc.lowering import begin, staged_plan, table
 from partc.machines.topology import Topology
 from partc.machines.what_if import Change
 from partc.passes.search.plans.choose_plan import choose_plan
@@ -105,7 +105,7 @@ def test_memory_is_that_of_each_stages_devices() -> None:
 def cut(graph: Graph, topology: Topology) -> tuple[str, ...]:
     """Where the second stage begins."""
     graph.mesh = Mesh(Mesh.parse("pp=2,dp=4").axes, topology)
-    return staged_plan(graph, Plan(preset="ddp", microbatches=8)).stages
+    return staged_plan(begin(graph, Plan(preset="ddp", microbatches=8))).plan.stages
 
 
 def numbers(stages: tuple[str, ...]) -> list[int]:
@@ -116,7 +116,7 @@ def test_a_search_uses_what_is_faster() -> None:
     graph, plan = traced(llama(layers=8, width=2048), 64), Plan(preset="auto")
 
     def best(*kinds: Topology) -> Ranked:
-        return choose_plan(graph, Mesh((), fleet(*kinds)), plan).ranked[0]
+        return choose_plan(graph, Mesh((), fleet(*kinds)), plan, table()).ranked[0]
 
     mixed = best(FAST, SLOW)
     assert mixed.estimate.step_s < best(SLOW, SLOW).estimate.step_s

@@ -17,6 +17,7 @@ from partc.cost.prediction import Work
 from partc.errors import PartcError
 from partc.graph import Graph
 from partc.machines.objective import Objective, check_price
+from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Recompute
 from partc.passes.search.plans.candidates import WORDS, names_axes
 from partc.passes.search.plans.compare_shardings import compare_shardings
@@ -92,7 +93,7 @@ def can_search(mesh: Mesh, plan: Plan) -> bool:
 
 
 def choose_plan(
-    graph: Graph, mesh: Mesh, plan: Plan, microbatches: int | None = None,
+    graph: Graph, mesh: Mesh, plan: Plan, table: Table, microbatches: int | None = None,
     objective: Objective = "time",
 ) -> Choice:  # fmt: skip
     """The best candidates for one training step; PlanError if none fits the memory.
@@ -105,15 +106,15 @@ def choose_plan(
     ways = _RECOMPUTE.get(plan.recompute, ONLY)
     words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
     search = Search(
-        mesh=mesh, profiles=profiles_of(graph, words, ways), memory_bytes=plan.memory_bytes,
+        mesh=mesh, profiles=profiles_of(graph, words, ways, table), memory_bytes=plan.memory_bytes,
         microbatches=pinned, schedule=plan.schedule, recompute=ways,
         objective=objective, batch=Work.of(graph).batch,
     )  # fmt: skip
     presets = choose(search)
     ranked = presets.ranked if presets else ()
-    found = compare_shardings(graph, plan, search, ranked) if len(words) > 1 else presets
+    found = compare_shardings(graph, plan, search, ranked, table) if len(words) > 1 else presets
     if found is None or not found.ranked:
-        raise nothing_fits(replace(search, profiles=_all_profiles(graph, search.profiles)))
+        raise nothing_fits(replace(search, profiles=_all_profiles(graph, search.profiles, table)))
     return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
 
 
@@ -139,7 +140,7 @@ def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: st
     return full.changed(params=written.params, values=written.values)
 
 
-def _all_profiles(graph: Graph, known: Profiles) -> Profiles:
+def _all_profiles(graph: Graph, known: Profiles, table: Table) -> Profiles:
     """Those of all ways to recompute, and of the tensor presets as well that a mesh has no use for,
     if the model can be cut.
     """
@@ -147,5 +148,5 @@ def _all_profiles(graph: Graph, known: Profiles) -> Profiles:
     for word in ("", *WORDS):
         missing = [again for again in RECOMPUTE if (word, again) not in known]
         with suppress(PartcError):
-            found.update(profiles_of(graph, [word], missing) if missing else {})
+            found.update(profiles_of(graph, [word], missing, table) if missing else {})
     return found

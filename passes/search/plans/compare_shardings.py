@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import islice
 
 from partc.graph import Graph
+from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import Candidate, Recompute
 from partc.passes.search.plans.candidates import sizes_of
 from partc.passes.search.plans.laws import Profile, searched_word
@@ -99,11 +100,11 @@ class Looked:
 
 
 def compare_shardings(
-    graph: Graph, plan: Plan, search: Search, ranked: Sequence[Ranked]
+    graph: Graph, plan: Plan, search: Search, ranked: Sequence[Ranked], table: Table
 ) -> Compared:
     """Look at the sizes of ``tp`` that are worth it; ``plan`` has the user's pins."""
     looked = (Looked.at(one, graph, search, plan) for one in _worth_a_look(search, ranked))
-    return _Comparison(graph, search, tuple(ranked), tuple(filter(None, looked))).outcome()
+    return _Comparison(graph, search, tuple(ranked), tuple(filter(None, looked)), table).outcome()
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class _Comparison:
     presets: Search
     ranked: tuple[Ranked, ...]
     looked: tuple[Looked, ...]
+    table: Table
 
     def outcome(self) -> Compared:
         """The presets alone, unless what was searched is worth its entries."""
@@ -136,7 +138,9 @@ class _Comparison:
         for each in self.looked:
             if each.entries:
                 word = searched_word(each.tp)
-                laws = profiles_of_entries(self.graph, word, each.tp, each.entries, ways)
+                laws = profiles_of_entries(
+                    self.graph, word, each.tp, each.entries, ways, self.table
+                )
                 found |= {(word, again): law for again, law in zip(ways, laws, strict=True)}
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partc.errors import PartcError
 from partc.graph import Graph
+from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Data
 from partc.passes.search.plans.candidates import WORDS, names_axes, sizes_of
 from partc.passes.search.plans.search_plans import Search, Taken, profiles_of
@@ -14,7 +15,7 @@ SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "zb-h1": "zb-h1"}
 SHARDED: dict[str, Data] = {"ddp": "ddp", "zero1": "zero1", "fsdp": "fsdp", "hsdp": "fsdp"}
 
 
-def by_hand(graph: Graph, mesh: Mesh, plan: Plan) -> Taken | None:
+def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
     """The candidate that a preset's plan is, among those on the same axes; None where estimates
     do not know its words, or where the step cannot be cut in two for its laws.
     """
@@ -23,7 +24,7 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan) -> Taken | None:
         return None
     words = ("", *WORDS) if candidate.tp > 1 else ("",)
     try:
-        profiles = profiles_of(graph, words, RECOMPUTE)
+        profiles = profiles_of(graph, words, RECOMPUTE, table)
     except PartcError:
         return None
     return Taken(Search(mesh, profiles, plan.memory_bytes), candidate, searched=False)

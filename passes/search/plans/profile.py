@@ -26,7 +26,7 @@ from partc.graph import Graph, Value, collectives, held, picked, tensor_args, va
 from partc.graph.blocks import blocks_of
 from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
-from partc.passes.recompute import choose as recomputing
+from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.laws import (
     BACKWARD,
     FORWARD,
@@ -36,12 +36,6 @@ from partc.passes.search.plans.laws import (
     Transfer,
     Weights,
 )
-from partc.passes.shard.apply_preset import complete
-from partc.passes.shard.count_whole import count_whole
-from partc.passes.shard.fuse_loss import fuse_loss
-from partc.passes.shard.insert_collectives import insert_collectives
-from partc.passes.shard.propagate import propagate
-from partc.passes.shard.split_bias import fuse_bias, split_bias
 from partc.plan import Plan
 from partc.plan.mesh import DP, TP, Mesh
 from partc.plan.sharding import DTYPE_NAMES
@@ -59,8 +53,8 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def profiles(
-    graph: Graph, word: str, ways: Sequence[Recompute], *, touched: Touched = touched_values,
-    plain: bool = False,
+    graph: Graph, word: str, ways: Sequence[Recompute], table: Table, *,
+    touched: Touched = touched_values, plain: bool = False,
 ) -> Iterator[Profile]:  # fmt: skip
     """The laws of a joint graph's step for each way to recompute; ``word`` is a tensor preset, or
     "" for no ``tp``. The graph is partitioned once for all ways: that is what takes time.
@@ -72,39 +66,39 @@ def profiles(
     """
     preset = Plan(preset="+".join(filter(None, ["ddp", word])))
     axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
-    yield from _profiles(graph, word, Mesh(axes), preset, ways, touched, plain)
+    yield from _profiles(graph, word, Mesh(axes), preset, ways, table, touched, plain)
 
 
 def profiles_of_entries(
-    graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute]
-) -> Iterator[Profile]:
+    graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute],
+    table: Table,
+) -> Iterator[Profile]:  # fmt: skip
     """The same of what a plan's entries say of so many tensor ranks."""
     mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
     plan = entries.changed(preset="ddp")
-    for found in _profiles(graph, word, mesh, plan, ways):
+    for found in _profiles(graph, word, mesh, plan, ways, table):
         yield replace(found, tp_divides=tensor_ranks)
 
 
 def _profiles(
-    graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute],
+    graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute], table: Table,
     touched: Touched = touched_values, plain: bool = False,
 ) -> Iterator[Profile]:  # fmt: skip
-    whole, plan = _representative(graph, mesh, plan, plain)
+    state = _representative(graph, mesh, plan, table.without("fuse_loss") if plain else table)
     for again in ways:
-        local = recomputing.recompute(copied(whole), plan.changed(recompute=again))
+        way = state.copied()
+        way.plan = state.plan.changed(recompute=again)
+        local = run(way, "recompute").graph
         yield _Reader(graph, local, word, touched(local), plain).profile()
 
 
-def _representative(graph: Graph, mesh: Mesh, plan: Plan, plain: bool) -> tuple[Graph, Plan]:
-    """The local graph for these ranks."""
+def _representative(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> State:
+    """The state of the local graph for these ranks, its ``recompute`` not yet chosen."""
     copy = copied(graph)
     copy.mesh = mesh
-    split_bias(copy)
-    if not plain:
-        fuse_loss(copy)
-    plan = complete(plan, copy, mesh, rows=False)  # laws hold for other meshes too
-    choices = propagate(copy, plan, warnings=[])
-    return count_whole(fuse_bias(insert_collectives(copy, plan, choices))), plan
+    made = {"strict": False, "rows": False}  # laws hold for other meshes too
+    state = State(copy, plan, mesh, replace(table, keep_texts=False), made=made)
+    return run(state, "split_bias", "count_whole")
 
 
 @dataclass

@@ -16,6 +16,7 @@ from partc.cost.memory_limit import usable
 from partc.graph import Graph
 from partc.machines.objective import NO_BATCH, Batch, Objective, per_million, price_text
 from partc.machines.topology import Topology
+from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import Space, divisors
 from partc.passes.search.plans.estimate import Estimate, Estimator
@@ -28,12 +29,14 @@ Profiles = Mapping[tuple[str, Recompute], Profile]  # by tensor preset and what 
 FITS_WELL = 0.9  # of the limit: estimates of memory are a few percent off
 
 
-def profiles_of(graph: Graph, words: Sequence[str], ways: Sequence[Recompute]) -> Profiles:
+def profiles_of(
+    graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
+) -> Profiles:
     """The laws of a joint graph's step under each tensor preset and way to recompute."""
     return {
         (word, again): found
         for word in words
-        for again, found in zip(ways, profiles(graph, word, ways), strict=True)
+        for again, found in zip(ways, profiles(graph, word, ways, table), strict=True)
     }
 
 

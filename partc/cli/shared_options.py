@@ -1,0 +1,42 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """The saved program that a command is about."""
+    parser.add_argument("folder", help="folder of a saved program")
+
+
+def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """When ranks that do not answer are given up."""
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=seconds,
+        help=f"seconds after which ranks that are not done are given up (default: {seconds:.0f})",
+    )  # fmt: skip
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """The sizes of a model that Hugging Face's library builds."""
+    sizes = parser.add_argument_group(
+        "for hf: models",
+        "Left out, batch and sequence are those of the saved program, or 8 and 128.",
+    )
+    sizes.add_argument(
+        "--batch", metavar="N", type=int, help="number of samples that all ranks share in a step"
+    )
+    sizes.add_argument(
+        "--seq", metavar="N", type=int, help="tokens of a sequence, or pixels of an image's side"
+    )
+    sizes.add_argument(
+        "--layers", metavar="N", type=int, help="number of layers, not the configuration's"
+    )
+    sizes.add_argument(
+        "--dtype", default="float32", choices=["float64", "float32", "bfloat16"],
+        help="dtype of the weights (default: float32)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--no-dropout", action="store_true", help="set every dropout's rate to 0, in any model"
+    )

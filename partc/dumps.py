@@ -1,0 +1,35 @@
+"""The graph after every pass as files: ``diff -u`` of two of them says what a pass did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from partc.atomic import atomic_directory, refuse_strangers
+from partc.passes.runner import Ran, State
+
+WRITTEN = ("[0-9][0-9]-*.txt",)
+
+
+def write_dump(states: Sequence[State], folder: str | Path) -> None:
+    """Write ``17-insert_collectives.txt`` and its like into a folder, which only an earlier dump
+    may be in; of a pipeline a file for each stage, once there are stages. The number is the pass's
+    in the table. UsageError if the folder has other files.
+    """
+    with atomic_directory(folder, WRITTEN, sign="") as new:
+        for state in states:
+            for row, ran in sorted(state.ran.items()):
+                for name, text in _files(row + 1, ran):
+                    (new / name).write_text(text, encoding="utf-8", newline="\n")
+
+
+def check_folder(folder: str | Path) -> None:
+    """UsageError if a dump could not be written there, before the work that it would show."""
+    refuse_strangers(Path(folder).resolve(), WRITTEN, sign="")
+
+
+def _files(number: int, ran: Ran) -> Iterator[tuple[str, str]]:
+    stages = len(ran.texts) > 1
+    for stage, text in enumerate(ran.texts):
+        place = f"-stage{stage}" if stages else ""
+        yield f"{number:02}-{ran.name}{place}.txt", f"{ran.header}\n{text}\n"

@@ -1,0 +1,73 @@
+"""Scheduled graphs and a complete plan in; the text of every role, and what it costs, out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partc.codegen.files.emit import emit
+from partc.codegen.files.header import header, stage_header
+from partc.codegen.files.pipeline import Pipeline, file_name
+from partc.cost.prediction import Work
+from partc.graph import Graph
+from partc.passes.overlap.take_turns import in_turns
+from partc.passes.stages.schedule_stages import Stages
+from partc.plan import Plan
+from partc.plan.mesh import Mesh
+from partc.program.role import Role
+from partc.reports.cost import cost_report
+from partc.reports.pipeline_cost import pipeline_cost
+
+ROLE = "stage0.py"  # plans with one stage have one role: every rank runs the same file
+
+
+def print_step(graph: Graph, plan: Plan) -> dict[str, object]:
+    """The source of a step of one stage."""
+    source = emit(
+        graph, header=header(graph, plan), prefetch=plan.prefetch,
+        messages=bool(plan.messages), inductor=plan.compile == "inductor",
+    )  # fmt: skip
+    return {"sources": {ROLE: source}, "files": [ROLE]}
+
+
+def print_pipeline(plan: Plan, staged: Stages, mesh: Mesh) -> dict[str, object]:
+    """The sources of all pipeline ranks: one file for those that do the same."""
+    graphs, order = staged.graphs, staged.step.schedule
+    pipeline = Pipeline(
+        graphs, staged.tied, order, mesh, staged.step.wiring, plan.join_mb,
+        messages=bool(plan.messages), inductor=plan.compile == "inductor",
+    )  # fmt: skip
+    groups = {file_name(ranks): ranks for ranks in pipeline.groups()}
+    sources = {
+        name: pipeline.emit(ranks, header=stage_header(graphs, order, ranks, plan))
+        for name, ranks in groups.items()
+    }
+    name_of = {rank: name for name, ranks in groups.items() for rank in ranks}
+    return {"sources": sources, "files": [name_of[rank] for rank in range(order.ranks)]}
+
+
+def cost_step(
+    graph: Graph, plan: Plan, mesh: Mesh, sources: dict[str, str], work: Work
+) -> dict[str, object]:
+    """What the step costs, with the peak of its source as it stands."""
+    role = Role.load(sources[ROLE], ROLE)
+    report = cost_report(graph, role=role, work=work, mesh=mesh, prefetch=plan.prefetch)
+    return {"cost": report}
+
+
+def cost_pipeline(
+    staged: Stages, mesh: Mesh, sources: dict[str, str], files: list[str], work: Work
+) -> dict[str, object]:
+    """What the step of every pipeline rank costs; ``files`` are theirs."""
+    roles = [Role.load(sources[name], name, rank) for rank, name in enumerate(files)]
+    costs, step = staged.costs, staged.step
+    return {"cost": pipeline_cost(staged.graphs, costs, step, roles, mesh, work=work)}
+
+
+def in_pieces(plan: Plan, pieces: int, graphs: Sequence[Graph]) -> Plan:
+    """A plan that says in how many pieces blocks are computed, and if the ones that it asks for do
+    not exist.
+    """
+    if plan.pieces > 1 and not any(map(in_turns, graphs)):
+        note = f"no block waits for sums that {plan.pieces} pieces of it could hide"
+        return plan.changed(notes=(*plan.notes, note))
+    return plan.changed(pieces=pieces) if pieces > 1 else plan

@@ -1,0 +1,261 @@
+"""What a pass is, and the one runner of all passes.
+
+A pass is a plain function. It asks for what it needs by the names of its parameters (``graph``,
+``plan``, ``mesh``, or what an earlier pass made) and gives back what it changed: a Graph, a Plan,
+the graphs of all stages, or a dict of things by name; None where it changed its graph in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+from partc.errors import CheckError, PartcError, UsageError
+from partc.graph import Graph, has_value
+from partc.graph.graph_edits import copied
+from partc.plan import Plan
+from partc.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class When:
+    """Which steps take a pass: in words, and as a test of the state."""
+
+    word: str
+    holds: Callable[[State], bool] = field(compare=False)
+
+
+ALWAYS = When("", lambda state: True)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One row of the table: a function, the state that it leaves behind, and why it is there.
+
+    ``optional``: a program comes out without it too, slower or larger. ``on_graph``: it rewrites a
+    graph or notes something on one, so that the graph's text after it is worth reading.
+    """
+
+    run: Callable[..., Any]
+    out: str
+    why: str
+    when: When = ALWAYS
+    optional: bool = False
+    on_graph: bool = True
+    name: str = ""
+    own: bool = True  # partc's, not one of a user's package
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.run.__name__.lstrip("_"))
+
+    @property
+    def where(self) -> str:
+        """The file of the function that does the work, ``passes/shard/propagate.py``; of a user's
+        pass its module.
+        """
+        module = str(inspect.unwrap(self.run).__module__)
+        if not self.own:
+            return module
+        linked = module.startswith(("partc.passes.", "partc.codegen."))
+        path = module.removeprefix("partc.") if linked else module
+        return f"{path.replace('.', '/')}.py"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a pass: how long, the calls before and after, and the graphs' texts if kept."""
+
+    name: str
+    seconds: float
+    calls_before: int
+    calls_after: int
+    texts: tuple[str, ...] = ()
+
+    @property
+    def header(self) -> str:
+        """``# after insert_collectives (4.1 ms; 210 -> 254 calls)``."""
+        counts = f"{self.calls_before} -> {self.calls_after} calls"
+        return f"# after {self.name} ({1e3 * self.seconds:.1f} ms; {counts})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The passes of a compile in order, those that are left out, and whether texts are kept."""
+
+    passes: tuple[Pass, ...]
+    left_out: frozenset[str] = frozenset()
+    keep_texts: bool = False
+
+    def without(self, *names: str) -> Table:
+        """The same without some passes; UsageError if one does not exist or is needed."""
+        for name in names:
+            rows = self.named(name)
+            if not all(self.passes[row].optional for row in rows):
+                raise UsageError(
+                    where=f"pass {name}",
+                    what="it cannot be left out",
+                    why="no program comes out without it",
+                    do=f"Any of these may be: {', '.join(self.optional)}.",
+                )
+        return replace(self, left_out=self.left_out | {*names})
+
+    @property
+    def optional(self) -> list[str]:
+        """The names of passes that may be left out."""
+        return [*dict.fromkeys(each.name for each in self.passes if each.optional)]
+
+    def named(self, name: str) -> list[int]:
+        """The rows of this name, in order; UsageError if there is none."""
+        rows = [row for row, each in enumerate(self.passes) if each.name == name]
+        if not rows:
+            raise UsageError(
+                where=f"pass {name!r}",
+                what="there is no such pass",
+                why="passes are known by the names of their functions",
+                do="`partc passes` lists them.",
+            )
+        return rows
+
+    def between(self, first: str, last: str) -> Iterator[tuple[int, Pass]]:
+        """The rows from the first one of a name to the last one of another, and the passes of a
+        user's package that follow that.
+        """
+        end = self.named(last)[-1]
+        while end + 1 < len(self.passes) and not self.passes[end + 1].own:
+            end += 1
+        for row in range(self.named(first)[0], end + 1):
+            if self.passes[row].name not in self.left_out:
+                yield row, self.passes[row]
+
+
+@dataclass
+class State:
+    """What passes read and write: a step on its way from a model to programs.
+
+    ``stages`` are the graphs of a pipeline's stages, once there are any; ``made`` has what else
+    passes made, by the name under which others ask for it.
+    """
+
+    graph: Graph
+    plan: Plan
+    mesh: Mesh  # all ranks, with the machines under them; the graph's has the axes of one stage
+    table: Table
+    stages: list[Graph] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)
+    ran: dict[int, Ran] = field(default_factory=dict)  # by row of the table; the latest run counts
+
+    def copied(self, **made: Any) -> State:
+        """The same state over a graph of its own, to try something on."""
+        return replace(self.beside(**made), graph=copied(self.graph))
+
+    def beside(self, **made: Any) -> State:
+        """The same state over the same graph, for passes that leave it as it is."""
+        return replace(self, stages=[*self.stages], made={**self.made, **made}, ran=dict(self.ran))
+
+    def asked(self, names: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
+        """What a function's parameters of these names are given; those with defaults may miss."""
+        known = {
+            "graph": self.graph, "local": self.graph, "plan": self.plan, "mesh": self.mesh,
+            "stages": self.stages, "table": self.table, **self.made,
+        }  # fmt: skip
+        return {name: known[name] for name in names if name in known}
+
+
+def run(state: State, first: str, last: str = "") -> State:
+    """Run the passes from one name to another (or that one alone) on a state, in place."""
+    for row, each in state.table.between(first, last or first):
+        if each.when.holds(state):
+            _run_one(state, row, each)
+    return state
+
+
+def _run_one(state: State, row: int, each: Pass) -> None:
+    begun, before = perf_counter(), _num_calls(state, each)
+    names = _parameters(each.run)
+    if state.stages and "graph" in names and "stages" not in names:
+        whole = state.graph
+        for number, stage in enumerate(state.stages):
+            state.graph = stage
+            _apply(state, each, names)
+            state.stages[number] = state.graph
+        state.graph = whole
+    else:
+        _apply(state, each, names)
+    seconds = perf_counter() - begun
+    if each.on_graph:
+        for graph in _graphs(state):
+            check_sound(graph, each)
+    texts = tuple(map(str, _graphs(state))) if state.table.keep_texts and each.on_graph else ()
+    state.ran[row] = Ran(each.name, seconds, before, _num_calls(state, each), texts)
+
+
+def _apply(state: State, each: Pass, names: tuple[str, ...]) -> None:
+    """Call a pass and take over what it gives."""
+    try:
+        given = each.run(**state.asked(names))
+    except PartcError:
+        raise
+    except Exception as error:
+        if each.own:
+            raise
+        raise _failed(each, f"{type(error).__name__}: {error}") from error
+    changes = given if isinstance(given, Mapping) else {_kind(each, given): given}
+    for name, change in changes.items():
+        if name in ("graph", "plan", "stages"):
+            setattr(state, name, change)
+        elif name:
+            state.made[name] = change
+
+
+def _kind(each: Pass, given: object) -> str:
+    """What of the state a pass gave back; "" for nothing."""
+    if given is None:
+        return ""
+    for kind, name in ((Graph, "graph"), (Plan, "plan"), (list, "stages")):
+        if isinstance(given, kind):
+            return name
+    raise _failed(each, f"it gives a {type(given).__name__}")
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function, follow_wrapped=False).parameters)
+
+
+def _graphs(state: State) -> list[Graph]:
+    """The graphs that passes rewrite now: of all stages, once there are any."""
+    return state.stages or [state.graph]
+
+
+def _num_calls(state: State, each: Pass) -> int:
+    if not each.on_graph:
+        return 0
+    return sum(node.op == "call_function" for graph in _graphs(state) for node in graph.fx.nodes)
+
+
+def check_sound(graph: Graph, each: Pass) -> None:
+    """CheckError unless calls stand behind what they read and all that is read is described."""
+    seen = set()
+    for node in graph.fx.nodes:
+        for read in node.all_input_nodes:
+            if read not in seen:
+                raise _failed(each, f"{node.name} stands before {read.name}, which it reads")
+        if node.op != "output" and not has_value(node):
+            raise _failed(each, f"{node.name} has no Value: set one with partc.graph.set_value")
+        if node.op != "output" and "val" not in node.meta:
+            raise _failed(each, f"{node.name} holds no fake: set one with partc.graph.set_held")
+        seen.add(node)
+
+
+def _failed(each: Pass, why: str) -> CheckError:
+    return CheckError(
+        where=f"pass {each.name} ({each.where})",
+        what="the graph is not sound behind it" if each.own else "this pass failed",
+        why=why,
+        do="This is a fault of partc: report it with the model." if each.own
+        else "Mend the pass, or compile without it: disable=[...], --disable.",
+    )  # fmt: skip
