@@ -1,0 +1,1 @@
+"""Tables, pictures and explanations of a program, for people to read."""
