@@ -27,7 +27,7 @@ from partc import Mesh, Plan
 from partc.__main__ import main
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name_of
 
-LANGUAGES = {"python", "bash", "toml", "console", "text", "csv"}
+LANGUAGES = {"python", "bash", "toml", "console", "text", "csv", "json"}
 MARKS = {"", "not run", "file", "prints", "written by"}
 MESH_KEYS = {"machine", "axes", "devices", "levels"}
 NOT_RUN = {  # how many blocks of a page no test can run, the reason stands above each
