@@ -23,9 +23,12 @@ BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, its language and text, its mark and what that says."""
+    """A fenced block: which of its page, where it begins, its language and text, its mark and what
+    that says.
+    """
 
     page: Path
+    number: int
     line: int
     language: str
     text: str
@@ -40,16 +43,17 @@ class Block:
 def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page in order."""
     text = page.read_text(encoding="utf-8")
-    for found in BLOCK.finditer(text):
+    for number, found in enumerate(BLOCK.finditer(text)):
         line = text.count("\n", 0, found.start("text"))
         mark, told = found["mark"] or "", found["told"] or ""
-        yield Block(page, line, found["language"], found["text"], mark, told, found.span("text"))
+        span = found.span("text")
+        yield Block(page, number, line, found["language"], found["text"], mark, told, span)
 
 
 def rewrite(block: Block, text: str) -> None:
-    """Put another text into a block of a page."""
+    """Put another text into a block of its page, wherever that stands by now."""
+    begin, end = [*blocks(block.page)][block.number].span
     whole = block.page.read_text(encoding="utf-8")
-    begin, end = block.span
     block.page.write_text(whole[:begin] + text + whole[end:], encoding="utf-8")
 
 

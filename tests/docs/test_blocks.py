@@ -25,9 +25,10 @@ import torch
 
 from partc import Mesh, Plan
 from partc.__main__ import main
-from tests.docs.pages import PAGES, ROOT, Block, blocks, name_of
+from tests.docs.pages import PAGES, ROOT, Block, blocks, name_of, rewrite
 
-LANGUAGES = {"python", "bash", "toml", "console", "text", "csv", "json"}
+DO = ("python", "bash", "console", "toml")
+LANGUAGES = {*DO, "text", "csv", "json"}
 MARKS = {"", "not run", "file", "prints", "written by"}
 MESH_KEYS = {"machine", "axes", "devices", "levels"}
 NOT_RUN = {  # how many blocks of a page no test can run, the reason stands above each
@@ -40,6 +41,7 @@ class Reader:
     """Someone who does what a page says, block by block, in an empty folder."""
 
     folder: Path
+    update: bool = False
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page"})
     printed: str = ""
 
@@ -47,11 +49,11 @@ class Reader:
         if block.mark == "file":
             (self.folder / block.told).write_text(block.text, encoding="utf-8")
         if block.mark == "prints":
-            return self.compare(block.text, self.printed, block)
-        if block.mark in ("not run", "written by", "file") and block.language != "toml":
-            return None
-        do = getattr(self, block.language, None)
-        return do(block) if do else None
+            self.compare(block.text, self.printed, block)
+        elif block.language == "toml" and block.mark == "file":
+            self.toml(block)
+        elif block.language in DO and not block.mark:
+            getattr(self, block.language)(block)
 
     def python(self, block: Block) -> None:
         code = compile("\n" * block.line + block.text, str(block.page), "exec")
@@ -101,19 +103,22 @@ class Reader:
         )  # fmt: skip
         return done.returncode, done.stdout
 
-    @staticmethod
-    def compare(shown: str, printed: str, block: Block) -> None:
-        """A line of three dots stands for any lines."""
+    def compare(self, shown: str, printed: str, block: Block) -> None:
+        """Three dots stand for any text; without any ``--update-golden`` writes anew."""
+        if self.update and block.mark == "prints" and "..." not in shown:
+            rewrite(block, shown := printed.rstrip("\n") + "\n")
         alike = OutputChecker().check_output(shown, printed, ELLIPSIS | NORMALIZE_WHITESPACE)
         assert alike, f"{block} shows\n{shown}\nbut this was printed\n{printed}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.manual_seed(0)
-    reader = Reader(tmp_path)
+    reader = Reader(tmp_path, request.config.getoption("--update-golden"))
     known = set(sys.modules)
     for block in blocks(page):
         reader.follow(block)
