@@ -24,8 +24,7 @@ import pytest
 import torch
 
 from partc import Mesh, Plan
-from partc.__main__ import main
-from tests.docs.pages import PAGES, ROOT, Block, blocks, name_of, rewrite
+from tests.docs.pages import COMMAND, PAGES, ROOT, Block, blocks, name_of, rewrite
 
 DO = ("python", "bash", "console", "toml")
 LANGUAGES = {*DO, "text", "csv", "json"}
@@ -93,7 +92,7 @@ class Reader:
         words = shlex.split(line, comments=True)
         if words[0] == "partc":
             with redirect_stdout(StringIO()) as out:
-                code = main(words[1:])
+                code = COMMAND(words[1:])
             self.printed = out.getvalue()
         else:
             code, self.printed = self.shell(line)

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import partc
-from partc.__main__ import main
 from partc.errors import EXPLANATIONS
-from tests.docs.pages import ROOT, blocks
+from tests.docs.pages import COMMAND, ROOT, blocks
 
 REFERENCE = ROOT / "docs" / "reference"
 NOT_WRITTEN = {"apart"}  # known while a plan is written, no key of its file
@@ -47,7 +46,7 @@ def test_examples_of_a_plan_say_what_their_key_is() -> None:
 
 def help_of(*words: str) -> str:
     with redirect_stdout(StringIO()) as out, pytest.raises(SystemExit):
-        main([*words, "--help"])
+        COMMAND([*words, "--help"])
     return out.getvalue()
 
 
