@@ -1,4 +1,4 @@
-"""The search for shardings: a step and a mesh in, the fastest plan that fits in memory out."""
+"""The search for shardings on all axes of a mesh: a step and a mesh in, the fastest plan out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from partc.collective_cost import collective_seconds
-from partc.errors import PlanError
 from partc.graph import Graph
 from partc.mesh import Mesh
 from partc.passes.fuse_loss import fuse_loss
 from partc.passes.search.decided import Decided, Life
 from partc.passes.search.decode import copy_graph, plan_of
 from partc.passes.search.pins import Pins
-from partc.passes.search.sharding_problem import MEMORY, ShardingProblem
+from partc.passes.search.sharding_problem import ShardingProblem
 from partc.passes.search.solve import How, Solution, solve
 from partc.passes.search.step_values import StepValues
 from partc.passes.search.transfers import Transfers
@@ -36,7 +35,6 @@ class Found:
     plan: Plan
     seconds: float
     bound: float
-    memory_bytes: float
     how: tuple[How, ...]
 
     @property
@@ -48,41 +46,30 @@ class Found:
         ways = ", ".join(dict.fromkeys(self.how))
         return (
             f"{1e3 * self.seconds:.3f} ms, at least {1e3 * self.bound:.3f} ms"
-            f" (gap {100 * self.gap:.2f} %), {ways}; {self.memory_bytes / 1e9:.3g} GB"
+            f" (gap {100 * self.gap:.2f} %), {ways}"
         )
 
 
-def search_shardings(
-    graph: Graph,
-    mesh: Mesh,
-    *,
-    memory_bytes: float | None = None,
-    pins: Plan | None = None,
-    tie: bool = True,
-) -> Found:
+def search_shardings(graph: Graph, mesh: Mesh, *, tie: bool = True) -> Found:
     """How to lay out the step ``graph`` (a joint one, perhaps folded; it stays as it is) on a mesh.
 
     Axes are decided one after the other, the slowest links first, as if those behind divided all
     values; then each anew given the others until nothing gets better. The same is done the other
     way round, and the better of the two is taken. On one
-    axis the result is the optimum. ``pins`` are entries of a plan to keep; ``memory_bytes`` of a
-    rank hold parameters, gradients, the optimizer's states and what is kept for the backward, not
-    what lives for a moment. ``tie`` gives equal blocks equal layouts. PlanError if nothing fits.
+    axis the result is the optimum. ``tie`` gives equal blocks equal layouts.
     """
-    search = _Search(graph, mesh, memory_bytes, pins or Plan(), tie)
+    search = _Search(graph, mesh, tie)
     best = search.best()
-    if best.solution.violations:
-        raise _does_not_fit(mesh, memory_bytes, best.solution)
+    assert not best.solution.violations, best.solution.violations
     plan = plan_of(best.decided, search.ways, search.values, mesh, best.life)
-    weight = best.problem.problem.weight(best.solution.assignment, MEMORY)
     bound = best.solution.bound if len(search.axes) == 1 else search.bound()
     seconds = best.solution.cost
-    return Found(plan, seconds, min(bound, seconds), weight, tuple(search.how))
+    return Found(plan, seconds, min(bound, seconds), tuple(search.how))
 
 
 def joint_problem(graph: Graph, mesh: Mesh, life: Life = "use") -> ShardingProblem:
     """All axes of a mesh in one problem, blocks not tied: an oracle for small steps."""
-    search = _Search(graph, mesh, None, Plan(), tie=False)
+    search = _Search(graph, mesh, tie=False)
     axes = tuple(search.axes)
     return ShardingProblem(search.values, search.ways, search.filters, axes, Decided(), life, False)
 
@@ -103,7 +90,7 @@ class _State:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What fits before what does not, then the faster."""
+        """What is allowed before what is not, then the faster."""
         return bool(self.solution.violations), self.solution.cost
 
 
@@ -111,8 +98,6 @@ class _State:
 class _Search:
     graph: Graph
     mesh: Mesh
-    memory_bytes: float | None
-    pins: Plan
     tie: bool
     how: list[How] = field(default_factory=list)
 
@@ -123,18 +108,17 @@ class _Search:
         fuse_loss(self.graph)
         self.axes = [name for name, size in self.graph.mesh.axes if size > 1]
         lies = Transfers(self.graph.mesh, self.mesh)
-        self.values = StepValues(self.graph, self.pins)
+        self.values = StepValues(self.graph, Plan())
         self.ways = CallWays(self.graph, lies, self.mesh.hardware.device, self.values.free)
-        self.filters = Pins(self.pins, self.values, lies)
+        self.filters = Pins(Plan(), self.values, lies)
 
     def best(self) -> _State:
         """The best of both orders of axes and of both lifetimes of gathered parameters."""
         slow_first = sorted(self.axes, key=self._slowness, reverse=True)
         orders = [slow_first, slow_first[::-1]] if len(self.axes) > 1 else [slow_first]
-        lives: list[Life] = list(dict.fromkeys(self.pins.gather.values())) or ["use"]
-        states = [self._settle(order, Decided(), lives[0]) for order in orders]
+        states = [self._settle(order, Decided(), "use") for order in orders]
         best = min(states, key=lambda state: state.rank)
-        if not self.pins.gather and best.gathers:
+        if best.gathers:
             again = self._settle(slow_first, best.decided, "step")
             best = min(best, again, key=lambda state: state.rank)
         return best
@@ -185,8 +169,7 @@ class _Search:
         problem = ShardingProblem(
             self.values, ways, self.filters, (axis,), decided, life, self.tie, share
         )
-        limit = None if self.memory_bytes is None else {MEMORY: self.memory_bytes}
-        solution = solve(problem.problem, limit)
+        solution = solve(problem.problem)
         self.how.append(solution.how)
         return _State(problem.decode(solution.assignment), problem, solution, life)
 
@@ -195,14 +178,3 @@ def _better(one: _State, other: _State) -> bool:
     if one.rank[0] != other.rank[0]:
         return one.rank < other.rank
     return one.solution.cost < other.solution.cost * (1 - _ENOUGH)
-
-
-def _does_not_fit(mesh: Mesh, memory_bytes: float | None, solution: Solution) -> PlanError:
-    proven = "no plan does" if solution.infeasible else "none was found"
-    return PlanError(
-        where=f"mesh {mesh}",
-        what="no sharding fits"
-        + ("" if memory_bytes is None else f" into {memory_bytes / 1e9:.3g} GB"),
-        why=f"{proven}; the nearest has {'; '.join(solution.violations[:3])}",
-        do="Take more ranks, a smaller batch or more memory, or drop pins.",
-    )
