@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from partc.collective_cost import collective_seconds
-from partc.graph import Graph
+from partc.graph import Graph, results_of, tensor_args, value
 from partc.mesh import Mesh
 from partc.passes.fuse_loss import fuse_loss
+from partc.passes.price import Choices
+from partc.passes.propagate import whole_strategy
 from partc.passes.search.decided import Decided, Life
-from partc.passes.search.decode import copy_graph, plan_of
+from partc.passes.search.decode import copy_graph, shortest_plan
 from partc.passes.search.pins import Pins
 from partc.passes.search.sharding_problem import ShardingProblem
 from partc.passes.search.solve import How, Solution, solve
@@ -20,6 +25,8 @@ from partc.passes.search.transfers import Transfers
 from partc.passes.search.ways import CallWays
 from partc.passes.split_bias import split_bias
 from partc.plan import Plan
+from partc.rules import Strategy
+from partc.sharding import Layout, R
 
 _ROUNDS = 4  # over all axes, each decided anew given the others
 _SLOWNESS_BYTES = 1e8
@@ -178,3 +185,62 @@ def _better(one: _State, other: _State) -> bool:
     if one.rank[0] != other.rank[0]:
         return one.rank < other.rank
     return one.solution.cost < other.solution.cost * (1 - _ENOUGH)
+
+
+# decisions as a plan ------------------------------------------------------------------------------
+def plan_of(decided: Decided, ways: CallWays, values: StepValues, mesh: Mesh, life: Life) -> Plan:
+    """The shortest plan that propagates to these decisions; ``values.graph`` stays as it is."""
+    choices = {**decided.choices, **_sink_cuts(decided.choices, ways, values)}
+    axes = values.graph.mesh.names
+    base = values.pins.changed(mesh=mesh, preset="", values={}, inputs=_cut_inputs(choices, values))
+    return shortest_plan(base, Decided(choices, decided.stored), axes, values, life)
+
+
+def _sink_cuts(choices: Choices, ways: CallWays, values: StepValues) -> Choices:
+    """How what follows from the inputs alone is computed: cut where all readers want it so, such
+    as masks of this rank's piece of the batch; else whole.
+    """
+    found: Choices = {}
+    for node in reversed(list(values.graph.fx.nodes)):
+        if node in values.free and node.op == "call_function":
+            found[node] = {}
+            for axis in ways.lies.mesh.names:
+                wanted = _wanted(node, axis, {**choices, **found}, values)
+                found[node][axis] = _making(node, axis, wanted, ways)
+    return found
+
+
+def _wanted(node: fx.Node, axis: str, choices: Choices, values: StepValues) -> Layout:
+    """The cut that all readers of a value want, R if there is none."""
+    wants: set[Layout] = set()
+    for reader in values.readers.get(node, ()):
+        made = choices.get(reader.node, {}).get(axis) if reader.node is not None else None
+        wants.add(R if made is None or reader.is_final else made.ins[reader.operand])
+    if len(wants) == 1 and (only := wants.pop()).kind == "cut":
+        return only
+    return R
+
+
+def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strategy:
+    """A strategy that makes the wanted cut of whole operands or of pieces of them."""
+    if wanted != R and len(results_of(node)) == 1 and node.target is not operator.getitem:
+        shapes = [value(o).shape for o in tensor_args(node)]
+        for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
+            numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
+            pairs = zip(shapes, numbers, strict=True)
+            whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
+            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
+            if strategy.outs == (wanted,) and whole and fits:
+                return strategy
+    return whole_strategy(node)
+
+
+def _cut_inputs(choices: Choices, values: StepValues) -> dict[str, dict[str, Layout]]:
+    """Inputs cut as all readers want them, or as is pinned."""
+    pins, found = values.pins, {}
+    for name, node in values.graph.inputs.items():
+        cuts = {a: _wanted(node, a, choices, values) for a in values.graph.mesh.names}
+        found[name] = {a: layout for a, layout in cuts.items() if layout != R}
+        if node not in values.free:
+            found[name] = dict(pins.stored(name, pins.inputs))
+    return found
