@@ -1,26 +1,32 @@
-"""The search for shardings: a step and a mesh in, the fastest plan that fits in memory out."""
+"""The search for shardings on all axes of a mesh: a step and a mesh in, the fastest plan out."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
 from partc.cost.collective_cost import collective_seconds
-from partc.errors import PlanError
-from partc.graph import Graph
+from partc.graph import Graph, results_of, tensor_args, value
 from partc.passes.search.shardings.decided import Decided, Life
-from partc.passes.search.shardings.decode import copy_graph, plan_of
+from partc.passes.search.shardings.decode import copy_graph, shortest_plan
 from partc.passes.search.shardings.pins import Pins
-from partc.passes.search.shardings.sharding_problem import MEMORY, ShardingProblem
+from partc.passes.search.shardings.sharding_problem import ShardingProblem
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.search.shardings.transfers import Transfers
 from partc.passes.search.shardings.ways import CallWays
 from partc.passes.search.solver.solve import How, Solution, solve
 from partc.passes.shard.fuse_loss import fuse_loss
+from partc.passes.shard.price import Choices
+from partc.passes.shard.propagate import whole_strategy
 from partc.passes.shard.split_bias import split_bias
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
+from partc.plan.sharding import Layout, R
+from partc.rules import Strategy
 
 _ROUNDS = 4  # over all axes, each decided anew given the others
 _SLOWNESS_BYTES = 1e8
@@ -36,7 +42,6 @@ class Found:
     plan: Plan
     seconds: float
     bound: float
-    memory_bytes: float
     how: tuple[How, ...]
 
     @property
@@ -48,41 +53,30 @@ class Found:
         ways = ", ".join(dict.fromkeys(self.how))
         return (
             f"{1e3 * self.seconds:.3f} ms, at least {1e3 * self.bound:.3f} ms"
-            f" (gap {100 * self.gap:.2f} %), {ways}; {self.memory_bytes / 1e9:.3g} GB"
+            f" (gap {100 * self.gap:.2f} %), {ways}"
         )
 
 
-def search_shardings(
-    graph: Graph,
-    mesh: Mesh,
-    *,
-    memory_bytes: float | None = None,
-    pins: Plan | None = None,
-    tie: bool = True,
-) -> Found:
+def search_shardings(graph: Graph, mesh: Mesh, *, tie: bool = True) -> Found:
     """How to lay out the step ``graph`` (a joint one, perhaps folded; it stays as it is) on a mesh.
 
     Axes are decided one after the other, the slowest links first, as if those behind divided all
     values; then each anew given the others until nothing gets better. The same is done the other
     way round, and the better of the two is taken. On one
-    axis the result is the optimum. ``pins`` are entries of a plan to keep; ``memory_bytes`` of a
-    rank hold parameters, gradients, the optimizer's states and what is kept for the backward, not
-    what lives for a moment. ``tie`` gives equal blocks equal layouts. PlanError if nothing fits.
+    axis the result is the optimum. ``tie`` gives equal blocks equal layouts.
     """
-    search = _Search(graph, mesh, memory_bytes, pins or Plan(), tie)
+    search = _Search(graph, mesh, tie)
     best = search.best()
-    if best.solution.violations:
-        raise _does_not_fit(mesh, memory_bytes, best.solution)
+    assert not best.solution.violations, best.solution.violations
     plan = plan_of(best.decided, search.ways, search.values, mesh, best.life)
-    weight = best.problem.problem.weight(best.solution.assignment, MEMORY)
     bound = best.solution.bound if len(search.axes) == 1 else search.bound()
     seconds = best.solution.cost
-    return Found(plan, seconds, min(bound, seconds), weight, tuple(search.how))
+    return Found(plan, seconds, min(bound, seconds), tuple(search.how))
 
 
 def joint_problem(graph: Graph, mesh: Mesh, life: Life = "use") -> ShardingProblem:
     """All axes of a mesh in one problem, blocks not tied: an oracle for small steps."""
-    search = _Search(graph, mesh, None, Plan(), tie=False)
+    search = _Search(graph, mesh, tie=False)
     axes = tuple(search.axes)
     return ShardingProblem(search.values, search.ways, search.filters, axes, Decided(), life, False)
 
@@ -103,7 +97,7 @@ class _State:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What fits before what does not, then the faster."""
+        """What is allowed before what is not, then the faster."""
         return bool(self.solution.violations), self.solution.cost
 
 
@@ -111,8 +105,6 @@ class _State:
 class _Search:
     graph: Graph
     mesh: Mesh
-    memory_bytes: float | None
-    pins: Plan
     tie: bool
     how: list[How] = field(default_factory=list)
 
@@ -123,18 +115,17 @@ class _Search:
         fuse_loss(self.graph)
         self.axes = [name for name, size in self.graph.mesh.axes if size > 1]
         lies = Transfers(self.graph.mesh, self.mesh)
-        self.values = StepValues(self.graph, self.pins)
+        self.values = StepValues(self.graph, Plan())
         self.ways = CallWays(self.graph, lies, self.mesh.hardware.device, self.values.free)
-        self.filters = Pins(self.pins, self.values, lies)
+        self.filters = Pins(Plan(), self.values, lies)
 
     def best(self) -> _State:
         """The best of both orders of axes and of both lifetimes of gathered parameters."""
         slow_first = sorted(self.axes, key=self._slowness, reverse=True)
         orders = [slow_first, slow_first[::-1]] if len(self.axes) > 1 else [slow_first]
-        lives: list[Life] = list(dict.fromkeys(self.pins.gather.values())) or ["use"]
-        states = [self._settle(order, Decided(), lives[0]) for order in orders]
+        states = [self._settle(order, Decided(), "use") for order in orders]
         best = min(states, key=lambda state: state.rank)
-        if not self.pins.gather and best.gathers:
+        if best.gathers:
             again = self._settle(slow_first, best.decided, "step")
             best = min(best, again, key=lambda state: state.rank)
         return best
@@ -185,8 +176,7 @@ class _Search:
         problem = ShardingProblem(
             self.values, ways, self.filters, (axis,), decided, life, self.tie, share
         )
-        limit = None if self.memory_bytes is None else {MEMORY: self.memory_bytes}
-        solution = solve(problem.problem, limit)
+        solution = solve(problem.problem)
         self.how.append(solution.how)
         return _State(problem.decode(solution.assignment), problem, solution, life)
 
@@ -197,12 +187,60 @@ def _better(one: _State, other: _State) -> bool:
     return one.solution.cost < other.solution.cost * (1 - _ENOUGH)
 
 
-def _does_not_fit(mesh: Mesh, memory_bytes: float | None, solution: Solution) -> PlanError:
-    proven = "no plan does" if solution.infeasible else "none was found"
-    return PlanError(
-        where=f"mesh {mesh}",
-        what="no sharding fits"
-        + ("" if memory_bytes is None else f" into {memory_bytes / 1e9:.3g} GB"),
-        why=f"{proven}; the nearest has {'; '.join(solution.violations[:3])}",
-        do="Take more ranks, a smaller batch or more memory, or drop pins.",
-    )
+# decisions as a plan ------------------------------------------------------------------------------
+def plan_of(decided: Decided, ways: CallWays, values: StepValues, mesh: Mesh, life: Life) -> Plan:
+    """The shortest plan that propagates to these decisions; ``values.graph`` stays as it is."""
+    choices = {**decided.choices, **_sink_cuts(decided.choices, ways, values)}
+    axes = values.graph.mesh.names
+    base = values.pins.changed(mesh=mesh, preset="", values={}, inputs=_cut_inputs(choices, values))
+    return shortest_plan(base, Decided(choices, decided.stored), axes, values, life)
+
+
+def _sink_cuts(choices: Choices, ways: CallWays, values: StepValues) -> Choices:
+    """How what follows from the inputs alone is computed: cut where all readers want it so, such
+    as masks of this rank's piece of the batch; else whole.
+    """
+    found: Choices = {}
+    for node in reversed(list(values.graph.fx.nodes)):
+        if node in values.free and node.op == "call_function":
+            found[node] = {}
+            for axis in ways.lies.mesh.names:
+                wanted = _wanted(node, axis, {**choices, **found}, values)
+                found[node][axis] = _making(node, axis, wanted, ways)
+    return found
+
+
+def _wanted(node: fx.Node, axis: str, choices: Choices, values: StepValues) -> Layout:
+    """The cut that all readers of a value want, R if there is none."""
+    wants: set[Layout] = set()
+    for reader in values.readers.get(node, ()):
+        made = choices.get(reader.node, {}).get(axis) if reader.node is not None else None
+        wants.add(R if made is None or reader.is_final else made.ins[reader.operand])
+    if len(wants) == 1 and (only := wants.pop()).kind == "cut":
+        return only
+    return R
+
+
+def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strategy:
+    """A strategy that makes the wanted cut of whole operands or of pieces of them."""
+    if wanted != R and len(results_of(node)) == 1 and node.target is not operator.getitem:
+        shapes = [value(o).shape for o in tensor_args(node)]
+        for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
+            numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
+            pairs = zip(shapes, numbers, strict=True)
+            whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
+            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
+            if strategy.outs == (wanted,) and whole and fits:
+                return strategy
+    return whole_strategy(node)
+
+
+def _cut_inputs(choices: Choices, values: StepValues) -> dict[str, dict[str, Layout]]:
+    """Inputs cut as all readers want them, or as is pinned."""
+    pins, found = values.pins, {}
+    for name, node in values.graph.inputs.items():
+        cuts = {a: _wanted(node, a, choices, values) for a in values.graph.mesh.names}
+        found[name] = {a: layout for a, layout in cuts.items() if layout != R}
+        if node not in values.free:
+            found[name] = dict(pins.stored(name, pins.inputs))
+    return found

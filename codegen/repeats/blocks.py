@@ -5,11 +5,10 @@ In: a scheduled graph. Out: its calls, in an order where a run of equal blocks i
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -17,6 +16,7 @@ from partc.codegen.repeats.equal import Equal, Group, Owner, ends_step
 from partc.graph import Graph, Phase, collectives, is_backward, is_forward, value
 from partc.graph.folds import DEPTHS, layer_path
 from partc.graph.moves import gathers_param
+from partc.in_order import in_order
 from partc.plan.mesh import MB
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
@@ -218,42 +218,17 @@ def _same_list(a: str, b: str) -> bool:
 
 
 # execution order ----------------------------------------------------------------------------------
-@dataclass
-class _Order:
-    """The calls and loops as one graph of items; ``after`` has the readers of each."""
-
-    item_of: dict[fx.Node, Item]
-    rank: dict[Item, int]
-    waiting: dict[Item, int] = field(default_factory=lambda: defaultdict(int))
-    after: dict[Item, list[Item]] = field(default_factory=lambda: defaultdict(list))
-
-
 def _sorted(graph: Graph, loops: list[Loop]) -> tuple[list[Item], list[Loop]]:
     """The items in dependency order, near the given one, and the loops that found no place."""
-    inside = {n: loop for loop in loops for g in loop.groups for n in g.nodes}
     item_of: dict[fx.Node, Item] = {n: n for n in graph.calls()}
-    item_of |= inside
-    order = _Order(item_of, {})
+    item_of |= {n: loop for loop in loops for g in loop.groups for n in g.nodes}
+    rank: dict[Item, int] = {}
+    needs: dict[Item, dict[Item, None]] = defaultdict(dict)
     for i, node in enumerate(graph.calls()):
-        order.rank.setdefault(order.item_of[node], i)
-    pairs = {
-        (order.item_of[operand], order.item_of[node]): None
-        for node in graph.calls()
-        for operand in node.all_input_nodes
-        if operand in order.item_of and order.item_of[operand] is not order.item_of[node]
-    }
-    for before, then in pairs:
-        order.waiting[then] += 1
-        order.after[before].append(then)
-    ready = [(rank, item) for item, rank in order.rank.items() if not order.waiting[item]]
-    ready.sort(key=lambda pair: pair[0])
-    placed: list[Item] = []
-    while ready:
-        _, item = heapq.heappop(ready)
-        placed.append(item)
-        for then in order.after[item]:
-            order.waiting[then] -= 1
-            if not order.waiting[then]:
-                heapq.heappush(ready, (order.rank[then], then))
-    stuck = [loop for loop in loops if order.waiting[loop]]
-    return placed, sorted(stuck, key=order.rank.__getitem__)
+        item = item_of[node]
+        rank.setdefault(item, i)
+        operands = (item_of[operand] for operand in node.all_input_nodes if operand in item_of)
+        needs[item] |= dict.fromkeys(operand for operand in operands if operand is not item)
+    placed = list(in_order(needs, rank.__getitem__))
+    stuck = set(loops).difference(placed)
+    return placed, sorted(stuck, key=rank.__getitem__)

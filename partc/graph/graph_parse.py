@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?:%|\b[A-Za-z_])\w*(?:\.\w+)*")  # % marks a name that sta
 
 
 def parse_graph(text: str) -> Graph:
-    """The Graph that a text describes; fake values are made by running its ops. Lines that begin with
+    """The Graph that a text describes; fakes are made by running its ops. Lines that begin with
     ``#`` are comments.
     """
     reader = _Reader()

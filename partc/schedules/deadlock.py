@@ -1,4 +1,9 @@
-"""Why rank programs cannot finish, in words: who waits for whom, at which event."""
+"""Why rank programs cannot finish, in words: who waits for whom, at which event.
+
+Whoever waits, waits for one other, so that a circle is found by going on until a waiter comes up
+again. networkx's find_cycle would want all waits as a graph first, and does not tell of the waits
+that end without a circle.
+"""
 
 from __future__ import annotations
 

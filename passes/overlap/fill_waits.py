@@ -11,6 +11,7 @@ import heapq
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from itertools import groupby
 
 import torch
@@ -91,7 +92,8 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
     Where no wait is to come, fillers stay at their place.
     """
     place = {node: i for i, node in enumerate(segment)}
-    missing = {n: sum(o in place for o in n.all_input_nodes) for n in segment}
+    order = TopologicalSorter({n: [o for o in n.all_input_nodes if o in place] for n in segment})
+    order.prepare()
     ready: list[tuple[int, int]] = []
     held_back: list[int] = []
 
@@ -102,11 +104,10 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
         else:
             heapq.heappush(ready, (_START if starts else _REST, place[node]))
 
-    for node in segment:
-        if not missing[node]:
-            admit(node)
     waits = sum(_waits(n) and n not in fillers for n in segment)
-    while ready or held_back:
+    while order.is_active():
+        for node in order.get_ready():
+            admit(node)
         rank, first = ready[0] if ready else (_REST, len(segment))
         at_wait = not ready or (_waits(segment[first]) and clock.is_late(segment[first]))
         in_place = not waits and rank == _REST and held_back and held_back[0] < first
@@ -115,11 +116,7 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
         waits -= _waits(segment[index]) and not take_filler
         clock.run(segment[index])
         yield segment[index]
-        for user in segment[index].users:
-            if user in place:
-                missing[user] -= 1
-                if not missing[user]:
-                    admit(user)
+        order.done(segment[index])
 
 
 @dataclass

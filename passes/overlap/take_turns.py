@@ -14,7 +14,6 @@ Communication with Dependent Computation via Decomposition in Large Deep Learnin
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -23,6 +22,7 @@ from torch import fx
 from partc.graph import Graph, collectives, tensor_args, value
 from partc.graph.blocks import outermost_block
 from partc.graph.graph_edits import drop_dead
+from partc.in_order import in_order
 from partc.passes.overlap.cut_region import Found, Region
 from partc.passes.overlap.write_pieces import Pieces
 
@@ -95,24 +95,16 @@ def _reorder(before: fx.Node, after: fx.Node) -> None:
         node = node.next
     place = {node: i for i, node in enumerate(nodes)}
     levels = _levels(nodes)
-    missing = {n: sum(o in place for o in n.all_input_nodes) for n in nodes}
 
     def key(node: fx.Node) -> tuple[int, bool, int, int]:
         turn = value(node).turn
         return levels[node], turn is None, turn or 0, place[node]
 
-    ready = [key(node) for node in nodes if not missing[node]]
-    heapq.heapify(ready)
+    needs = {node: [o for o in node.all_input_nodes if o in place] for node in nodes}
     anchor = before
-    while ready:
-        node = nodes[heapq.heappop(ready)[-1]]
+    for node in in_order(needs, key):
         anchor.append(node)
         anchor = node
-        for user in node.users:
-            if user in place:
-                missing[user] -= 1
-                if not missing[user]:
-                    heapq.heappush(ready, key(user))
 
 
 def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -6,22 +6,19 @@ named in the plan's ``[values]``, together with its like in the other blocks of 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.graph import Graph, results_of, tensor_args, value
+from partc.graph import Graph, value
 from partc.passes.search.shardings.decided import Decided, Life
 from partc.passes.search.shardings.openings import OPENED
 from partc.passes.search.shardings.step_values import StepValues
-from partc.passes.search.shardings.ways import CallWays
 from partc.passes.shard.open_ops import opens
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import AxisWalk, Pins, pinned, propagate, whole_strategy
 from partc.plan import Plan, widest_pattern
-from partc.plan.mesh import Mesh
 from partc.plan.plan_values import Lies
 from partc.plan.sharding import Layout, R, Sharding
 from partc.rules import Strategy
@@ -29,29 +26,20 @@ from partc.rules import Strategy
 _WALKS = 4  # a pin may change what propagation makes of later calls
 
 
-def plan_of(decided: Decided, ways: CallWays, values: StepValues, mesh: Mesh, life: Life) -> Plan:
-    """The shortest plan that propagates to these decisions; ``values.graph`` stays as it is.
-
-    Whether sums are scattered along one dim (``Plan.scatter``) is tried, as that may save many
-    entries.
-    """
-    choices = {**decided.choices, **_sink_cuts(decided.choices, ways, values)}
-    axes = values.graph.mesh.names
-    base = values.pins.changed(mesh=mesh, preset="", values={}, inputs=_cut_inputs(choices, values))
-    return _shortest(base, Decided(choices, decided.stored), axes, values, life)
-
-
 def entries_on(axis: str, decided: Decided, values: StepValues, base: Plan, life: Life) -> Plan:
     """``base``, a complete plan without cuts on one axis, with the fewest entries that make it
     propagate to what was decided there. What follows from the inputs alone lies as its readers
     want it.
     """
-    return _shortest(base, decided, (axis,), values, life)
+    return shortest_plan(base, decided, (axis,), values, life)
 
 
-def _shortest(
+def shortest_plan(
     base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
 ) -> Plan:
+    """The same on several axes. Whether sums are scattered along one dim (``Plan.scatter``) is
+    tried, as that may save many entries.
+    """
     plan = _stated(base, decided, axes, values, life)
     choices = {node: on for node, made in decided.choices.items() if (on := _on_axes(made, axes))}
     plans = list(_with_scatters(plan, choices, axes, values))
@@ -76,57 +64,7 @@ def copy_graph(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
     return replace(graph, fx=new), twins
 
 
-# inputs and parameters ----------------------------------------------------------------------------
-def _sink_cuts(choices: Choices, ways: CallWays, values: StepValues) -> Choices:
-    """How what follows from the inputs alone is computed: cut where all readers want it so, such
-    as masks of this rank's piece of the batch; else whole.
-    """
-    found: Choices = {}
-    for node in reversed(list(values.graph.fx.nodes)):
-        if node in values.free and node.op == "call_function":
-            found[node] = {}
-            for axis in ways.lies.mesh.names:
-                wanted = _wanted(node, axis, {**choices, **found}, values)
-                found[node][axis] = _making(node, axis, wanted, ways)
-    return found
-
-
-def _wanted(node: fx.Node, axis: str, choices: Choices, values: StepValues) -> Layout:
-    """The cut that all readers of a value want, R if there is none."""
-    wants: set[Layout] = set()
-    for reader in values.readers.get(node, ()):
-        made = choices.get(reader.node, {}).get(axis) if reader.node is not None else None
-        wants.add(R if made is None or reader.is_final else made.ins[reader.operand])
-    if len(wants) == 1 and (only := wants.pop()).kind == "cut":
-        return only
-    return R
-
-
-def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strategy:
-    """A strategy that makes the wanted cut of whole operands or of pieces of them."""
-    if wanted != R and len(results_of(node)) == 1 and node.target is not operator.getitem:
-        shapes = [value(o).shape for o in tensor_args(node)]
-        for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
-            numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
-            pairs = zip(shapes, numbers, strict=True)
-            whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
-            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
-            if strategy.outs == (wanted,) and whole and fits:
-                return strategy
-    return whole_strategy(node)
-
-
-def _cut_inputs(choices: Choices, values: StepValues) -> dict[str, dict[str, Layout]]:
-    """Inputs cut as all readers want them, or as is pinned."""
-    pins, found = values.pins, {}
-    for name, node in values.graph.inputs.items():
-        cuts = {a: _wanted(node, a, choices, values) for a in values.graph.mesh.names}
-        found[name] = {a: layout for a, layout in cuts.items() if layout != R}
-        if node not in values.free:
-            found[name] = dict(pins.stored(name, pins.inputs))
-    return found
-
-
+# parameters --------------------------------------------------------------------------------------
 def _stated(
     base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
 ) -> Plan:

@@ -42,14 +42,6 @@ class Hub:
         others = ["" if n == NONE else f" and {lies.label(n)}" for n in self.other]
         return tuple(a + b for a, b in zip(names, others, strict=True))
 
-    def spare(self, lies: Transfers) -> Costs:
-        """f64[choices]: the part of the whole that the other layout takes on a rank."""
-        return np.array([0.0 if n == NONE else lies.share(n) for n in self.other])
-
-    def share(self, lies: Transfers) -> Costs:
-        """f64[choices]: the part of the whole that all that is at hand takes."""
-        return np.array([lies.share(n) for n in self.made]) + self.spare(lies)
-
     def made_from(self, outs: tuple[int, ...]) -> Costs:
         """f64[source's choices, choices]: 0 where the source makes what the hub says, else inf."""
         same = np.array(outs)[:, None] == np.array(self.made)[None, :]

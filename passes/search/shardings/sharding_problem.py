@@ -5,8 +5,6 @@ readers a hub for each phase (``hubs.py``). Costs: the local call by the rooflin
 collectives between how a value is made and how it is wanted, at its local size. A gradient ends as
 its parameter is stored. With axes that are decided already, all of this is what it costs given
 these: cuts divide what they leave, and what one axis cuts makes the others' collectives smaller.
-
-Resource ``memory``: bytes of parameters, gradients, optimizer and what is kept for the backward.
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import fx
 
-from partc.cost.memory import STATE_COPIES
 from partc.graph import picked, value
 from partc.passes.search.shardings.decided import Decided, Life
 from partc.passes.search.shardings.hubs import Hub
@@ -28,8 +24,6 @@ from partc.passes.search.shardings.ways import CallWays, Ways
 from partc.passes.search.solver.problem import Assignment, Costs, Problem
 from partc.plan.sharding import R, cut
 
-MEMORY = "memory"
-_OPTIMIZER = "adamw"
 _Source = tuple[int, tuple[int, ...]]  # a variable, and by its choices how a value is made
 _At = tuple[int, Hub]  # a variable, and by its choices what is at hand
 
@@ -52,7 +46,6 @@ class ShardingProblem:
 
     def __post_init__(self) -> None:
         self.lies = self.ways.lies
-        self.grads = self.values.graph.grads
         self.tables, self.cache, self.hubs = Tables(), self.ways.tables, self.ways.hubs
         self.chosen: dict[fx.Node, tuple[int, Ways]] = {}  # call -> its variable
         self.placed: dict[fx.Node, tuple[int, Ways]] = {}  # placeholder -> its variable
@@ -101,10 +94,7 @@ class ShardingProblem:
             self.placed[node] = self._variable(node, ways), ways
             return
         ways = self._stored_ways(node)
-        v = self._variable(node, ways)
-        self.placed[node] = v, ways
-        copies = 2 + STATE_COPIES[_OPTIMIZER] if known.name in self.grads else 1
-        self._weigh(v, ways.outs[0], node, copies)
+        self.placed[node] = self._variable(node, ways), ways
 
     def _stored_ways(self, node: fx.Node) -> Ways:
         """Whole, or cut along any dim, on each axis."""
@@ -134,8 +124,7 @@ class ShardingProblem:
             return
         at = self._connect(node, source, forward or backward, shared=len(readers) > 1)
         if at is not None and forward and backward:
-            at = self._connect_again(node, at, backward)
-        self._keep(node, source, at)
+            self._connect_again(node, at, backward)
 
     def _source(self, node: fx.Node) -> _Source:
         if node in self.placed:
@@ -174,7 +163,7 @@ class ShardingProblem:
         self._read(node, at, group)
         return at
 
-    def _connect_again(self, node: fx.Node, before: _At, group: Sequence[Reader]) -> _At:
+    def _connect_again(self, node: fx.Node, before: _At, group: Sequence[Reader]) -> None:
         """The backward reads what the forward has at hand, several readers through their own
         hub.
         """
@@ -188,7 +177,6 @@ class ShardingProblem:
             self.tables.pair(u, h, table, self._times(node, group))
             before = at
         self._read(node, before, group)
-        return before
 
     def _hub(self, node: fx.Node, group: Sequence[Reader], made: Sequence[int]) -> _At:
         """The variable of what is at hand for a group of readers."""
@@ -236,32 +224,6 @@ class ShardingProblem:
                     w, wants = self._reader(reader)
                     assert w is not None
                     self.tables.cost(w, self.lies.table(0, (self.lies.whole,), wants)[0])
-
-    # memory ---------------------------------------------------------------------------------------
-    def _keep(self, node: fx.Node, source: _Source, at: _At | None) -> None:
-        """What the backward reads of the forward is kept, in all layouts it is at hand in; a
-        gathered parameter that lives for the step beside its shard.
-        """
-        num_bytes, times = self._num_bytes(node), self.values.graph.times(node)
-        if value(node).kind == "param" and at is not None:
-            h, hub = at
-            key = "spare", num_bytes, hub
-            spare = self._once(key, lambda: num_bytes * hub.spare(self.lies))
-            self.tables.weigh(h, spare, times)
-        elif node in self.values.saved and at is not None:
-            h, hub = at
-            kept = self._once(("kept", num_bytes, hub), lambda: num_bytes * hub.share(self.lies))
-            self.tables.weigh(h, kept, times)
-        elif node in self.values.saved:
-            self._weigh(*source, node)
-
-    def _weigh(self, v: int, numbers: tuple[int, ...], node: fx.Node, copies: int = 1) -> None:
-        num_bytes = copies * self._num_bytes(node)
-        weights = self._once(
-            ("share", num_bytes, numbers),
-            lambda: num_bytes * np.array([self.lies.share(n) for n in numbers]),
-        )
-        self.tables.weigh(v, weights, self.values.graph.times(node))
 
     def _num_bytes(self, node: fx.Node) -> float:
         return self.values.num_bytes(node) * self.shrunk

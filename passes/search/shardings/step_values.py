@@ -4,7 +4,6 @@ they stand for a block that was left out, which of them the backward keeps.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,8 +13,6 @@ from torch import fx
 from partc.graph import Graph, held, is_backward, is_tensor, tensor_args, value
 from partc.graph.folds import Fold
 from partc.graph.given import given
-from partc.passes.recompute.choose import recomputable
-from partc.passes.search.shardings.call_costs import is_view
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan, fits
 
@@ -50,7 +47,6 @@ class StepValues:
     free: frozenset[fx.Node] = frozenset()
     names: dict[fx.Node, str] = field(default_factory=dict)  # of calls
     readers: dict[fx.Node, list[Reader]] = field(default_factory=dict)
-    saved: frozenset[fx.Node] = frozenset()  # from the forward for the backward
 
     def __post_init__(self) -> None:
         self.names = value_names(self.graph)
@@ -61,7 +57,6 @@ class StepValues:
                 self.readers[operand].append(Reader(node, i))
         for result, reader in self._results():
             self.readers[result].append(reader)
-        self.saved = frozenset(self._saved())
 
     def num_bytes(self, node: fx.Node) -> int:
         """Bytes of the whole value."""
@@ -116,18 +111,6 @@ class StepValues:
         for result in (outputs.loss, *outputs.buffers.values(), *outputs.results.values()):
             if result is not None:
                 yield result, Reader(None)
-
-    def _saved(self) -> Iterator[fx.Node]:
-        """What the forward keeps for the backward; what is looked at in another way, or computed
-        again, is not kept beside its source.
-        """
-        again = recomputable(self.graph) if self.pins.recompute == "cheap" else set()
-        for node in self.values():
-            if node.op == "call_function" and not is_backward(node) and node not in again:
-                views = node.target is not operator.getitem and is_view(node)
-                readers = [r for r in self.readers[node] if r.backward and not r.is_final]
-                if readers and not views:
-                    yield node
 
 
 def _place(node: fx.Node, fold: Fold) -> str:

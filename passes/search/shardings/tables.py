@@ -22,7 +22,6 @@ class Tables:
     names: list[str] = field(default_factory=list)
     labels: list[tuple[str, ...]] = field(default_factory=list)
     own: list[list[Part]] = field(default_factory=list)
-    weights: list[list[Part]] = field(default_factory=list)
     pairs: dict[tuple[int, int], list[Part]] = field(default_factory=dict)
     _turned: dict[int, tuple[Costs, Costs]] = field(default_factory=dict)
     _sums: dict[tuple[tuple[int, int], ...], tuple[list[Part], Costs]] = field(default_factory=dict)
@@ -34,15 +33,10 @@ class Tables:
             self.names.append(name)
             self.labels.append(labels)
             self.own.append([])
-            self.weights.append([])
         return self.keys[key]
 
     def cost(self, v: int, costs: Costs, times: int = 1) -> None:
         self.own[v].append((costs, times))
-
-    def weigh(self, v: int, weights: Costs, times: int = 1) -> None:
-        """Bytes of memory."""
-        self.weights[v].append((weights, times))
 
     def pair(self, v: int, w: int, table: Costs, times: int = 1) -> None:
         """Add ``table[choice of v, choice of w]``; v and w may be the same variable."""
@@ -63,9 +57,8 @@ class Tables:
         variables = []
         for v, name in enumerate(self.names):
             zeros = np.zeros(len(self.labels[v]))
-            weights = {"memory": self._sum(self.weights[v])} if self.weights[v] else {}
             costs = self._sum(self.own[v]) if self.own[v] else zeros
-            variables.append(Variable(name, self.labels[v], costs, weights))
+            variables.append(Variable(name, self.labels[v], costs))
         factors = []
         for scope, parts in self.pairs.items():
             table = self._sum(parts)

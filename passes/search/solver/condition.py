@@ -6,7 +6,6 @@ import heapq
 import math
 import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partc.passes.search.solver.bound import lower_bound
@@ -24,7 +23,7 @@ _ROUNDING = 1e-12  # relative: two sums of the same numbers differ by about so m
 
 @dataclass(frozen=True)
 class Conditioned:
-    """The best assignment found; no assignment costs less than ``bound`` (with the prices), which
+    """The best assignment found; no assignment costs less than ``bound``, which
     is inf if all are proven to be forbidden. ``fixed`` is how many variables the last draw fixed.
     """
 
@@ -38,7 +37,6 @@ class Conditioned:
 
 def condition(
     problem: Problem,
-    prices: Mapping[str, float] | None = None,
     *,
     seed: int = 0,
     draws: int = DRAWS,
@@ -48,11 +46,12 @@ def condition(
     """A good assignment of a problem of any width; the same for the same seed.
 
     Each draw fixes, at their present choices, random variables of many neighbours until all
-    tables are small, and solves for the others exactly: it never gets worse. ``prices`` are as in
-    `eliminate`. Dechter, Enhancement schemes for constraint processing, AIJ 41, 1990.
+    tables are small, and solves for the others exactly: it never gets worse.
+
+    Dechter, Enhancement schemes for constraint processing, AIJ 41, 1990.
     """
     began = time.perf_counter()
-    net = drop_dead_ends(network(problem, prices))
+    net = drop_dead_ends(network(problem))
     bound, best = lower_bound(net, choose_order(net).variables, BOUND_TABLE)
     source, near = random.Random(seed), neighbours(net.scopes, len(net.kept))
     least, since, drawn = math.inf, 0, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,20 +46,17 @@ class TooWide:
 
 def eliminate(
     problem: Problem,
-    prices: Mapping[str, float] | None = None,
     *,
     max_cells: float = MAX_CELLS,
     max_table: float = MAX_TABLE,
 ) -> Elimination | TooWide:
-    """A cheapest assignment; where choices are equal, the first.
-
-    ``prices`` (cost per unit, by resource) count as costs in the search; the result's ``cost`` is
-    without them, and inf if every assignment is forbidden.
+    """A cheapest assignment; where choices are equal, the first. The result's ``cost`` is inf if
+    every assignment is forbidden.
 
     Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113.
     """
     began = time.perf_counter()
-    net = network(problem, prices)
+    net = network(problem)
     order = choose_order(net)
     worth = order.cells > _DEAD_END_CELLS * net.sharing() * len(net.store)
     if worth or order.cells > max_cells or order.largest > max_table:

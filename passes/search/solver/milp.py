@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +30,11 @@ class Milp:
 
 def milp(
     problem: Problem,
-    limit: Mapping[str, float] | None = None,
     *,
     seconds: float = math.inf,
     nodes: int | None = None,
 ) -> Milp:
-    """Minimise with HiGHS, with the weights of every resource in ``limit`` at most that much.
+    """Minimise with HiGHS.
 
     A column in {0, 1} per choice and one in [0, 1] per allowed cell of a factor; along each dim
     the cells of a choice add up to the choice (the local polytope of the pairwise relaxation).
@@ -46,7 +44,7 @@ def milp(
     from scipy import optimize  # a third of a second that most searches need not pay
 
     began = time.perf_counter()
-    program = _program(problem, limit or {})
+    program = _program(problem)
     options: dict[str, float] = {"mip_rel_gap": 0.0}
     if math.isfinite(seconds):
         options["time_limit"] = seconds
@@ -60,13 +58,11 @@ def milp(
         constraints=optimize.LinearConstraint(program.rows, program.low, program.high),
         options=options,
     )
-    return _read(problem, limit or {}, found, size / _SCALE, time.perf_counter() - began)
+    return _read(problem, found, size / _SCALE, time.perf_counter() - began)
 
 
-def _read(
-    problem: Problem, limit: Mapping[str, float], found: Any, unit: float, seconds: float
-) -> Milp:
-    """HiGHS's answer in the problem's terms; an assignment that only nearly fits is none."""
+def _read(problem: Problem, found: Any, unit: float, seconds: float) -> Milp:
+    """HiGHS's answer in the problem's terms."""
     if found.status == 2:
         return Milp(None, math.inf, math.inf, seconds)
     bound = -math.inf if found.mip_dual_bound is None else float(found.mip_dual_bound) * unit
@@ -77,8 +73,6 @@ def _read(
     assignment = tuple(
         int(np.argmax(found.x[start:end])) for start, end in itertools.pairwise(starts)
     )
-    if not problem.fits(assignment, limit):
-        return Milp(None, math.inf, bound, seconds)
     cost = problem.cost(assignment)
     return Milp(assignment, cost, min(bound, cost), seconds)
 
@@ -95,7 +89,7 @@ class _Program:
     high: Costs
 
 
-def _program(problem: Problem, limit: Mapping[str, float]) -> _Program:
+def _program(problem: Problem) -> _Program:
     """Columns: all variables' choices, then every factor's allowed cells."""
     from scipy import sparse
 
@@ -115,10 +109,6 @@ def _program(problem: Problem, limit: Mapping[str, float]) -> _Program:
                     columns = np.append(members, starts[v] + choice)
                     entries.row(columns, np.append(np.ones(len(members)), -1.0), 0.0, 0.0)
             column += len(cells)
-    for resource, most in limit.items():
-        weight = np.concatenate([each.taken(resource) for each in problem.variables])
-        scale = float(weight.max(initial=0.0)) or 1.0
-        entries.row(np.arange(len(own)), weight / scale, -np.inf, most / scale)
     upper = np.ones(column)
     upper[: len(own)][np.isinf(own)] = 0.0
     integral = np.zeros(column)

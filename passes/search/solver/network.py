@@ -67,12 +67,9 @@ class Tables:
         return found
 
 
-def network(problem: Problem, prices: Mapping[str, float] | None = None) -> Network:
-    """The problem with every choice still open.
-
-    ``prices`` (cost per unit of weight, by resource) are added to the choices' own costs.
-    """
-    own = [priced(each.costs, each.weights, prices or {}) for each in problem.variables]
+def network(problem: Problem) -> Network:
+    """The problem with every choice still open."""
+    own = [each.costs for each in problem.variables]
     arrays = own + [factor.table for factor in problem.factors]
     scopes: list[Scope] = [(v,) for v in range(len(own))]
     scopes += [factor.variables for factor in problem.factors]
@@ -93,14 +90,6 @@ def network(problem: Problem, prices: Mapping[str, float] | None = None) -> Netw
     )
     single = [v for v, size in enumerate(whole.sizes) if size == 1]
     return restrict(whole, dict.fromkeys(single, (0,)))
-
-
-def priced(costs: Costs, weights: Mapping[str, Costs], prices: Mapping[str, float]) -> Costs:
-    """A variable's costs (f64[choices]) with what its choices take of every resource paid for."""
-    for resource, price in prices.items():
-        if price and resource in weights:
-            costs = costs + price * weights[resource]
-    return costs
 
 
 def restrict(before: Network, keep: Mapping[int, Sequence[int]]) -> Network:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,31 +15,17 @@ Assignment = tuple[int, ...]  # the index of every variable's choice
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One decision. ``costs`` (f64[choices]) is what each choice costs by itself; inf forbids it.
-
-    ``weights`` is what each choice takes of a limited resource, such as bytes of memory: resource
-    to f64[choices], finite and not negative. A resource that is not named is not used.
-    """
+    """One decision. ``costs`` (f64[choices]) is what each choice costs alone; inf forbids it."""
 
     name: str
     choices: tuple[str, ...]
     costs: Costs
-    weights: Mapping[str, Costs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = (len(self.choices),)
         assert self.choices, f"{self.name} has no choice"
         assert self.costs.shape == shape, f"{self.name}: costs {self.costs.shape}, not {shape}"
         _check_costs(self.name, self.costs)
-        for resource, weights in self.weights.items():
-            assert weights.shape == shape, f"{self.name}: {resource} {weights.shape}, not {shape}"
-            assert np.isfinite(weights).all(), f"{self.name}: {resource} is not finite"
-            assert (weights >= 0).all(), f"{self.name}: {resource} is negative"
-
-    def taken(self, resource: str) -> Costs:
-        """f64[choices]: what each choice takes of the resource."""
-        taken = self.weights.get(resource)
-        return np.zeros(len(self.choices)) if taken is None else taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,28 +65,11 @@ class Problem:
         """The number of choices of every variable."""
         return tuple(len(variable.choices) for variable in self.variables)
 
-    @property
-    def resources(self) -> tuple[str, ...]:
-        """The names of all limited resources, in order of first use."""
-        return tuple(dict.fromkeys(name for each in self.variables for name in each.weights))
-
     def cost(self, assignment: Sequence[int]) -> float:
         """The exact sum (rounded once) of everything that the choices cost; inf if forbidden."""
         own = [each.costs[c] for each, c in zip(self.variables, assignment, strict=True)]
         shared = [f.table[tuple([assignment[v] for v in f.variables])] for f in self.factors]
         return math.fsum(own + shared)
-
-    def weight(self, assignment: Sequence[int], resource: str) -> float:
-        """How much of the resource the choices take together."""
-        assert len(assignment) == len(self.variables)
-        chosen = zip(self.variables, assignment, strict=True)
-        return math.fsum(
-            each.weights[resource][c] for each, c in chosen if resource in each.weights
-        )
-
-    def fits(self, assignment: Sequence[int], limit: Mapping[str, float]) -> bool:
-        """Whether no resource is taken beyond its limit."""
-        return all(self.weight(assignment, name) <= most for name, most in limit.items())
 
     def forbidden(self, assignment: Sequence[int]) -> list[str]:
         """The names of the variables of each thing that the choices violate, such as ``a, b``."""
