@@ -16,7 +16,7 @@ from partc.errors import CheckError, PlanError, RunError
 from partc.program import Program
 from partc.verification import verify
 from tests.codegen.emitted import loaded
-from tests.codegen.test_emit import toy
+from tests.codegen.mlps import toy
 from tests.zoo import MODELS
 
 LAYOUTS: dict[str, tuple[Any, str, dict[str, Any]]] = {

@@ -25,8 +25,8 @@ from partc.program import Program, accept_edits, load
 from partc.schedules import NAMES, make
 from partc.tensorfile import write_tensors
 from partc.verification import verify
-from tests.pipelines import Block, Toy, compiled, new_toy, stages_of_toy, toy
-from tests.whole.test_pipeline import TOLERANCE, done_by
+from tests.pipelines import TOLERANCE, Block, Toy, compiled, new_toy, stages_of_toy, toy
+from tests.printed_turns import done_by
 from tests.zoo import Case
 
 Change = Callable[[Toy], None]

@@ -13,7 +13,7 @@ from partc.mesh import Mesh
 from partc.plan import Plan
 from partc.program import Program
 from partc.topology import Topology
-from tests.overlap.test_prefetch import step
+from tests.overlap.words import step
 
 SENDS = "class Messages(dist.Work):"
 

@@ -12,7 +12,7 @@ from partc.mesh import Mesh
 from partc.program import Program
 from partc.topology import Topology
 from partc.verification import verify
-from tests.overlap.test_prefetch import IDS, LAYERS, model
+from tests.overlap.words import IDS, LAYERS, model
 
 
 def compiled(plan: str, bytes_per_s: float, latency_s: float = 1e-6) -> Program:

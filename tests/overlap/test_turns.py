@@ -27,7 +27,7 @@ from partc.program import Program
 from partc.topology import Topology
 from partc.traced import Traced
 from partc.verification import verify
-from tests.overlap.test_schedule import LOCAL
+from tests.overlap.local_layer import LOCAL
 
 Golden = Callable[..., None]
 

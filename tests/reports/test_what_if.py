@@ -20,7 +20,7 @@ from partc.roofline import BLOCKS, COMPUTE
 from partc.tape import Tape
 from partc.topology import Topology
 from partc.what_if import Change
-from tests.reports.test_explain import compiled
+from tests.towers import compiled
 
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("dp=2,tp=2", "fsdp+megatron", {}),

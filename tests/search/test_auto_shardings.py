@@ -19,7 +19,7 @@ from partc.plan import Plan
 from partc.plan_values import Lies
 from partc.topology import Topology
 from partc.verification import verify
-from tests.search.test_auto_plan import AUTO, llama, traced
+from tests.llamas import AUTO, llama, traced
 
 WIDTH, LENGTH, BATCH = 64, 48, 8
 

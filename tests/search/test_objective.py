@@ -18,7 +18,7 @@ from partc.objective import Batch, per_million
 from partc.passes.search.choose_plan import choose
 from partc.program import load
 from partc.topology import Topology
-from tests.reports.test_explain import batch, compiled, loss_of, tower
+from tests.towers import batch, compiled, loss_of, tower
 
 
 def priced() -> Mesh:

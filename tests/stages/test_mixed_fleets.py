@@ -23,7 +23,7 @@ from partc.plan import Plan
 from partc.program import Program
 from partc.topology import Topology
 from partc.what_if import Change
-from tests.search.test_auto_plan import llama, loss_of, tokens, traced
+from tests.llamas import llama, loss_of, tokens, traced
 
 FAST = Topology.load("dgx-h100", 8)
 SLOW = Topology.load("dgx-a100", 8)

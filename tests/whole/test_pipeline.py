@@ -5,9 +5,8 @@ schedule.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 import partc
 from partc import threads
 from partc.codegen.helpers import Helpers
-from partc.codegen.text import Line
 from partc.codegen.turns import parted, turn_lines, whole_backwards
 from partc.errors import PlanError
 from partc.graph import value
@@ -28,12 +26,12 @@ from partc.plan import Plan
 from partc.program import Program
 from partc.rendezvous import Done, Group
 from partc.schedules import NAMES, make
-from partc.schedules.actions import Action, Kind
 from partc.threads import ThreadDist
 from partc.verification import verify
 from tests.pipelines import (
     BATCH,
     POINTS,
+    TOLERANCE,
     TRAINING,
     Cut,
     compiled,
@@ -41,9 +39,9 @@ from tests.pipelines import (
     toy_program,
     zoo_error,
 )
+from tests.printed_turns import done_by
 from tests.zoo import FAMILIES, Case
 
-TOLERANCE = 1e-9
 LAYOUTS = {"data": ("dp=2", "ddp"), "sequence": ("dp=2,tp=2", "fsdp+megatron-sp")}
 
 
@@ -362,19 +360,6 @@ def test_loops_do_not_grow_with_microbatches(schedule: str, ranks: int) -> None:
         lines = list(turn_lines(order))
         assert len(lines) == len(list(turn_lines(many.orders[rank]))) < 50
         assert done_by(lines) == list(order)
-
-
-def done_by(lines: Sequence[Line]) -> list[Action]:
-    """What printed loops do, in order."""
-    done: list[Action] = []
-
-    def does(kind: Kind) -> Callable[[int, int], None]:
-        return lambda stage, i: done.append(Action(stage, kind, i))
-
-    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
-    step = SimpleNamespace(**{kind: does(kind) for kind in kinds})
-    exec("\n".join(4 * line.indent * " " + line.code for line in lines), {"self": step})
-    return done
 
 
 def test_split_backwards_without_a_gap_are_one() -> None:
