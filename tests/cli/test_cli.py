@@ -18,6 +18,7 @@ from partc.cli import main
 from partc.errors import UsageError
 from partc.models import Sizes, find_model, parameters_on_meta
 from tests.example_program import example_batch, example_loss, example_model, example_program
+from tests.patience import patience
 
 MODEL = "tests.example_program:cli_target"
 
@@ -132,7 +133,9 @@ except SystemExit as exit:
     code = exit.code
 print(code, "torch" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=patience()
+    )
     assert ran.stdout.splitlines()[-1] == f"{code} False"
 
 

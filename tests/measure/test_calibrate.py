@@ -22,6 +22,7 @@ from partc.measured import Measured, fit_line
 from partc.mesh import Mesh
 from partc.topology import COLLECTIVES, Topology
 from tests.measure.tiny import TINY
+from tests.patience import patience
 
 TRUE = {  # seconds and seconds per byte put in, per collective of 4 ranks
     "all_reduce": (6e-4, 3e-9), "all_gather": (4e-4, 5e-9), "reduce_scatter": (7e-4, 4e-9),
@@ -202,6 +203,6 @@ def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
                "--nproc-per-node=2", str(script)]  # fmt: skip
     ran = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}, cwd=root,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=patience(), check=False,
     )  # fmt: skip
     assert sorted(ran.stdout.split()) == ["0", "1", "2", "2"], ran.stderr

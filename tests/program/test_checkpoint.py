@@ -16,13 +16,14 @@ from partc.errors import LoadError, RunError
 from partc.processes import Processes
 from partc.runtime import Stage
 from tests.example_program import example_batch, example_model, example_program
+from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(4, timeout=40) as processes:
+    with Processes(4, timeout=patience()) as processes:
         yield processes
 
 

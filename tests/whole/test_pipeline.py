@@ -28,6 +28,7 @@ from partc.rendezvous import Done, Group
 from partc.schedules import NAMES, make
 from partc.threads import ThreadDist
 from partc.verification import verify
+from tests.patience import patience
 from tests.pipelines import (
     BATCH,
     POINTS,
@@ -235,7 +236,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
         printed["sum_tied"](param, None, order, 7, Group((0, 1, 2), "pp", rank))
         return param.grad.tolist()
 
-    assert threads.run_ranks(3, run, timeout=10) == [[111.0, 111.0]] * 3
+    assert threads.run_ranks(3, run, timeout=patience()) == [[111.0, 111.0]] * 3
 
 
 # stages that lack something -----------------------------------------------------------------------
