@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from difflib import unified_diff
@@ -9,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from partc.graph import Graph
 from partc.passes.runner import Table
@@ -26,8 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    compute_in_one_thread()
     if not hasattr(config, "workerinput"):  # under xdist the controller sees every report
         config.pluginmanager.register(StaleGoldens(config))
+
+
+def compute_in_one_thread() -> None:
+    """Several processes run tests: threads beyond the cores burn time in waiting for each other."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
 def pytest_collection_finish() -> None:

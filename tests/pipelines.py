@@ -30,6 +30,7 @@ from tests.zoo import FAMILIES, Case
 
 BATCH = 24  # rows: 3 or 8 microbatches, of which 3 leave an even number to each of two ranks
 SEQ, VOCAB, HIDDEN, FFN = 10, 14, 12, 20
+TOLERANCE = 1e-9  # of a program against the model, both in float64
 NOISE = 1e-6  # of the largest gradient; smaller ones are measured against this
 
 POINTS: dict[str, tuple[str, ...]] = {  # where stages 1, 2, ... begin

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -26,25 +25,13 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program.check_complete import check_complete, trained
 from partc.reports.cost import cost_report
-from tests.pipelines import toy
-from tests.zoo import FAMILIES, Case
+from tests.deep import deep
 
-DEPTH: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_layer": 6},
-    "llama": {"num_hidden_layers": 6},
-    "t5": {"num_layers": 8, "num_decoder_layers": 2},
-}
 LEFT_OUT = {
     "gpt2": [Fold("transformer.h", 2, 3)],
     "llama": [Fold("model.layers", 2, 3)],
     "t5": [Fold("encoder.block", 3, 4)],  # the first block's position bias is read by all
 }
-
-
-@cache
-def deep(name: str) -> Case:
-    """A family of the zoo, or the toy, with enough layers that some are left out."""
-    return toy(38) if name == "toy" else FAMILIES[name].case(name, **DEPTH[name])
 
 
 def compiled(name: str, mesh: str, plan: str, fold: bool) -> tuple[Any, Graph]:

@@ -23,6 +23,7 @@ from partc.cli.models import Sizes, find_model, parameters_on_meta
 from partc.cli.options import COMMANDS
 from partc.errors import UsageError
 from tests.example_program import example_batch, example_loss, example_model, example_program
+from tests.patience import patience
 
 MODEL = "tests.example_program:cli_target"
 
@@ -138,7 +139,9 @@ except SystemExit as exit:
     code = exit.code
 print(code, "torch" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=patience()
+    )
     assert ran.stdout.splitlines()[-1] == f"{code} False"
 
 

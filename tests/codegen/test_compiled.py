@@ -16,7 +16,8 @@ from partc.errors import CheckError, PlanError, RunError
 from partc.program import Program
 from partc.verification.verification import verify
 from tests.codegen.emitted import loaded
-from tests.codegen.test_emit import toy
+from tests.codegen.mlps import toy
+from tests.patience import patience
 from tests.zoo import MODELS
 
 LAYOUTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -80,7 +81,7 @@ def test_views_and_results_stay_where_their_readers_find_them(
 @pytest.mark.gloo
 def test_inductor_computes_the_same_on_real_ranks() -> None:
     model, inputs = toy(BLOCKS)
-    verify(compiled("fsdp"), model, inputs, processes=True).check(1e-12)
+    verify(compiled("fsdp"), model, inputs, processes=True, timeout=patience()).check(1e-12)
 
 
 def test_golden(golden: Callable[..., None]) -> None:

@@ -19,6 +19,7 @@ from partc.plan import Plan
 from partc.verification.processes import Processes
 from partc.verification.threads import ThreadDist
 from partc.verification.verification import verify
+from tests.patience import patience
 from tests.zoo import MODELS
 
 RANKS = 3
@@ -46,7 +47,7 @@ def both_ways(way: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.gloo
 def test_pieces_are_added_in_the_order_of_the_ranks() -> None:
     first, second, third = (part.chunk(RANKS) for part in parts())
-    with Processes(RANKS, timeout=30.0, quiet=True) as world:
+    with Processes(RANKS, timeout=patience(), quiet=True) as world:
         for way in WAYS:
             for rank, (total, own) in enumerate(world.run(both_ways, way)):
                 assert torch.equal(total, first[rank] + second[rank] + third[rank])
@@ -69,7 +70,7 @@ def gathered() -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.gloo
 def test_messages_bring_what_a_gather_brings() -> None:
-    with Processes(RANKS, timeout=30.0, quiet=True) as world:
+    with Processes(RANKS, timeout=patience(), quiet=True) as world:
         for pairs in world.run(gathered):
             assert all(torch.equal(whole, own) for whole, own in pairs)
 
@@ -108,6 +109,6 @@ def test_half_of_a_tensor_leaves_each_of_two_hosts(functions: str) -> None:
         dist.destroy_process_group()
     """)
     with Network(2, Link(mbit_per_s=1000.0)) as lab:
-        lab.run([sys.executable, "-c", script], timeout_s=60.0)
+        lab.run([sys.executable, "-c", script], timeout_s=patience())
     assert lab.traffic is not None
     assert all(2_000_000 < sent < 2_300_000 for sent in lab.traffic.sent_bytes)

@@ -25,8 +25,9 @@ from partc.program import Program, accept_edits, load
 from partc.program.tensorfile import write_tensors
 from partc.schedules import NAMES, make
 from partc.verification.verification import verify
-from tests.pipelines import Block, Toy, compiled, new_toy, stages_of_toy, toy
-from tests.whole.test_pipeline import TOLERANCE, done_by
+from tests.patience import patience
+from tests.pipelines import TOLERANCE, Block, Toy, compiled, new_toy, stages_of_toy, toy
+from tests.printed_turns import done_by
 from tests.zoo import Case
 
 Change = Callable[[Toy], None]
@@ -82,7 +83,7 @@ def test_a_saved_program_runs_by_itself(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     done = subprocess.run(
         [*torchrun, "--standalone", *run, "--weights", str(tmp_path / "w.safetensors")],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        capture_output=True, text=True, timeout=patience(), cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import U
 from partc.reports.pipeline_cost import PipelineCost
 from tests.build import Build, aten, mlp
-from tests.canonical.test_fold import deep
+from tests.deep import deep
 
 # a second per FLOP, per byte of memory, per byte of a link; nothing else costs
 UNIT = Device("unit", 10**9, 1.0, {"f32": 1.0}, 1e-9, 1.0)

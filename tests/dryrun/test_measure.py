@@ -16,20 +16,21 @@ from partc.dryrun.run import dry_run
 from partc.program import load
 from partc.verification.processes import Processes
 from tests.allocations import allocations, peak_bytes
+from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
 TOLERANCE = 0.05
 NUM_STEPS = 6
-PATIENCE_S = 0.005  # for gloo's threads to drop their handles first; of the program nothing changes
+REST_S = 0.005  # for gloo's threads to drop their handles first; of the program nothing changes
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(2, timeout=100, quiet=True) as processes:
+    with Processes(2, timeout=patience(), quiet=True) as processes:
         yield processes
 
 
-def peaks_here(folder: Path, inputs: tuple[Tensor, ...]) -> list[int]:
+def peaks_here(folder: Path, inputs: tuple[Tensor, ...], rest_s: float) -> list[int]:
     """The peak of each step of which all was seen: what it allocated, it freed."""
     stage = load(folder).module()
     with torch.no_grad():
@@ -39,7 +40,7 @@ def peaks_here(folder: Path, inputs: tuple[Tensor, ...]) -> list[int]:
 
     def wait_and_rest(work: dist.Work) -> bool:
         done = wait(work)
-        time.sleep(PATIENCE_S)
+        time.sleep(rest_s)
         return done
 
     def step() -> None:
@@ -68,7 +69,7 @@ def test_peak_of_ranks(world: Processes, name: str, mesh: str, plan: str, tmp_pa
     program = compile_program(case.model, mesh, case.inputs, loss=case.loss, plan=plan)
     program.save(tmp_path / "program")
     predicted = dry_run(program.role(0)).peak_bytes
-    for peaks in world.run(peaks_here, tmp_path / "program", case.inputs):
+    for peaks in world.run(peaks_here, tmp_path / "program", case.inputs, patience(REST_S)):
         assert peaks, "a gloo thread freed a tensor in every step"
         assert predicted == pytest.approx(min(peaks), rel=TOLERANCE)
 
@@ -85,6 +86,6 @@ def test_peak_of_pipeline_ranks(world: Processes, schedule: str, tmp_path: Path)
     )  # fmt: skip
     program.save(tmp_path / "program")
     predicted = [rank["live"] for rank in program.cost.as_json()["ranks"]]
-    measured = world.run(peaks_here, tmp_path / "program", case.inputs)
+    measured = world.run(peaks_here, tmp_path / "program", case.inputs, patience(REST_S))
     assert all(measured), "a gloo thread freed a tensor in every step"
     assert predicted == [pytest.approx(min(peaks), rel=TOLERANCE) for peaks in measured]

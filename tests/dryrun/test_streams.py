@@ -8,7 +8,7 @@ from partc.api import compile
 from partc.dryrun.run import dry_run
 from partc.errors import CheckError
 from partc.program.role import Role
-from tests.dryrun.test_dry_run import SOURCE
+from tests.dryrun.hand_program import SOURCE
 from tests.zoo import MODELS
 
 STEP = """\

@@ -17,6 +17,7 @@ from partc.cost.roofline import BLOCKS, WAIT
 from partc.errors import UsageError
 from partc.measure.bench import bench
 from partc.measure.timed_step import time_step
+from tests.patience import patience
 
 COLLECTIVES = partc.Plan(preset="fsdp", messages=False)
 
@@ -163,7 +164,7 @@ def test_two_ranks_beside_their_prediction(
 ) -> None:
     folder = tmp_path / "b"
     save(folder, mesh, plan, **options)
-    found = bench(str(folder), steps=3, warmup=1, timeout=60)
+    found = bench(str(folder), steps=3, warmup=1, timeout=patience())
     figures = found.figures() | found.regions()
     assert regions <= set(figures)
     assert all(figures[name].predicted_s for name in ("step", "computing", *regions))

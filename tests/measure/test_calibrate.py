@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from partc.cost.collective_cost import collective_seconds
 from partc.errors import RunError, UsageError
 from partc.machines.topology import COLLECTIVES, Topology
-from partc.measure.calibrate import Scale, calibrate
-from partc.measure.calibrate_links import MIB, SIZES, level_groups
+from partc.measure.calibrate import calibrate
+from partc.measure.calibrate_links import SIZES, level_groups
 from partc.measure.calibrated import Found, check_found, fitted_topology
 from partc.measure.measured import Measured, fit_line
-from partc.measure.stopwatch import Effort
 from partc.plan.mesh import Mesh
+from tests.measure.tiny import TINY
+from tests.patience import patience
 
 TRUE = {  # seconds and seconds per byte put in, per collective of 4 ranks
     "all_reduce": (6e-4, 3e-9), "all_gather": (4e-4, 5e-9), "reduce_scatter": (7e-4, 4e-9),
@@ -173,7 +174,6 @@ def test_what_cannot_be_measured_is_refused(ranks: int, backend: str) -> None:
 
 
 # measuring ----------------------------------------------------------------------------------------
-TINY = Scale(Effort(samples=3, seconds=0.01, tries=1), times=1, links_s=4.0, most_bytes=4 * MIB)
 
 
 @pytest.mark.gloo
@@ -193,7 +193,7 @@ def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
     script.write_text(
         "import os\n"
         "from partc.measure.calibrate import calibrate\n"
-        "from tests.measure.test_calibrate import TINY\n"
+        "from tests.measure.tiny import TINY\n"
         "found = calibrate(keep_noisy=True, scale=TINY)\n"
         "line = f\"{os.environ['RANK']} {found.topology.num_devices}\\n\"\n"
         "os.write(1, line.encode())\n"  # whole, as both ranks write to one pipe
@@ -203,6 +203,6 @@ def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
                "--nproc-per-node=2", str(script)]  # fmt: skip
     ran = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}, cwd=root,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=patience(), check=False,
     )  # fmt: skip
     assert sorted(ran.stdout.split()) == ["0", "1", "2", "2"], ran.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from benchmarks.overlap import parsed
 from benchmarks.overlap_table import Round, Row, hidden_share, own_order, table
 from partc.errors import RunError
 from partc.verification.processes import Processes
+from tests.patience import patience
 
 
 @pytest.mark.parametrize(("step", "share"), [(300.0, 1.0), (550.0, 0.0), (400.0, 0.6)])
@@ -65,7 +65,7 @@ def test_command_line() -> None:
 @pytest.mark.gloo
 def test_recorded_calls_can_be_left_out_and_repeated() -> None:
     """The step without transfers has the same result; the transfers alone are all there are."""
-    with Processes(2, timeout=30.0, quiet=True) as world:
+    with Processes(2, timeout=patience(), quiet=True) as world:
         for whole, alone, order in world.run(_taped_rank):
             assert torch.equal(whole, alone)
             assert order == [(0, False), (1, False), (1, True), (0, True), (2, False), (2, True)]
@@ -136,20 +136,18 @@ def test_a_tensor_takes_as_long_as_its_link_allows(tmp_path: Path) -> None:
         """)
     )
     with Network(2, Link(mbit_per_s=40.0)) as lab:
-        lab.run([sys.executable, str(script), str(tmp_path / "got")], timeout_s=60.0)
+        lab.run([sys.executable, str(script), str(tmp_path / "got")], timeout_s=patience())
     total, seconds = map(float, (tmp_path / "got").read_text().split())
     assert total == 0.0
-    assert 0.19 < seconds < 2.0
+    assert 0.19 < seconds < patience(2.0)
     assert lab.traffic is not None
     assert 1_000_000 < lab.traffic.sent_bytes[0] < 1_200_000
 
 
 @on_netlab
 @pytest.mark.parametrize(
-    ("command", "why"), [(["false"], "exit code 1"), (["sleep", "60"], "still running after")]
+    ("command", "why"), [(["false"], "exit code 1"), (["sleep", "3600"], "still running after")]
 )
 def test_a_rank_that_fails_or_hangs_ends_all(command: list[str], why: str) -> None:
-    start = time.monotonic()
     with pytest.raises(RunError, match=why), Network(2, Link(1000.0)) as lab:
-        lab.run(command, timeout_s=1.0)
-    assert time.monotonic() - start < 20.0
+        lab.run(command, timeout_s=patience(1.0))  # not to the end of the hour that one would sleep

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.patience import patience
+
 PROGRAM = """
 import torch
 from partc.measure.resident import free_at_once, peak_resident_bytes, resident_bytes
@@ -28,7 +30,11 @@ for now in (resident_bytes(), peak_resident_bytes(run), resident_bytes()):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts this")
 def test_held_and_peak() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patience(),
     )
     held, peak, after = map(int, done.stdout.split())
     assert 3 <= held <= 5, "4 MB are kept"

@@ -13,7 +13,7 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
-from tests.overlap.test_prefetch import IDS, LAYERS, WIDTH, model, step
+from tests.overlap.words import IDS, LAYERS, WIDTH, model, step
 
 WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4  # of either product of a block, whole; a bias has 1 / WIDTH
 COPIED = {  # how often a joined weight's bytes are read or written, over dp=2

@@ -13,7 +13,7 @@ from partc.machines.topology import Topology
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
-from tests.overlap.test_prefetch import step
+from tests.overlap.words import step
 
 SENDS = "class Messages(dist.Work):"
 

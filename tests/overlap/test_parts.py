@@ -12,7 +12,7 @@ from partc.passes.overlap import order_step
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
-from tests.overlap.test_prefetch import IDS, LAYERS, model
+from tests.overlap.words import IDS, LAYERS, model
 
 
 def compiled(plan: str, bytes_per_s: float, latency_s: float = 1e-6) -> Program:

@@ -27,7 +27,7 @@ from partc.reports.cost import CostReport
 from partc.reports.pipeline_cost import PipelineCost
 from partc.traced import Traced
 from partc.verification.verification import verify
-from tests.overlap.test_schedule import LOCAL
+from tests.overlap.local_layer import LOCAL
 
 Golden = Callable[..., None]
 

@@ -23,6 +23,7 @@ from partc.program.manifest import _digest_of
 from partc.program.tensorfile import TensorFile
 from partc.verification.processes import Processes
 from tests.example_program import example_model, example_program
+from tests.patience import patience
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_bytes_that_are_no_tensor_file_are_refused(tmp_path: Path, content: byte
 # runs ----------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(4, timeout=30) as processes:
+    with Processes(4, timeout=patience()) as processes:
         yield processes
 
 
@@ -220,7 +221,7 @@ def test_the_world_is_checked_before_any_process_group(monkeypatch: pytest.Monke
 def run_script(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, folder / "run.py", "--device", "cpu"], check=False, text=True,
-        env={**os.environ, **environment}, capture_output=True, timeout=60,
+        env={**os.environ, **environment}, capture_output=True, timeout=patience(),
     )  # fmt: skip
 
 

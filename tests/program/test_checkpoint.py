@@ -16,13 +16,14 @@ from partc.program.checkpoint import latest, load_checkpoint, save_checkpoint
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_model, example_program
+from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(4, timeout=40) as processes:
+    with Processes(4, timeout=patience()) as processes:
         yield processes
 
 

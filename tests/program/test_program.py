@@ -19,6 +19,7 @@ from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, TensorFiles, write_tensors
 from partc.trace.fingerprint import Fingerprint
 from tests.example_program import example_model, example_program
+from tests.patience import patience
 
 
 def test_a_saved_program_loads_as_it_was(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_run_py_trains_under_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--standalone", *run, "--weights", str(tmp_path / "w.safetensors")],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        capture_output=True, text=True, timeout=patience(), cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -130,7 +131,7 @@ def test_run_py_leaves_no_thread_of_its_process_group(tmp_path: Path) -> None:
     script = AND_LIST_THREADS.replace("sys.argv[0]", repr(str(tmp_path / "run.py")))
     done = subprocess.run(
         [sys.executable, "-c", script, "--device", "cpu"],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
+        capture_output=True, text=True, timeout=patience(), cwd=tmp_path, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ from tests.example_program import (
     example_model,
     example_program,
 )
+from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
 
@@ -43,7 +44,7 @@ def close(found: Tensor, expected: Tensor, name: str = "", exact: bool = False) 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(4, timeout=40) as processes:
+    with Processes(4, timeout=patience()) as processes:
         yield processes
 
 

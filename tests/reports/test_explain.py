@@ -11,40 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-import partc
 from partc.cli.main import main
 from partc.passes.search.plans.alternatives import CHOICES
 from partc.passes.search.plans.laws import Calls
 from partc.passes.search.plans.save_laws import taken_as_json, taken_of_json
-from partc.plan.mesh import Mesh
-from partc.program import Program, load
+from partc.program import load
 from partc.reports.explanation import Estimated, Explanation, explain_program
+from tests.towers import compiled
 
 Golden = Callable[..., None]
-
-
-def tower(width: int = 256, depth: int = 4) -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
-    return nn.Sequential(*blocks, nn.Linear(width, 24))
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(model(x), y)
-
-
-def batch(samples: int = 4096, width: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(samples, width, device="meta"), torch.zeros(samples, 24, device="meta")
-
-
-@cache
-def compiled(mesh: str, plan: str, **options: Any) -> Program:
-    where = Mesh.load("dgx-h100", 4) if mesh == "open" else mesh
-    with torch.device("meta"):
-        model = tower()
-    return partc.compile(model, where, batch(), loss=loss_of, plan=plan, **options)
 
 
 @cache

@@ -20,7 +20,7 @@ from partc.machines.topology import Topology
 from partc.machines.what_if import Change
 from partc.program import Program
 from partc.reports.other_machines import estimated_step, pipeline_step, stage_step
-from tests.reports.test_explain import compiled
+from tests.towers import compiled
 
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("dp=2,tp=2", "fsdp+megatron", {}),

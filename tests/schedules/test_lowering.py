@@ -25,6 +25,7 @@ from partc.schedules.programs import (
     wire,
 )
 from partc.verification.processes import Processes
+from tests.patience import patience
 from tests.schedules.orders import by_rank, random_order
 from tests.schedules.prove_orders import (
     lowered,
@@ -257,7 +258,7 @@ def _all_kinds(schedule: Schedule) -> list[Collective]:
 @pytest.mark.gloo
 def test_real_processes_finish_with_the_right_numbers() -> None:
     steps = accepted()
-    with Processes(4, timeout=60) as world:
+    with Processes(4, timeout=patience()) as world:
         ranks = world.run(run_all, steps)
     for number, programs in enumerate(steps):
         wiring = programs[0].wiring

@@ -20,7 +20,7 @@ from partc.plan.mesh import Mesh
 from partc.plan.plan_values import Lies
 from partc.reports.explanation import explain_program
 from partc.verification.verification import verify
-from tests.search.test_auto_plan import AUTO, llama, traced
+from tests.llamas import AUTO, llama, traced
 
 WIDTH, LENGTH, BATCH = 64, 48, 8
 

@@ -14,7 +14,7 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.passes.search.plans.infeasible import nothing_fits, releases
 from partc.passes.search.plans.search_plans import Search
 from partc.plan.mesh import Mesh
-from tests.reports.test_explain import batch, compiled, loss_of, tower
+from tests.towers import batch, compiled, loss_of, tower
 
 
 def pinned(**pins: Any) -> Search:

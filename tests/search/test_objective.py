@@ -18,7 +18,7 @@ from partc.passes.search.plans.choose_plan import choose
 from partc.plan.mesh import Mesh
 from partc.program import load
 from partc.reports.explanation import explain_program
-from tests.reports.test_explain import batch, compiled, loss_of, tower
+from tests.towers import batch, compiled, loss_of, tower
 
 
 def priced() -> Mesh:

@@ -13,6 +13,7 @@ import partc
 from partc.errors import PlanError
 from partc.program import Program
 from partc.verification.verification import verify
+from tests.patience import patience
 
 WIDTH, MANY, MORE, FEW = 8, 4096, 32768, 16
 TABLE = '"table.weight" = { %s = 1 }'
@@ -93,7 +94,7 @@ def test_every_rank_looks_up_the_tokens_of_all() -> None:
     model = Model()
     program = compiled(model, "dp=2")
     assert "F.embedding(ids, self.table_weight)" in program.source()
-    verify(program, model, batch(MANY), loss_of, processes=True).check(1e-12)
+    verify(program, model, batch(MANY), loss_of, processes=True, timeout=patience()).check(1e-12)
     again = compiled(model, "dp=2", plan=program.plan)
     assert (again.plan, again.sources) == (program.plan, program.sources)
 
@@ -155,7 +156,7 @@ def test_no_table_is_summed() -> None:
     program = compiled(model, "dp=2", plan="ddp")
     assert "d_table_1, ids, 32768" in program.source()
     assert "all_gather over dp x1, 768 B" in program.source()
-    verify(program, model, batch(MORE), loss_of, processes=True).check(1e-12)
+    verify(program, model, batch(MORE), loss_of, processes=True, timeout=patience()).check(1e-12)
     again = compiled(model, "dp=2", plan=program.plan)
     assert (again.plan, again.sources) == (program.plan, program.sources)
 

@@ -13,7 +13,7 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.verification.verification import verify
-from tests.overlap.test_sum_in_levels import FAST, in_pairs
+from tests.pairs import FAST, in_pairs
 from tests.pipelines import stages_of_toy, toy
 from tests.zoo import Case
 

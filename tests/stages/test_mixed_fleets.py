@@ -23,7 +23,7 @@ from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.reports.other_machines import pipeline_step
 from partc.reports.pipeline_cost import PipelineCost
-from tests.search.test_auto_plan import llama, loss_of, tokens, traced
+from tests.llamas import llama, loss_of, tokens, traced
 
 FAST = Topology.load("dgx-h100", 8)
 SLOW = Topology.load("dgx-a100", 8)

@@ -12,11 +12,12 @@ from partc.errors import CheckError, UsageError
 from partc.program import Program
 from partc.verification.verification import Report, verify
 from tests.example_program import example_batch, example_loss, example_model, example_program
+from tests.patience import patience
 
 
 def check(program: Program, processes: bool = False) -> Report:
     model, batch = example_model(), example_batch()
-    return verify(program, model, batch, example_loss, processes=processes)
+    return verify(program, model, batch, example_loss, processes=processes, timeout=patience())
 
 
 def edited(old: str, new: str) -> Program:

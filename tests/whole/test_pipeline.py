@@ -5,9 +5,8 @@ schedule.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 import partc
 from partc.codegen.files.turns import parted, turn_lines, whole_backwards
 from partc.codegen.helpers.needed import Helpers
-from partc.codegen.text import Line
 from partc.errors import PlanError
 from partc.graph import value
 from partc.graph.graph_parse import parse_graph
@@ -26,14 +24,15 @@ from partc.passes.stages.split_stages import split_stages
 from partc.plan import Plan
 from partc.program import Program
 from partc.schedules import NAMES, make
-from partc.schedules.actions import Action, Kind
 from partc.verification import threads
 from partc.verification.rendezvous import Done, Group
 from partc.verification.threads import ThreadDist
 from partc.verification.verification import verify
+from tests.patience import patience
 from tests.pipelines import (
     BATCH,
     POINTS,
+    TOLERANCE,
     TRAINING,
     Cut,
     compiled,
@@ -41,9 +40,9 @@ from tests.pipelines import (
     toy_program,
     zoo_error,
 )
+from tests.printed_turns import done_by
 from tests.zoo import FAMILIES, Case
 
-TOLERANCE = 1e-9
 LAYOUTS = {"data": ("dp=2", "ddp"), "sequence": ("dp=2,tp=2", "fsdp+megatron-sp")}
 
 
@@ -237,7 +236,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
         printed["sum_tied"](param, None, order, 7, Group((0, 1, 2), "pp", rank))
         return param.grad.tolist()
 
-    assert threads.run_ranks(3, run, timeout=10) == [[111.0, 111.0]] * 3
+    assert threads.run_ranks(3, run, timeout=patience()) == [[111.0, 111.0]] * 3
 
 
 # stages that lack something -----------------------------------------------------------------------
@@ -362,19 +361,6 @@ def test_loops_do_not_grow_with_microbatches(schedule: str, ranks: int) -> None:
         lines = list(turn_lines(order))
         assert len(lines) == len(list(turn_lines(many.orders[rank]))) < 50
         assert done_by(lines) == list(order)
-
-
-def done_by(lines: Sequence[Line]) -> list[Action]:
-    """What printed loops do, in order."""
-    done: list[Action] = []
-
-    def does(kind: Kind) -> Callable[[int, int], None]:
-        return lambda stage, i: done.append(Action(stage, kind, i))
-
-    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
-    step = SimpleNamespace(**{kind: does(kind) for kind in kinds})
-    exec("\n".join(4 * line.indent * " " + line.code for line in lines), {"self": step})
-    return done
 
 
 def test_split_backwards_without_a_gap_are_one() -> None:

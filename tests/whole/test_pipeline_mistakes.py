@@ -20,6 +20,7 @@ from partc.graph import Graph, collectives, first_operand
 from partc.plan import Plan
 from partc.program import Program
 from partc.verification.verification import verify
+from tests.patience import patience
 from tests.pipelines import BATCH, HIDDEN, Block, Cut, compiled
 from tests.zoo import Case
 
@@ -168,7 +169,7 @@ def found_in_programs(rank: int, edit: Edit) -> str:
     spoiled = replace(program(), sources={**program().sources, role: text})
     given = case()
     try:
-        report = verify(spoiled, given.model, given.inputs, given.loss, timeout=10)
+        report = verify(spoiled, given.model, given.inputs, given.loss, timeout=patience())
     except (RunError, KeyError, IndexError):
         return "threads"
     return "numbers" if not report.ok(TOLERANCE) else "nothing"

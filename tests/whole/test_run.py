@@ -20,6 +20,7 @@ from partc.program.runtime import Stage
 from partc.program.tensorfile import write_tensors
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
+from tests.patience import patience
 
 if TYPE_CHECKING:
     from tests.zoo import Case
@@ -31,7 +32,7 @@ Inputs = tuple[Tensor, ...]
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(4, timeout=60) as processes:
+    with Processes(4, timeout=patience()) as processes:
         yield processes
 
 
@@ -52,7 +53,9 @@ def program(mesh: str, plan: str) -> Program:
 
 def test_processes_give_what_the_model_gives() -> None:
     made = program("dp=2,tp=2", "fsdp+megatron")
-    report = verify(made, case().model, case().inputs, case().loss, processes=True)
+    report = verify(
+        made, case().model, case().inputs, case().loss, processes=True, timeout=patience()
+    )
     assert report.check().worst.error < 1e-12
 
 

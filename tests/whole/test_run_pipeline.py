@@ -26,6 +26,7 @@ from partc.program.runtime import Stage
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.verification.precision import Raised
 from partc.verification.processes import Processes
+from tests.patience import patience
 
 if TYPE_CHECKING:
     from tests.zoo import Case
@@ -38,7 +39,7 @@ Inputs = tuple[Tensor, ...]
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[Processes]:
-    with Processes(4, timeout=90) as processes:
+    with Processes(4, timeout=patience()) as processes:
         yield processes
 
 
@@ -213,7 +214,7 @@ def test_what_cannot_be_is_refused_on_every_rank(world: Processes, folder: Path)
 def torchrun(num: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num)]
     return subprocess.run(
-        [sys.executable, *launch, *arguments], capture_output=True, text=True, timeout=90,
+        [sys.executable, *launch, *arguments], capture_output=True, text=True, timeout=patience(),
         check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -234,7 +235,7 @@ def test_a_saved_pipeline_refuses_a_wrong_world(folder: Path) -> None:
     plain = {name: text for name, text in os.environ.items() if name != "WORLD_SIZE"}
     done = subprocess.run(
         [sys.executable, folder / "pp" / "run.py"], check=False, text=True, capture_output=True,
-        env=plain, timeout=90,
+        env=plain, timeout=patience(),
     )  # fmt: skip
     assert done.returncode == 2
     assert "has 2 ranks, but 1 processes were started" in done.stderr

@@ -1,0 +1,28 @@
+"""How long tests wait for what may hang: a slow machine, or a busy one, is slow and not red.
+
+Nothing that works may run into a time-out, so each is far longer than what it waits for takes on a
+quiet machine, and grows with what a fixed piece of work takes on this one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import cache
+
+LONG_S = 300.0  # on a quiet machine, nothing that a test starts takes a tenth of it
+WORK, QUIET_S = "sum(i * i for i in range(2_000_000))", 0.12  # on a quiet core of 3 GHz
+
+
+def patience(quiet_s: float = LONG_S) -> float:
+    """Seconds to wait here for what is known to take less than ``quiet_s`` on a quiet machine."""
+    return quiet_s * slowness()
+
+
+@cache
+def slowness() -> float:
+    """How many times longer a new process takes here than on a quiet machine; never below 1."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-S", "-c", WORK], check=True)
+    return max(1.0, (time.perf_counter() - start) / QUIET_S)
