@@ -4,18 +4,11 @@ import ast
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from difflib import unified_diff
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch
-
-from partc.graph import Graph
-from partc.passes.runner import Table
-from partc.passes.search.plans.candidate import Recompute
-from partc.passes.search.plans.search_plans import Profiles, profiles_of
 
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -34,9 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compute_in_one_thread() -> None:
-    """Several processes run tests: threads beyond the cores burn time in waiting for each other."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+    """Several processes run tests: threads beyond the cores burn time in waiting for each other.
+
+    torch reads this when it is imported, here (which conftest.py does not do) and in what tests
+    start. Ranks that compile with inductor are several too.
+    """
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, "1")
 
 
 def pytest_collection_finish() -> None:
@@ -48,17 +45,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module")
 def laws_once() -> Iterator[None]:
     """Reads the laws of a graph once, where many tests of a module search for the same one."""
-    known: dict[object, tuple[Graph, Profiles]] = {}  # with the graph, that its id stays its own
+    from tests.laws import read_once  # with torch, for which no other test waits
 
-    def once(
-        graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
-    ) -> Profiles:
-        key = id(graph.fx), *words, *ways
-        if key not in known:
-            known[key] = graph, profiles_of(graph, words, ways, table)
-        return dict(known[key][1])
-
-    with patch("partc.passes.search.plans.choose_plan.profiles_of", once):
+    with read_once():
         yield
 
 
