@@ -34,7 +34,7 @@ from partc.codegen.repeats.blocks import Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
+from partc.graph import Graph, Phase, block_of, fake_of, is_tensor, typed, value
 from partc.passes.overlap.join_collectives import MB
 from partc.quoting import comment, literal
 
@@ -265,7 +265,7 @@ class StageText(RoleText):
             self.seen |= {node: Text(name) for node, name in self.arguments.items()}
             return [f"{name}: Tensor" for name in self.arguments.values()]
         received = self.flow.received(phase)
-        main = max(received, key=lambda n: held(n).numel(), default=None)
+        main = max(received, key=lambda n: fake_of(n).numel(), default=None)
         for node in received:
             wish = ("x" if phase == "F" else "d_y") if node is main else self.wishes.get(node, "x")
             self.seen[node] = Text(self.scope.fresh(wish))

@@ -21,7 +21,7 @@ from partc.graph import (
     Graph,
     Origin,
     collectives,
-    held,
+    fake_of,
     is_tensor,
     layout_on,
     literals,
@@ -83,7 +83,7 @@ def _circumstances(node: fx.Node) -> Hashable:
 
 def _known(node: fx.Node) -> Hashable:
     """How a value lies, as a whole and on this rank."""
-    known, fake = value(node), held(node)
+    known, fake = value(node), fake_of(node)
     here = (tuple(fake.shape), fake.dtype) if is_tensor(node) else repr(fake)
     return known.shape, known.dtype, known.sharding, here
 
@@ -245,7 +245,7 @@ def _check_rows(
     """The rows of the last window are those that this rank holds."""
     cuts = [(n, layout.dim) for n, layout in operands if layout.kind == "cut"]
     results = [(n, layout_on(n, axis).dim) for n in [node] if layout_on(n, axis).kind == "cut"]
-    held_rows = {held(n).shape[dim] for n, dim in [*cuts, *results]}
+    held_rows = {fake_of(n).shape[dim] for n, dim in [*cuts, *results]}
     last = min(windows_of(node).values())
     if held_rows != {last} or rows % last:
         why = f"the window has {last} rows, and this rank holds {sorted(held_rows)}"

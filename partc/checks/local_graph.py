@@ -17,7 +17,7 @@ from partc.checks.layouts import check_layouts
 from partc.checks.pieces import check_turns
 from partc.cost.storage import Replay, replay
 from partc.errors import CheckError
-from partc.graph import Graph, collectives, held, typed, value
+from partc.graph import Graph, collectives, fake_of, typed, value
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED
 from partc.rules.table import name_of
@@ -69,7 +69,7 @@ def check_shapes(graph: Graph) -> None:
     """Shapes and dtypes derived anew equal those held, and those that the shardings promise."""
     ran = _replayed(graph)
     for node in graph.fx.nodes:
-        if node.op in ("placeholder", "call_function") and isinstance(held(node), Tensor):
+        if node.op in ("placeholder", "call_function") and isinstance(fake_of(node), Tensor):
             _check_shape(node, ran.results[node], graph.mesh)
 
 
@@ -95,7 +95,7 @@ def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
     """One tensor: the derived, the held and the promised shape and dtype are the same."""
     known = value(node)
     promised = known.sharding.local_shape(known.shape, mesh)
-    shapes = {"promises": promised, "is noted as": tuple(held(node).shape)}
+    shapes = {"promises": promised, "is noted as": tuple(fake_of(node).shape)}
     for word, shape in shapes.items():
         if shape != tuple(result.shape):
             raise CheckError(
@@ -104,7 +104,7 @@ def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
                 why=f"mesh {mesh}",
                 do="Correct the sharding, or the call's sizes.",
             )
-    if not result.dtype == known.dtype == held(node).dtype:
+    if not result.dtype == known.dtype == fake_of(node).dtype:
         raise CheckError(
             where=place(node),
             what=f"it gives {result.dtype}, but is noted as {known.dtype}",

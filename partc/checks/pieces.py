@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from partc.checks.calls import wrong
-from partc.graph import Graph, Origin, held, tensor_args, value
+from partc.graph import Graph, Origin, fake_of, tensor_args, value
 
 SLICE, CAT, ADD = (
     torch.ops.aten.slice.Tensor,
@@ -59,15 +59,15 @@ def check_piece(node: fx.Node) -> None:
     as it is on this one.
     """
     dim = int(str(node.args[1]))
-    lies, shape, here = value(node).sharding, value(node).shape, held(node).shape
+    lies, shape, here = value(node).sharding, value(node).shape, fake_of(node).shape
     for operand in tensor_args(node):
         known = value(operand)
         others = [(size, i) for i, size in enumerate(known.shape) if i != dim]
         if known.sharding != lies or others != [(n, i) for i, n in enumerate(shape) if i != dim]:
             why = f"it is a piece along dim {dim}, or the whole of such, and lies as its operands"
             raise wrong(node, why, "Give it the sharding and the other dims of its operands.")
-        if known.shape[dim] * here[dim] != shape[dim] * held(operand).shape[dim]:
-            why = f"on a rank dim {dim} has {held(operand).shape[dim]} and then {here[dim]}"
+        if known.shape[dim] * here[dim] != shape[dim] * fake_of(operand).shape[dim]:
+            why = f"on a rank dim {dim} has {fake_of(operand).shape[dim]} and then {here[dim]}"
             raise wrong(node, why, f"Note the same ratio of dim {dim} for all ranks together.")
     turn = value(node).turn
     if node.target is SLICE and (turn is None or node.args[2] != turn * here[dim]):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import held, is_tensor, results_of, set_held, set_like, set_value, value
+from partc.graph import fake_of, is_tensor, results_of, set_fake, set_like, set_value, value
 from partc.rules.call import local_call, parameters
 from partc.rules.notation import resolve
 from partc.rules.strategy import applied
@@ -34,7 +34,7 @@ def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
         for carrier, fake in zip(outs, results_of(node), strict=True)
     ]
     set_like(twin, node)
-    set_held(twin, results[0] if is_tensor(node) else results)
+    set_fake(twin, results[0] if is_tensor(node) else results)
     entry = find(node.target)
     if entry is not None and (entry.sizes or entry.scales):
         _set(twin, dict(_literals(node, entry, [_shape(r) for r in results])))
@@ -44,7 +44,7 @@ def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
 def _placeholder(graph: fx.Graph, operand: fx.Node) -> fx.Node:
     twin = graph.placeholder(operand.name)
     set_value(twin, value(operand))
-    set_held(twin, _whole_fake(operand, held(operand)))
+    set_fake(twin, _whole_fake(operand, fake_of(operand)))
     return twin
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
-from partc.graph import Graph, collectives, held, results_of, tensor_args
+from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
 from partc.graph.moves import kind_of, moves
 
 
@@ -49,7 +49,7 @@ def sent_bytes(node: fx.Node) -> int:
 
 def put_in_bytes(node: fx.Node) -> int:
     """Bytes of one rank's operands of a collective."""
-    return sum(_num_bytes(held(operand)) for operand in tensor_args(node))
+    return sum(_num_bytes(fake_of(operand)) for operand in tensor_args(node))
 
 
 def packed_bytes(node: fx.Node) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from partc.graph import Graph, held
+from partc.graph import Graph, fake_of
 from partc.registry import Registry
 
 Shape = tuple[Any, ...]  # of ints or of sympy expressions
@@ -50,7 +50,7 @@ def total_flops(graph: Graph) -> int:
 
 def held_shapes(node: fx.Node) -> Any:
     """The held shape of a node, or a list of shapes where it has several results."""
-    return pytree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, held(node))
+    return pytree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, fake_of(node))
 
 
 def _for(*names: str) -> Callable[[Formula], Formula]:

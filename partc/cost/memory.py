@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from partc.cost.storage import GRADS_OF_ACTIVATIONS, Replay, Storage, replay
 from partc.errors import UsageError
-from partc.graph import Graph, collectives, held, ops, tensor_args, value
+from partc.graph import Graph, collectives, fake_of, ops, tensor_args, value
 
 STATE_COPIES = {  # tensors as large as the parameter that an optimizer keeps for it
     "none": 0, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2,
@@ -186,5 +186,5 @@ def _written_in_place(
 
 def _num_bytes(node: fx.Node) -> int:
     """Bytes that this graph holds of a value."""
-    tensor: Tensor = held(node)
+    tensor: Tensor = fake_of(node)
     return tensor.numel() * tensor.element_size()

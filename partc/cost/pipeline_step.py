@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, collectives, held, value
+from partc.graph import Graph, collectives, fake_of, value
 from partc.graph.tied import Tied
 from partc.schedules import Schedule
 from partc.schedules.check_programs import check_programs
@@ -124,7 +124,7 @@ def closing_seconds(
     """The time of each closing collective; ``ends`` has that of each stage's own sums."""
     times = {gradients_of(stage): seconds for stage, seconds in enumerate(ends)}
     for one in tied:
-        fake = held(graphs[one.stages[0]].params[one.name])
+        fake = fake_of(graphs[one.stages[0]].params[one.name])
         others = len(one.ranks(schedule)) - 1
         times[tied_name(one)] = others * link.seconds(fake.numel() * fake.element_size())
     return times | {"loss": link.seconds(0)}

@@ -16,7 +16,7 @@ from partc.cost.record_tape import record_step
 from partc.cost.roofline import Spent, dtype_of
 from partc.cost.step_walk import step_times
 from partc.cost.storage import Replay
-from partc.graph import Graph, held, value
+from partc.graph import Graph, fake_of, value
 from partc.machines.objective import Batch
 from partc.machines.topology import Device
 from partc.plan.mesh import Mesh
@@ -53,7 +53,7 @@ class Work:
                 by_dtype[dtype_of(node)] += graph.times(node) * flops
         first = next(iter(graph.inputs.values()), None)
         shape = () if first is None else value(first).shape
-        of_tokens = first is not None and len(shape) == 2 and not held(first).is_floating_point()
+        of_tokens = first is not None and len(shape) == 2 and not fake_of(first).is_floating_point()
         return cls(
             flops=total_flops(graph),
             dtype=max(by_dtype, key=by_dtype.__getitem__, default="f32"),
@@ -172,7 +172,7 @@ def predict(
 
 def trained_bytes(local: Graph) -> int:
     """Bytes of a rank's parameters with gradients."""
-    return sum(local.times(local.params[n]) * held(d).nbytes for n, d in local.grads.items())
+    return sum(local.times(local.params[n]) * fake_of(d).nbytes for n, d in local.grads.items())
 
 
 def prediction(

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from partc.cost.flops import op_name
-from partc.graph import held
+from partc.graph import fake_of
 
 TILES = ((256, 128), (128, 256))
 FEWEST_WAVES = 2  # with fewer, libraries take smaller tiles
@@ -37,7 +37,7 @@ NONE = Product(0, 0, 0)
 
 def product_of(node: fx.Node) -> Product:
     """The matrix products that a call makes of what its graph holds."""
-    name, fake = op_name(node), held(node)
+    name, fake = op_name(node), fake_of(node)
     if not isinstance(fake, Tensor) or fake.dim() < 2:
         return NONE
     *leading, rows, columns = fake.shape
@@ -49,7 +49,7 @@ def product_of(node: fx.Node) -> Product:
 
 
 def _is_matrix(operand: Any) -> bool:
-    return isinstance(operand, fx.Node) and held(operand).dim() == 2
+    return isinstance(operand, fx.Node) and fake_of(operand).dim() == 2
 
 
 def busy_share(processors: int, batch: Any, rows: Any, columns: Any) -> Any:

@@ -14,7 +14,16 @@ from partc.cost.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.cost.roofline import call_of, dtype_of
 from partc.cost.storage import Replay
 from partc.cost.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
-from partc.graph import Graph, collectives, first_operand, held, is_backward, is_tensor, ops, value
+from partc.graph import (
+    Graph,
+    collectives,
+    fake_of,
+    first_operand,
+    is_backward,
+    is_tensor,
+    ops,
+    value,
+)
 from partc.graph.blocks import outermost_block
 from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param, kind_of
@@ -152,7 +161,7 @@ class _Recorder:
                 call = _reading(call) if joins else call
                 yield Event(phase, CALL, _number(self.calls, call))
             if node in self.added and node.target is not ops.weight_grad:
-                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * held(node).nbytes)
+                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * fake_of(node).nbytes)
                 yield Event(phase, CALL, _number(self.calls, adds))
 
     def _move(self, node: fx.Node) -> Move | None:

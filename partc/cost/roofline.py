@@ -20,7 +20,7 @@ from partc.cost.flops import node_flops, op_name
 from partc.cost.products import busy_share, product_of
 from partc.cost.storage import Replay
 from partc.cost.tape import Call, Move
-from partc.graph import held
+from partc.graph import fake_of
 from partc.machines.topology import APART_S, Device
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES
@@ -104,7 +104,7 @@ def call_of(node: fx.Node, ran: Replay) -> Call | None:
     if not flops and not num_bytes:
         return None
     product = product_of(node)
-    written = held(node).nbytes if product.rows else 0
+    written = fake_of(node).nbytes if product.rows else 0
     return Call(name, work_of(node), dtype_of(node), flops, num_bytes, *product, written)
 
 
@@ -123,7 +123,7 @@ def _parts(call: Call, device: Device) -> dict[str, float]:
 
 def dtype_of(node: fx.Node) -> str:
     """The precision of a call's first result, as in ``Device.flops_per_s``."""
-    tensors = [x for x in pytree.tree_leaves(held(node)) if isinstance(x, Tensor)]
+    tensors = [x for x in pytree.tree_leaves(fake_of(node)) if isinstance(x, Tensor)]
     return DTYPE_NAMES.get(tensors[0].dtype, "f8") if tensors else "f32"
 
 

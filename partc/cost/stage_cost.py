@@ -16,7 +16,7 @@ from partc.cost.pipeline_step import Step
 from partc.cost.roofline import Spent
 from partc.cost.step_walk import phase_times
 from partc.cost.storage import Replay, Storage, replay
-from partc.graph import Graph, Phase, held, value
+from partc.graph import Graph, Phase, fake_of, value
 from partc.machines.topology import APART_S
 from partc.plan.mesh import PP, Mesh
 from partc.schedules.step_costs import Link, StepCosts
@@ -198,5 +198,5 @@ def _is(node: fx.Node, phase: Phase) -> bool:
 
 def num_bytes(node: fx.Node) -> int:
     """Bytes of a tensor of this graph's own shapes."""
-    fake = held(node)
+    fake = fake_of(node)
     return int(fake.numel() * fake.element_size())

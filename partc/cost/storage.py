@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.cost.workspaces import workspace_of
-from partc.graph import Graph, held
+from partc.graph import Graph, fake_of
 from partc.graph.fake_calls import FakeCalls, tensors_in
 
 GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be the first operand
@@ -94,7 +94,7 @@ def replay(graph: Graph, ran: Replay | None = None) -> Replay:
     with torch.no_grad(), FakeTensorMode():
         for node in graph.fx.nodes:
             if node.op == "placeholder":
-                ran.results[node] = _fresh(held(node))
+                ran.results[node] = _fresh(fake_of(node))
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
                 ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)

@@ -24,7 +24,7 @@ from partc.cost.flops import node_flops
 from partc.cost.memory import MemoryCurve, memory_curve
 from partc.cost.storage import replay
 from partc.errors import PartcError
-from partc.graph import Graph, collectives, held, tensor_args, value
+from partc.graph import Graph, collectives, fake_of, tensor_args, value
 from partc.graph.moves import kind_of
 from partc.plan.sharding import Sharding
 
@@ -105,7 +105,7 @@ def _dims(graph: Graph) -> Dims:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(held(node)) if isinstance(x, Tensor)]
+    return [x for x in pytree.tree_leaves(fake_of(node)) if isinstance(x, Tensor)]
 
 
 def _fit(graph: Graph, resized: Resized, samples: Mapping[str, Samples]) -> Dims:
@@ -223,7 +223,7 @@ class _Shapes:
         return _sum(saved)
 
     def _shapes(self, node: fx.Node) -> Any:
-        single = isinstance(held(node), Tensor)
+        single = isinstance(fake_of(node), Tensor)
         return self.of[node][0] if single else self.of[node]
 
     def _bytes(self, node: fx.Node) -> Any:
@@ -232,7 +232,7 @@ class _Shapes:
 
     def _divided(self, node: fx.Node, shapes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Local shapes in the sizes of the axes that cut them; unread results keep numbers."""
-        if isinstance(held(node), Tensor):
+        if isinstance(fake_of(node), Tensor):
             return [self._cut(shapes[0], value(node).sharding)]
         picks = {u.args[1]: value(u).sharding for u in node.users if u.target is operator.getitem}
         return [self._cut(shape, picks.get(i, Sharding())) for i, shape in enumerate(shapes)]

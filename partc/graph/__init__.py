@@ -199,14 +199,14 @@ def set_like(copy: fx.Node, node: fx.Node) -> None:
     copy.meta = dict(node.meta)
 
 
-def held(node: fx.Node) -> Any:
+def fake_of(node: fx.Node) -> Any:
     """The fake tensor (or tuple of them) of this graph's own shapes: the whole's before partition,
     local after.
     """
     return node.meta["val"]
 
 
-def set_held(node: fx.Node, fake: Any) -> None:
+def set_fake(node: fx.Node, fake: Any) -> None:
     node.meta["val"] = fake
     if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
@@ -279,7 +279,7 @@ def results_of(node: fx.Node) -> list[Tensor | None]:
     """The fake results of a call as a list: one for a tensor, one each (None where absent) for a
     tuple.
     """
-    fake = held(node)
+    fake = fake_of(node)
     if isinstance(fake, Sequence):
         return [f if isinstance(f, Tensor) else None for f in fake]
     return [fake if isinstance(fake, Tensor) else None]
@@ -317,7 +317,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape this graph holds of a one-tensor node."""
-    return tuple(held(node).shape)
+    return tuple(fake_of(node).shape)
 
 
 def op_word(target: Any) -> str:

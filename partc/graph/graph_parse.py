@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partc.errors import UsageError
-from partc.graph import Graph, Origin, Outputs, Value, collectives, ops, set_held, set_value, update
+from partc.graph import Graph, Origin, Outputs, Value, collectives, ops, set_fake, set_value, update
 from partc.graph.graph_edits import run_fake
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
@@ -129,7 +129,7 @@ class _Reader:
 
     def _keep(self, name: str, node: fx.Node, known: Value, fake: Any) -> None:
         set_value(node, known)
-        set_held(node, fake)
+        set_fake(node, fake)
         self.nodes[name] = node
         if isinstance(fake, Tensor):
             shape = known.shape if not self.local else fake.shape

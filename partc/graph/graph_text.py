@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, Value, held, is_tensor, typed, value
+from partc.graph import Graph, Value, fake_of, is_tensor, typed, value
 from partc.plan.sharding import DTYPE_NAMES
 
 WIDTH = 44  # columns before a value's type
@@ -86,7 +86,7 @@ def _is_only_choice(target: torch._ops.OpOverload) -> bool:
 
 
 def _types(node: fx.Node) -> str:
-    fake = held(node)
+    fake = fake_of(node)
     if isinstance(fake, Tensor):
         return typed(node)
     if not isinstance(fake, list | tuple):
@@ -125,4 +125,4 @@ def _output_lines(graph: Graph) -> Iterator[str]:
 def _is_local(graph: Graph) -> bool:
     """Whether the graph's own shapes are one rank's pieces."""
     tensors = [n for n in graph.fx.nodes if is_tensor(n)]
-    return any(tuple(held(n).shape) != value(n).shape for n in tensors)
+    return any(tuple(fake_of(n).shape) != value(n).shape for n in tensors)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import held, ops, results_of, set_held, set_value, value
+from partc.graph import fake_of, ops, results_of, set_fake, set_value, value
 from partc.graph.collectives import axis_index
 from partc.graph.graph_edits import run_fake_of
 from partc.plan.mesh import Mesh
@@ -58,7 +58,9 @@ def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...])
     names = [name for name, _, _ in parameters(target)]
     return tuple(
         write.like(arg, aten.clone.default, arg, memory_format=torch.contiguous_format)
-        if name in entry.contiguous and isinstance(arg, fx.Node) and not held(arg).is_contiguous()
+        if name in entry.contiguous
+        and isinstance(arg, fx.Node)
+        and not fake_of(arg).is_contiguous()
         else arg
         for name, arg in zip(names, args, strict=False)
     )
@@ -82,7 +84,7 @@ class _Writer:
             new,
             replace(here, kind="op", shape=known.shape, dtype=known.dtype, sharding=known.sharding),
         )
-        set_held(new, run_fake_of(self.node.graph, target, args, kwargs))
+        set_fake(new, run_fake_of(self.node.graph, target, args, kwargs))
         return new
 
 

@@ -94,9 +94,9 @@ def record(
     """
     names, mode = names_of(model).without(left_out), FakeTensorMode(allow_non_fake_inputs=True)
     recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
-    params = [fake_of(p, mode) for p in names.params.values()]
-    buffers = [fake_of(b, mode) for b in names.buffers.values()]
-    fakes = [fake_of(i, mode) for i in inputs]
+    params = [as_fake(p, mode) for p in names.params.values()]
+    buffers = [as_fake(b, mode) for b in names.buffers.values()]
+    fakes = [as_fake(i, mode) for i in inputs]
     origins: Any = _Origins()  # type: ignore[no-untyped-call]
 
     def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
@@ -129,7 +129,7 @@ def _portable_kernels() -> Iterator[None]:
         mkldnn.enabled = enabled
 
 
-def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A value-less stand-in on the CPU, wherever the tensor lives."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -19,9 +19,9 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
-    held,
+    fake_of,
     set_draw,
-    set_held,
+    set_fake,
     set_like,
     set_value,
     update,
@@ -177,7 +177,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
     for node, kind, name in zip(
         placeholders, kinds, (*names.params, *names.buffers, *inputs), strict=True
     ):
-        fake = held(node)
+        fake = fake_of(node)
         node._rename(name.replace(".", "_"))
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
@@ -260,7 +260,7 @@ def _number(node: fx.Node, tensor: Tensor) -> fx.Node:
             torch.ops.aten.full.default, ([], tensor.item()), {"dtype": tensor.dtype}
         )
     set_like(new, node)
-    set_held(new, fake_like(node.graph, tensor))
+    set_fake(new, fake_like(node.graph, tensor))
     return new
 
 
@@ -269,7 +269,7 @@ def _constant(graph: Graph, anchor: fx.Node, tensor: Tensor, name: str) -> fx.No
     with graph.fx.inserting_before(anchor):
         placeholder = graph.fx.placeholder(name)
     set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
-    set_held(placeholder, fake_like(graph.fx, tensor))
+    set_fake(placeholder, fake_like(graph.fx, tensor))
     return placeholder
 
 
@@ -300,7 +300,7 @@ def _describe(graph: Graph) -> None:
             calls=noted.get("calls", ()),
         )
         set_value(node, known)
-        set_held(node, fake)
+        set_fake(node, fake)
         set_draw(node, noted.get("draw", ""))
     adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
     forward: dict[int, fx.Node] = {}

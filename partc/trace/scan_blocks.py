@@ -32,8 +32,8 @@ from partc.graph.folds import Fold, list_member
 from partc.trace.capture import (
     SMALL_BYTES,
     Objective,
+    as_fake,
     converted_to_themselves,
-    fake_of,
     named_results,
     names_of,
     quiet_generator,
@@ -192,11 +192,11 @@ def _run(
     """The forward on fake tensors, with some blocks skipped."""
     mode, names = FakeTensorMode(allow_non_fake_inputs=True), names_of(model)
     watch = _Watch(_Forward())
-    own = {n: fake_of(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
+    own = {n: as_fake(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
     for name, tensor in (names.params | names.buffers).items():
         watch.name(own[name], name, tensor)
     held = own | {alias: own[name] for alias, name in names.aliases.items()}
-    fakes = [fake_of(tensor, mode) for tensor in inputs]
+    fakes = [as_fake(tensor, mode) for tensor in inputs]
     for i, fake in enumerate(fakes):
         watch.name(fake, f"input {i}", fake)
     with ExitStack() as stack:

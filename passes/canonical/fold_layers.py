@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.graph import Graph, Outputs, held, value
+from partc.graph import Graph, Outputs, fake_of, value
 from partc.graph.folds import Fold, Kept, list_member
 from partc.plan import Plan
 
@@ -158,7 +158,7 @@ class _Signatures:
             return (type(arg).__name__, repr(arg))
 
         calls = tuple(
-            (n.target, spelled(n.args), spelled(sorted(n.kwargs.items())), _kind(held(n)))
+            (n.target, spelled(n.args), spelled(sorted(n.kwargs.items())), _kind(fake_of(n)))
             for n in block.nodes()
         )
         given = tuple(
@@ -188,7 +188,7 @@ class _Signatures:
         return self._constant(node) if is_constant else node.name
 
     def _constant(self, node: fx.Node) -> Any:
-        return _kind(held(node)), self.constants.get(value(node).name)
+        return _kind(fake_of(node)), self.constants.get(value(node).name)
 
 
 def _kind(fake: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from partc.graph import Graph, Value, held, is_tensor, tensor_args, update, value
+from partc.graph import Graph, Value, fake_of, is_tensor, tensor_args, update, value
 from partc.graph.given import given
 from partc.graph.graph_edits import drop_dead, replace_by
 
@@ -32,7 +32,7 @@ def merge_given(graph: Graph) -> None:
 def _is_filled_later(node: fx.Node, known: set[fx.Node]) -> bool:
     """Whether a call makes a tensor of constants for others to write into: it is as cheap to make
     again as to keep."""
-    is_small = is_tensor(node) and held(node).numel() == 1
+    is_small = is_tensor(node) and fake_of(node).numel() == 1
     return not tensor_args(node) and not is_small and not known.issuperset(node.users)
 
 

@@ -14,12 +14,12 @@ from torch import fx
 
 from partc.graph import (
     collectives,
-    held,
+    fake_of,
     is_tensor,
     literals,
     picked,
     results_of,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -58,7 +58,7 @@ class Region:
         if start in self.ways:
             return
         grown = [self.ways]
-        for dim in range(held(start).dim()):
+        for dim in range(fake_of(start).dim()):
             way = self._through(start, cut(dim))
             if way is not None:
                 grown.append(self._spread({**self.ways, start: way}, start))
@@ -149,7 +149,7 @@ def piece_shape(node: fx.Node, dim: int, num: int, mesh: Mesh) -> tuple[int, ...
     """The shape of the whole, over all ranks, of one of ``num`` pieces of what each rank holds;
     None if they are not equal.
     """
-    here, whole = list(held(node).shape), list(value(node).shape)
+    here, whole = list(fake_of(node).shape), list(value(node).shape)
     if dim >= len(here) or here[dim] % num or whole[dim] % num:
         return None
     here[dim], whole[dim] = here[dim] // num, whole[dim] // num
@@ -163,9 +163,9 @@ def twin(node: fx.Node) -> fx.Node:
     twins = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
     new = graph.node_copy(node, twins.__getitem__)
     for old, copy in (*twins.items(), (node, new)):
-        shape = tuple(held(old).shape) if is_tensor(old) else ()
+        shape = tuple(fake_of(old).shape) if is_tensor(old) else ()
         set_value(copy, replace(value(old), shape=shape, sharding=REPLICATED))
-        set_held(copy, held(old))
+        set_fake(copy, fake_of(old))
     return new
 
 
@@ -175,7 +175,7 @@ def _made_by(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _dims(node: fx.Node) -> int:
-    return held(node).dim() if is_tensor(node) else 0
+    return fake_of(node).dim() if is_tensor(node) else 0
 
 
 def _is_plain(way: Strategy) -> bool:
@@ -187,7 +187,7 @@ def _is_plain(way: Strategy) -> bool:
 
 
 def _circumstances(node: fx.Node) -> Hashable:
-    operands = [(tuple(held(n).shape), held(n).dtype) if is_tensor(n) else None
+    operands = [(tuple(fake_of(n).shape), fake_of(n).dtype) if is_tensor(n) else None
                 for n in tensor_args(node)]  # fmt: skip
     results = tuple(None if r is None else tuple(r.shape) for r in results_of(node))
     return node.target, literals(node), tuple(operands), results

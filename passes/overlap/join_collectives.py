@@ -30,9 +30,9 @@ from partc.graph import (
     Value,
     block_of,
     collectives,
+    fake_of,
     first_operand,
-    held,
-    set_held,
+    set_fake,
     set_value,
     value,
 )
@@ -112,7 +112,7 @@ def _gathers(
             block = block_of(node)
             of_its_own = value(first_operand(node)).name.startswith(f"{block}.")
             place: Place = block if of_its_own else stretches[node] if not block else node.name
-            found[place, value(node).phase, node.kwargs["axis"], held(node).dtype].append(node)
+            found[place, value(node).phase, node.kwargs["axis"], fake_of(node).dtype].append(node)
     return [sorted(nodes, key=lambda n: order[first_operand(n)]) for nodes in found.values()]
 
 
@@ -128,7 +128,7 @@ def _reductions(
         if value(node).phase == "E":
             continue  # a pipeline stage joins all of them
         place: Place = block_of(node) or stretches[made[node]]
-        found[place, value(node).phase, ways[node], held(node).dtype].append(node)
+        found[place, value(node).phase, ways[node], fake_of(node).dtype].append(node)
     return found.values()
 
 
@@ -199,7 +199,7 @@ def _copy_seconds(node: fx.Node, over: Mesh) -> float:
     would lie in a row; gradients are copied into what is scattered. What is summed as a whole is
     made in place (``codegen/calls/joint_grads.py``).
     """
-    sent_bytes, arrived_bytes = (int(held(n).nbytes) for n in (first_operand(node), node))
+    sent_bytes, arrived_bytes = (int(fake_of(n).nbytes) for n in (first_operand(node), node))
     in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
     copied_bytes = 0
     if node.target is collectives.all_gather:
@@ -258,7 +258,7 @@ def _form(node: fx.Node) -> tuple[Any, str, int]:
 
 def _num_bytes(node: fx.Node) -> int:
     """The larger of what goes in and what comes out."""
-    return max(int(held(n).nbytes) for n in (first_operand(node), node))
+    return max(int(fake_of(n).nbytes) for n in (first_operand(node), node))
 
 
 # rewriting ----------------------------------------------------------------------------------------
@@ -274,11 +274,11 @@ def _join(
     with graph.fx.inserting_before(at):
         start = _call(graph, members)
         set_value(start, known)
-        set_held(start, run_on_fakes(start))
+        set_fake(start, run_on_fakes(start))
         for i, member in enumerate(members):
             pick = graph.fx.call_function(operator.getitem, (start, i))
             set_value(pick, replace(value(member), module=module, source=""))
-            set_held(pick, held(start)[i])
+            set_fake(pick, fake_of(start)[i])
             member.replace_all_uses_with(pick)
     for member in members:
         graph.fx.erase_node(member)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx
 
 from partc.cost.collective_cost import collective_seconds
-from partc.graph import Graph, collectives, first_operand, held, set_held, set_value, value
+from partc.graph import Graph, collectives, fake_of, first_operand, set_fake, set_value, value
 from partc.graph.graph_edits import run_fake
 from partc.passes.overlap.join_collectives import stack_block_of, ways_out
 from partc.passes.shard.reshard import is_innermost
@@ -61,7 +61,9 @@ def _together(graph: Graph) -> dict[Any, list[Chain]]:
     block_of = stack_block_of(graph)
     for chain in _chains(graph):
         axes = tuple(str(node.kwargs["axis"]) for node in chain)
-        found[block_of(chain[0]), value(chain[0]).phase, axes, held(chain[0]).dtype].append(chain)
+        found[block_of(chain[0]), value(chain[0]).phase, axes, fake_of(chain[0]).dtype].append(
+            chain
+        )
     return found
 
 
@@ -77,7 +79,7 @@ def _chains(graph: Graph) -> Iterator[Chain]:
 def _fastest(chains: list[Chain], over: Mesh) -> Levels | None:
     """The levels that take less time than two sums one after the other, None if none do."""
     axes = [str(node.kwargs["axis"]) for node in chains[0]]
-    num_bytes = sum(int(held(first).nbytes) for first, _ in chains)
+    num_bytes = sum(int(fake_of(first).nbytes) for first, _ in chains)
     best, best_s = None, sum(collective_seconds(KIND, num_bytes, over, axis) for axis in axes)
     for inner, outer in permutations(axes):
         piece_bytes = num_bytes / over.size(inner)
@@ -118,7 +120,7 @@ def _rewrite(graph: Graph, chain: Chain, levels: Levels) -> None:
         with graph.fx.inserting_before(last):
             new = graph.fx.call_function(target, (node,), dict(kwargs))
         set_value(new, replace(value(first), sharding=after))
-        set_held(new, run_fake(target, (node,), kwargs))
+        set_fake(new, run_fake(target, (node,), kwargs))
         node = new
     last.replace_all_uses_with(node)
     graph.fx.erase_node(last)

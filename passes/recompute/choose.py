@@ -19,8 +19,8 @@ from torch import fx
 from partc.graph import (
     Graph,
     block_of,
+    fake_of,
     first_operand,
-    held,
     is_tensor,
     picked,
     stage_of,
@@ -131,14 +131,14 @@ def _is_cheap(node: fx.Node, saved: set[fx.Node]) -> bool:
 
 def _pays(node: fx.Node) -> bool:
     """Whether keeping it would cost memory, or it is a view that is written as easily again."""
-    return node.target in _VIEWS or not is_tensor(node) or held(node).numel() > 1
+    return node.target in _VIEWS or not is_tensor(node) or fake_of(node).numel() > 1
 
 
 def _widens(node: fx.Node) -> bool:
     """Whether a call casts a value to a type that takes more bytes."""
     if node.target is not aten._to_copy.default:
         return False
-    return bool(held(node).element_size() > held(first_operand(node)).element_size())
+    return bool(fake_of(node).element_size() > fake_of(first_operand(node)).element_size())
 
 
 def _read_backward(node: fx.Node) -> bool:

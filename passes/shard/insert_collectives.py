@@ -16,11 +16,11 @@ from partc.graph import (
     Value,
     block_of,
     collectives,
+    fake_of,
     first_operand,
-    held,
     picked,
     results_of,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -39,7 +39,7 @@ from partc.rules.local_batch_norm import VARIANT, keeps_first
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
-    """The local graph: ``value`` of each node keeps the whole's shape, ``held`` is what one rank
+    """The local graph: ``value`` of each node keeps the whole's shape, ``fake_of`` is what one rank
     has.
     """
     return _Partition(graph, plan, choices).build()
@@ -94,7 +94,7 @@ class _Partition:
         set_value(new, replace(known, sharding=stored))
         shape = stored.local_shape(known.shape, self.graph.mesh)
         assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
-        set_held(new, held(node).new_empty(shape))
+        set_fake(new, fake_of(node).new_empty(shape))
         self.copies[node] = {stored: new}
 
     def _call(self, node: fx.Node) -> None:
@@ -111,7 +111,7 @@ class _Partition:
         local_of: list[fx.Node] = []
         for i, operand in enumerate(operands):
             layouts = {axis: s.ins[i] for axis, s in chosen.items()}
-            if len(results_of(operand)) == 1 and not isinstance(held(operand), (tuple, list)):
+            if len(results_of(operand)) == 1 and not isinstance(fake_of(operand), (tuple, list)):
                 want = Sharding.of(layouts, self.graph.mesh)
                 local_of.append(self._get(operand, want, value(node)))
             else:  # the tuple that a getitem reads
@@ -205,7 +205,7 @@ class _Partition:
             module=at.module, source=at.source, phase=at.phase, stage=at.stage,
             forward=made_by.forward,
         ))  # fmt: skip
-        set_held(new, run_fake(step.target, (node,), step.kwargs))
+        set_fake(new, run_fake(step.target, (node,), step.kwargs))
         return new
 
     def _finish(self, outputs: Outputs) -> Outputs:

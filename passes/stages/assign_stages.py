@@ -19,9 +19,9 @@ from partc.graph import (
     ANYWHERE,
     Graph,
     Outputs,
-    held,
+    fake_of,
     is_weight,
-    set_held,
+    set_fake,
     set_value,
     stage_of,
     update,
@@ -157,7 +157,7 @@ def _copy_placeholder(graph: Graph, node: fx.Node, name: str) -> fx.Node:
     with graph.fx.inserting_after(last):
         copy = graph.fx.placeholder(name.replace(".", "_").replace(COPY, "_"))
     set_value(copy, replace(value(node), name=name))
-    set_held(copy, held(node))
+    set_fake(copy, fake_of(node))
     return copy
 
 
@@ -172,7 +172,7 @@ def _move_readers(old: fx.Node, new: fx.Node, stage: int) -> None:
             with user.graph.inserting_after(user):
                 copy = user.graph.node_copy(user, lambda n: new if n is old else n)
             set_value(copy, value(user))
-            set_held(copy, held(user))
+            set_fake(copy, fake_of(user))
             _move_readers(user, copy, stage)
 
 

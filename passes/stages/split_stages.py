@@ -23,9 +23,9 @@ from partc.graph import (
     Phase,
     block_of,
     collectives,
-    held,
+    fake_of,
     is_weight,
-    set_held,
+    set_fake,
     set_like,
     set_value,
     stage_of,
@@ -210,14 +210,14 @@ class _Stage:
         copy.name = node.name
         known = value(node)
         set_value(copy, replace(known, name=known.name.partition(COPY)[0]))
-        set_held(copy, held(node))
+        set_fake(copy, fake_of(node))
         self.copies[node] = copy
 
     def _receive(self, node: fx.Node) -> None:
         copy = self.out.placeholder(node.name)
         known = value(node)
         set_value(copy, replace(known, kind="received", name=node.name, phase=self.phases[node]))
-        set_held(copy, held(node))
+        set_fake(copy, fake_of(node))
         self.copies[node] = copy
 
     def _outputs(self, sent: Sequence[fx.Node]) -> Outputs:

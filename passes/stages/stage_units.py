@@ -15,7 +15,7 @@ from torch import fx
 from partc.cost.memory import STATE_COPIES
 from partc.cost.roofline import piece_seconds
 from partc.cost.storage import Replay, Storage, replay
-from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
+from partc.graph import Graph, fake_of, is_tensor, is_weight, tensor_args, value
 from partc.graph.blocks import blocks_of, prefixes
 from partc.graph.given import given
 from partc.graph.graph_edits import copied
@@ -165,5 +165,5 @@ def _root(weight: fx.Node) -> fx.Node:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    fake = held(node)
+    fake = fake_of(node)
     return int(fake.numel() * fake.element_size())

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from partc.errors import RuleError
-from partc.graph import Value, held, ops, set_held, set_value
+from partc.graph import Value, fake_of, ops, set_fake, set_value
 from partc.graph.graph_edits import run_fake
 from partc.lowering import trace
 from partc.plan.sharding import M, R, cut
@@ -248,14 +248,14 @@ def test_attention_of_other_devices(name: str, options: tuple[Any, ...], num_cut
     query, key = graph.placeholder("q"), graph.placeholder("k")
     for node, heads in ((query, 4), (key, 2)):
         set_value(node, Value("input", (2, heads, 64, 8), torch.bfloat16))
-        set_held(node, torch.empty(2, heads, 64, 8, dtype=torch.bfloat16, device="meta"))
+        set_fake(node, torch.empty(2, heads, 64, 8, dtype=torch.bfloat16, device="meta"))
     target = getattr(aten, f"_scaled_dot_product_{name}_attention").default
     node = graph.call_function(target, (query, key, key, *options))
     set_value(node, Value())
-    set_held(node, run_fake(target, node.args, {}))
+    set_fake(node, run_fake(target, node.args, {}))
     found = strategies(node, 2)
     assert len(found) == num_cuts
-    assert Strategy((cut(1),) * 3, (cut(1), cut(1)) + (R,) * (len(held(node)) - 2)) in found
+    assert Strategy((cut(1),) * 3, (cut(1), cut(1)) + (R,) * (len(fake_of(node)) - 2)) in found
 
 
 def test_an_unknown_op_has_no_rule(calls: Calls) -> None:

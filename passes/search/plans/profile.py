@@ -22,7 +22,7 @@ from partc.cost.memory import Buffer, MemoryCurve, memory_curve
 from partc.cost.products import NONE, Product, product_of
 from partc.cost.roofline import work_of
 from partc.cost.storage import replay
-from partc.graph import Graph, Value, collectives, held, picked, tensor_args, value
+from partc.graph import Graph, Value, collectives, fake_of, picked, tensor_args, value
 from partc.graph.blocks import blocks_of
 from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
@@ -176,7 +176,7 @@ class _Reader:
 
     def _size(self, node: fx.Node, result: int | None = None) -> Sizes:
         """The bytes of a value; of one, or of all of its results where it has several."""
-        fake = held(node)
+        fake = fake_of(node)
         if not isinstance(fake, Tensor):
             parts = [n for n in node.users if n.op == "call_function" and n.args[0] is node]
             sizes = {picked(n)[1]: self._size(n) for n in parts}
@@ -198,7 +198,7 @@ class _Reader:
         """The greatest number that divides every dim which the axis cuts."""
         found = 0
         for node in self.local.fx.nodes:
-            if node.op == "output" or not isinstance(held(node), Tensor):
+            if node.op == "output" or not isinstance(fake_of(node), Tensor):
                 continue
             layout = value(node).sharding.on(axis)
             if layout.kind == "cut":
@@ -240,7 +240,7 @@ class _Reader:
         made = product_of(node)
         if made == NONE:
             return NONE, UNCUT, Sizes().by_cut
-        dims = held(node).dim()
+        dims = fake_of(node).dim()
         last = (dims - 3, dims - 2, dims - 1) if made.batch > 1 else (-1, dims - 2, dims - 1)
         cuts = [(False, False)] * 3
         for axis, name in enumerate((DP, TP)):
@@ -291,7 +291,7 @@ class _Reader:
         for number in range(len(self.units)):
             nodes = found.get(number, [])
             size = sum((self._size(n) for n in nodes), Sizes())
-            dtypes = [DTYPE_NAMES[held(n).dtype] for n in nodes] or ["f32"]
+            dtypes = [DTYPE_NAMES[fake_of(n).dtype] for n in nodes] or ["f32"]
             yield Weights(size, len(nodes), max(set(dtypes), key=dtypes.count))
 
     # memory ----------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class _Reader:
                 continue
             unit = self._unit(node)
             readers = [u for u in node.users if u.op == "call_function" and value(u).phase == "F"]
-            if any(self._unit(u) > unit for u in readers) and isinstance(held(node), Tensor):
+            if any(self._unit(u) > unit for u in readers) and isinstance(fake_of(node), Tensor):
                 found[unit] += self._size(node)
         yield from found
 
@@ -352,6 +352,8 @@ def _makes_weight_grad(node: fx.Node) -> bool:
 
 
 def _dtype(node: fx.Node) -> str:
-    fakes: Sequence[object] = held(node) if isinstance(held(node), Sequence) else [held(node)]
+    fakes: Sequence[object] = (
+        fake_of(node) if isinstance(fake_of(node), Sequence) else [fake_of(node)]
+    )
     tensors = [x for x in fakes if isinstance(x, Tensor)]
     return DTYPE_NAMES.get(tensors[0].dtype, "f8") if tensors else "f32"

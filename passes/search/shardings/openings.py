@@ -14,9 +14,9 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
-    held,
+    fake_of,
     results_of,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -90,10 +90,10 @@ def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
         name, known = f"x{len(inputs)}", value(operand)
         inputs[operand] = out.placeholder(name)
         set_value(inputs[operand], Value("input", known.shape, known.dtype, name=name))
-        set_held(inputs[operand], held(operand))
+        set_fake(inputs[operand], fake_of(operand))
     call = out.node_copy(node, inputs.__getitem__)
     results = {}
-    if isinstance(held(node), tuple | list):
+    if isinstance(fake_of(node), tuple | list):
         for user in node.users:
             results[str(user.args[1])] = out.node_copy(user, lambda _: call)
     else:
@@ -128,6 +128,6 @@ def _moves(
             have = value(operand).sharding
             if want != have and (operand, want) not in done:
                 done.add((operand, want))
-                num_bytes = held(operand).numel() * held(operand).element_size()
+                num_bytes = fake_of(operand).numel() * fake_of(operand).element_size()
                 have_number, want_number = (lies.number(dict(s.layouts)) for s in (have, want))
                 yield num_bytes, have_number, want_number

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from partc.graph import Graph, held, is_backward, is_tensor, tensor_args, value
+from partc.graph import Graph, fake_of, is_backward, is_tensor, tensor_args, value
 from partc.graph.folds import Fold
 from partc.graph.given import given
 from partc.passes.shard.value_names import value_names
@@ -60,7 +60,7 @@ class StepValues:
 
     def num_bytes(self, node: fx.Node) -> int:
         """Bytes of the whole value."""
-        fake = held(node)
+        fake = fake_of(node)
         return int(fake.numel() * fake.element_size())
 
     def values(self) -> Iterator[fx.Node]:
