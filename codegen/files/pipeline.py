@@ -27,7 +27,7 @@ from partc.codegen.safety import check_source
 from partc.codegen.text import Line, block
 from partc.graph import Graph, value
 from partc.graph.tied import Tied
-from partc.plan.mesh import MB, PP, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
 from partc.quoting import docstring, identifier, literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
@@ -208,7 +208,7 @@ class _File:
             linked=schedule.stages > 1,
             name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,
-            axes=[a for a in graph.mesh.names if a != MB],
+            axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],
             wiring=block(wiring, 2),
             seeds=block(self._with_rank(self._lines(RankStep.seeds)), 2),
             kinds={action.kind for action in actions},

@@ -35,7 +35,7 @@ from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, Phase, block_of, fake_of, is_tensor, typed, value
-from partc.passes.overlap.join_collectives import MB
+from partc.passes.overlap.join_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
@@ -76,7 +76,7 @@ def stage_text(
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(join_mb * MB),
+        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from partc.passes.overlap.share_gathers import stretch_of
 from partc.plan.mesh import Mesh
 
 JOINED = {single: joined for joined, single in collectives.JOINED.items()}
-MB = 1_000_000
+BYTES_PER_MB = 1_000_000
 
 Place = str | int  # a block's path, or how many blocks stand before what is outside of them
 Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
@@ -64,7 +64,7 @@ def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool =
     )
     reductions = _parts(graph, reductions, over) if in_parts else reductions
     groups = [*gathers, *reductions]
-    for members in [each for group in groups for each in _filled(group, limit_mb * MB)]:
+    for members in [each for group in groups for each in _filled(group, limit_mb * BYTES_PER_MB)]:
         if len(members) > 1:
             _join(graph, members, order, block_of)
     graph.fx.lint()

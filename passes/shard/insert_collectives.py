@@ -32,7 +32,7 @@ from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
-from partc.plan.mesh import MB, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import R, Sharding, U
 from partc.rules import Strategy, localize
 from partc.rules.local_batch_norm import VARIANT, keeps_first
@@ -65,7 +65,7 @@ class _Partition:
         mesh = self.graph.mesh
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
-        self.given = given(self.graph) if MB in mesh.names else set()
+        self.given = given(self.graph) if MICROBATCH_AXIS in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
@@ -154,8 +154,8 @@ class _Partition:
         """Another copy of what follows from the inputs alone: for all microbatches at once, or
         taken from one that is whole in every respect."""
         copies, sharding = self.copies[node], Sharding()
-        if want.on(MB) == R and node.op != "placeholder":
-            sharding = value(node).sharding.with_(MB, R, self.graph.mesh)
+        if want.on(MICROBATCH_AXIS) == R and node.op != "placeholder":
+            sharding = value(node).sharding.with_(MICROBATCH_AXIS, R, self.graph.mesh)
         if sharding not in copies:
             axes = dict(sharding.layouts) if sharding.layouts else {}
             chosen = {a: s for a, s in self.choices.get(node, {}).items() if a in axes}
@@ -225,24 +225,29 @@ class _Partition:
         """Bring a sum over microbatches into its final layout: over ranks once per step, or per
         microbatch."""
         mesh = self.graph.mesh
-        if MB not in mesh.names:
+        if MICROBATCH_AXIS not in mesh.names:
             return self._final(node, want)
         have = value(node).sharding
         before = (_until_last if when == "step" else _in_pieces)(have, want, mesh)
-        turn = self._get(node, before.with_(MB, U, mesh), value(node))
-        whole = value(turn).sharding.with_(MB, R, mesh)
-        kwargs = {"axis": MB, "num": mesh.size(MB)}
+        turn = self._get(node, before.with_(MICROBATCH_AXIS, U, mesh), value(node))
+        whole = value(turn).sharding.with_(MICROBATCH_AXIS, R, mesh)
+        kwargs = {"axis": MICROBATCH_AXIS, "num": mesh.size(MICROBATCH_AXIS)}
         step = Step(collectives.accumulate, kwargs, whole)
         return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
 
     def _collected(self, node: fx.Node) -> fx.Node:
         """A result of the model for the whole batch, on every rank."""
-        layout = value(node).sharding.on(MB)
+        layout = value(node).sharding.on(MICROBATCH_AXIS)
         if layout.kind != "cut":
             return self._final(node, Sharding())
         mesh = self.graph.mesh
-        turn = self._get(node, Sharding().with_(MB, layout, mesh), value(node))
-        kwargs = {"axis": MB, "num": mesh.size(MB), "dim": layout.dim, "outer": layout.outer}
+        turn = self._get(node, Sharding().with_(MICROBATCH_AXIS, layout, mesh), value(node))
+        kwargs = {
+            "axis": MICROBATCH_AXIS,
+            "num": mesh.size(MICROBATCH_AXIS),
+            "dim": layout.dim,
+            "outer": layout.outer,
+        }
         return self._step(
             turn, Step(collectives.collect, kwargs, Sharding()), value(turn), value(node)
         )
@@ -258,7 +263,7 @@ def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
     """How a gradient lies until the last microbatch, after which sums are finished; what else it
     takes to the end is done with each.
     """
-    sums = have.with_(MB, R, mesh)
+    sums = have.with_(MICROBATCH_AXIS, R, mesh)
     if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
         return have
     waits = [axis for axis in mesh.names if have.on(axis) == U]

@@ -38,7 +38,7 @@ from partc.passes.shard.open_ops import open_op, opens
 from partc.passes.shard.price import Choices, Prices
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.plan_values import Lies, lies_on, write_value
 from partc.plan.sharding import Layout, R, Sharding, U
 from partc.rules import Strategy
@@ -80,9 +80,9 @@ def _in_turn(names: Sequence[str]) -> list[str]:
     """The axes as they are decided: microbatches go before axes that may cut samples or something
     else, so that these leave enough samples.
     """
-    axes = [axis for axis in names if axis != MB]
+    axes = [axis for axis in names if axis != MICROBATCH_AXIS]
     data = len(list(takewhile(DATA_AXES.__contains__, axes)))
-    return [*axes[:data], *([MB] if MB in names else []), *axes[data:]]
+    return [*axes[:data], *([MICROBATCH_AXIS] if MICROBATCH_AXIS in names else []), *axes[data:]]
 
 
 def pinned(graph: Graph, plan: Plan) -> Pins:
@@ -119,7 +119,7 @@ class AxisWalk:
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.graph, self.plan, self.axis, self.choices, self.made)
-        self.given = given(self.graph) if self.axis == MB else set()
+        self.given = given(self.graph) if self.axis == MICROBATCH_AXIS else set()
 
     def run(self) -> bool:
         """Walk the graph once; True if an op was opened and the walk has to be repeated on all
@@ -198,7 +198,7 @@ class AxisWalk:
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
-            kept = of_each_microbatch if self.axis == MB else local_batch_norm
+            kept = of_each_microbatch if self.axis == MICROBATCH_AXIS else local_batch_norm
             local = kept(node, self.made[operands[0]][0])
             if local is not None:
                 return local
@@ -242,7 +242,7 @@ class AxisWalk:
 
     def _pin(self, node: fx.Node) -> Lies | None:
         """What the plan says of a call on this axis; microbatches are none of its affair."""
-        return None if self.axis == MB else lies_on(self.pins.get(node), self.axis)
+        return None if self.axis == MICROBATCH_AXIS else lies_on(self.pins.get(node), self.axis)
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
         """All that a decision depends on: equal calls of equal blocks are decided once."""

@@ -37,7 +37,7 @@ from partc.graph.given import given
 from partc.passes.canonical.fold_layers import Unfolded
 from partc.passes.stages.assign_stages import COPY
 from partc.plan import Plan
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R
 
 ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
@@ -109,7 +109,7 @@ def _of_weights(node: fx.Node) -> bool:
 
 def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
     """Whether a call gives the same for all microbatches and may be kept for the whole step."""
-    if value(node).sharding.on(MB) != R:
+    if value(node).sharding.on(MICROBATCH_AXIS) != R:
         return False
     if node.target in collectives.COLLECTIVES and is_weight(node):
         return plan.gather.get(str(node.kwargs["axis"])) == "step"
