@@ -13,8 +13,8 @@ from partc.codegen.calls.inline import is_free
 from partc.codegen.calls.names import known_as
 from partc.graph import (
     Graph,
-    block_of,
     first_operand,
+    innermost_block,
     is_backward,
     is_call,
     shape_of,
@@ -74,7 +74,9 @@ def _as_one(graph: Graph) -> None:
         cast = node.all_input_nodes[0] if is_free(node) else node
         if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
             continue
-        if value(cast).phase == value(node).phase and block_of(cast) == block_of(node):
+        if value(cast).phase == value(node).phase and innermost_block(cast) == innermost_block(
+            node
+        ):
             cast.append(node)
 
 

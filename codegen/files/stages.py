@@ -34,7 +34,7 @@ from partc.codegen.repeats.blocks import Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Phase, block_of, fake_of, is_tensor, typed, value
+from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
 from partc.passes.overlap.join_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
@@ -204,7 +204,7 @@ class StageText(RoleText):
             if isinstance(item, Loop):
                 found.setdefault(self.span(item.run))
             elif value(item).phase == "F" and value(item).module:
-                found.setdefault(comment(self.shown(block_of(item) or value(item).module)))
+                found.setdefault(comment(self.shown(innermost_block(item) or value(item).module)))
         return f"{self.title}: {', '.join(found)}."
 
     # functions -------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def literals(node: fx.Node) -> str:
     return repr(numbered)
 
 
-def block_of(node: fx.Node) -> str:
+def innermost_block(node: fx.Node) -> str:
     """The path up to its last number: the block of a stack that a value stands in, "" if none."""
     parts = value(node).module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)

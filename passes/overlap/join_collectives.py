@@ -28,10 +28,10 @@ from partc.cost.collective_cost import collective_seconds
 from partc.graph import (
     Graph,
     Value,
-    block_of,
     collectives,
     fake_of,
     first_operand,
+    innermost_block,
     set_fake,
     set_value,
     value,
@@ -57,16 +57,16 @@ def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool =
     only the step's gradients depend on: with ``in_parts`` those of a block in parts, as suits the
     machines. Has to run before waits are placed.
     """
-    block_of, stretches = stack_block_of(graph), stretch_of(graph)
+    block_in, stretches = stack_block_of(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
     gathers, reductions = (
-        _worth_copying(found(graph, block_of, stretches), over) for found in (_gathers, _reductions)
+        _worth_copying(found(graph, block_in, stretches), over) for found in (_gathers, _reductions)
     )
     reductions = _parts(graph, reductions, over) if in_parts else reductions
     groups = [*gathers, *reductions]
     for members in [each for group in groups for each in _filled(group, limit_mb * BYTES_PER_MB)]:
         if len(members) > 1:
-            _join(graph, members, order, block_of)
+            _join(graph, members, order, block_in)
     graph.fx.lint()
     return graph
 
@@ -90,7 +90,7 @@ def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
     alike = Counter((path.rpartition(".")[0], *of) for path, of in members.items())
     stack = {p for p, of in members.items() if alike[(p.rpartition(".")[0], *of)] > 1}
     return lambda node: next(
-        (path for path in _entries(value(node).module) if path in stack), block_of(node)
+        (path for path in _entries(value(node).module) if path in stack), innermost_block(node)
     )
 
 
@@ -102,14 +102,14 @@ def _entries(path: str) -> list[str]:
 
 
 def _gathers(
-    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+    graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
 ) -> Iterable[list[fx.Node]]:
     """Gathers of weights that are needed together, in the order of the parameters."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
     order = {node: i for i, node in enumerate(graph.params.values())}
     for node in graph.calls():
         if gathers_param(node):
-            block = block_of(node)
+            block = block_in(node)
             of_its_own = value(first_operand(node)).name.startswith(f"{block}.")
             place: Place = block if of_its_own else stretches[node] if not block else node.name
             found[place, value(node).phase, node.kwargs["axis"], fake_of(node).dtype].append(node)
@@ -117,7 +117,7 @@ def _gathers(
 
 
 def _reductions(
-    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+    graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
 ) -> Iterable[list[fx.Node]]:
     """Reductions of gradients that are made together, in the order in which they are made."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -127,7 +127,7 @@ def _reductions(
     for node in sorted(ways, key=lambda n: order[made[n]]):
         if value(node).phase == "E":
             continue  # a pipeline stage joins all of them
-        place: Place = block_of(node) or stretches[made[node]]
+        place: Place = block_in(node) or stretches[made[node]]
         found[place, value(node).phase, ways[node], fake_of(node).dtype].append(node)
     return found.values()
 
@@ -264,12 +264,12 @@ def _num_bytes(node: fx.Node) -> int:
 # rewriting ----------------------------------------------------------------------------------------
 def _join(
     graph: Graph, members: Sequence[fx.Node], order: Mapping[fx.Node, int],
-    block_of: Callable[[fx.Node], str],
+    block_in: Callable[[fx.Node], str],
 ) -> None:  # fmt: skip
     """One call in place of all: at the first gather of weights, at the last of other transfers."""
     gathers = gathers_param(members[0])
     at = (min if gathers else max)(members, key=order.__getitem__)
-    module = block_of(at) or value(at).module
+    module = block_in(at) or value(at).module
     known = Value(module=module, phase=value(at).phase, stage=value(at).stage)
     with graph.fx.inserting_before(at):
         start = _call(graph, members)

@@ -10,9 +10,9 @@ from torch import fx
 
 from partc.graph import (
     Graph,
-    block_of,
     collectives,
     fake_of,
+    innermost_block,
     is_tensor,
     set_fake,
     set_value,
@@ -62,7 +62,7 @@ def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
     made_by = value(node)
-    beside = first.op != "output" and block_of(first) == block_of(node)
+    beside = first.op != "output" and innermost_block(first) == innermost_block(node)
     at = value(first) if beside and not phased and not picks else made_by
     set_value(waited, replace(made_by, module=at.module, phase=at.phase))
     set_fake(waited, fake_of(node))

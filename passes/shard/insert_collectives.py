@@ -14,10 +14,10 @@ from partc.graph import (
     Origin,
     Outputs,
     Value,
-    block_of,
     collectives,
     fake_of,
     first_operand,
+    innermost_block,
     picked,
     results_of,
     set_fake,
@@ -292,7 +292,7 @@ def settle_modules(local: Graph) -> None:
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(first_operand(node)).kind == "op":
-            owners = {block_of(u) for u in node.users if u.op == "call_function"}
+            owners = {innermost_block(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(first_operand(node))
                 set_value(node, replace(value(node), module=made_by.module, source=made_by.source))

@@ -21,9 +21,9 @@ from partc.graph import (
     Origin,
     Outputs,
     Phase,
-    block_of,
     collectives,
     fake_of,
+    innermost_block,
     is_weight,
     set_fake,
     set_like,
@@ -276,7 +276,7 @@ def _set_weights_apart(graph: Graph) -> None:
 def _stands_with(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
     """Whether the readers are of the same block: what runs between blocks stays in the backward,
     so that the first block is as the others."""
-    return all(block_of(reader) == block_of(node) for reader in readers)
+    return all(innermost_block(reader) == innermost_block(node) for reader in readers)
 
 
 def _is_heavy(node: fx.Node) -> bool:
