@@ -185,7 +185,7 @@ def staged_plan(state: State) -> State:
     return run(state, "split_bias", "choose_stages")
 
 
-def localize(state: State) -> State:
+def to_local_graph(state: State) -> State:
     """The plan completed, and the graph that of one rank, its waits not yet placed."""
     staged_plan(state)
     return run(state, "assign_stages", "recompute")
@@ -193,7 +193,7 @@ def localize(state: State) -> State:
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
-    state = next(order_step(localize(begin(graph, plan, strict=strict))))
+    state = next(order_step(to_local_graph(begin(graph, plan, strict=strict))))
     return printing.in_pieces(state.plan, state.made["pieces"], [state.graph]), state.graph
 
 

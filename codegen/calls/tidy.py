@@ -26,7 +26,7 @@ from partc.graph.graph_edits import drop_dead
 aten = torch.ops.aten
 
 
-def copied(graph: Graph, *, fused: bool = False) -> Graph:
+def tidied(graph: Graph, *, fused: bool = False) -> Graph:
     """The same graph on nodes of its own.
 
     Running statistics that a backward ignores are left out, and what nobody reads: a view that is

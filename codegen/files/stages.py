@@ -24,7 +24,7 @@ from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import Scope, wishes
 from partc.codegen.calls.random import seed_lines
 from partc.codegen.calls.statements import free_early, with_sections
-from partc.codegen.calls.tidy import copied
+from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.alike_stages import declared, given
 from partc.codegen.files.emit import RoleText, arranged, read
 from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
@@ -66,7 +66,7 @@ def stage_text(
     Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
     ``inductor`` what it computes between transfers is left to torch.compile.
     """
-    graph = copied(graph, fused=inductor)
+    graph = tidied(graph, fused=inductor)
     if layers is not None:
         graph = count_from_first(graph, layers)
     ends = take_ends(graph)

@@ -85,7 +85,7 @@ def sharing_costs(
     )
 
 
-def with_messages(stages: Sequence[StageCost], mesh: Mesh) -> tuple[StageCost, ...]:
+def with_send_costs(stages: Sequence[StageCost], mesh: Mesh) -> tuple[StageCost, ...]:
     """The costs of stages that lose time to their messages: computing beside one is slower
     (``Topology.contention``), and whoever needs one waits for a rank that may be late (``skew``).
     """

@@ -12,7 +12,7 @@ from partc.cost.pipeline_prediction import predict_pipeline
 from partc.cost.pipeline_step import Step, gradients_of, plan_step
 from partc.cost.prediction import Prediction, optimizer_time, prediction
 from partc.cost.roofline import Box, Clock
-from partc.cost.stage_cost import StageCost, sharing_costs, stage_link, step_costs, with_messages
+from partc.cost.stage_cost import StageCost, sharing_costs, stage_link, step_costs, with_send_costs
 from partc.cost.step_walk import step_times, walk_phases
 from partc.errors import UsageError
 from partc.machines.what_if import Change
@@ -62,7 +62,7 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
     ]
     stages = tuple(
         replace(stage, spent=stage.early.ending(stage.spent, place)) if stage.early else stage
-        for stage, place in zip(with_messages(computed, mesh), places, strict=True)
+        for stage, place in zip(with_send_costs(computed, mesh), places, strict=True)
     )
     link = stage_link(stages, mesh)
 

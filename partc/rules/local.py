@@ -1,7 +1,7 @@
 """Write a call on one rank's pieces: the same op with local sizes, or a few ops in its stead.
 
-``localize`` appends to a graph and returns the node that computes what ``node`` computes. That node
-and those before it (a rank's window of indices, the sum that a mean becomes) have value and held
+``write_local_call`` appends to a graph and returns the node that computes what ``node`` computes.
+That node and those before it (a rank's window of indices, the sum that a mean becomes) have value and held
 shape set; the number of a rank on an axis stands as a call of ``collectives.axis_index``.
 """
 
@@ -30,7 +30,7 @@ from partc.rules.table import Rule, Windowed, find
 aten = torch.ops.aten
 
 
-def localize(
+def write_local_call(
     out: fx.Graph,
     node: fx.Node,
     operands: Sequence[fx.Node],

@@ -14,7 +14,7 @@ from partc.graph import Value, collectives, fake_of, set_fake, set_value, tensor
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, Sharding
 from partc.rules.experiment import Refused, Results, first_line
-from partc.rules.local import localize
+from partc.rules.local import write_local_call
 from partc.rules.signature import Signature, fake_mode, results_list
 from partc.rules.strategy import Strategy
 
@@ -37,7 +37,7 @@ class LocalCall:
         try:
             operands = [_local_operand(out, whole, layout, mesh) for whole, layout in pairs]
             with fake_mode():
-                local = localize(out, node, operands, {AXIS: strategy}, mesh)
+                local = write_local_call(out, node, operands, {AXIS: strategy}, mesh)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise Refused(f"it cannot be written on pieces: {first_line(error)}") from None
         out.output(local)

@@ -26,7 +26,7 @@ from partc.graph.graph_edits import run_fake
 from partc.passes.overlap.cut_region import Region, piece_shape, twin
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
-from partc.rules import Strategy, localize
+from partc.rules import Strategy, write_local_call
 
 aten = torch.ops.aten
 AXIS = "turn"
@@ -185,7 +185,9 @@ class _Writer:
             return self._new(node, node.target, tuple(operands), value(node), dict(node.kwargs))
         whole = twin(node)
         with self.graph.fx.inserting_before(node):
-            new = localize(self.graph.fx, whole, operands, {AXIS: way}, Mesh(((AXIS, self.num),)))
+            new = write_local_call(
+                self.graph.fx, whole, operands, {AXIS: way}, Mesh(((AXIS, self.num),))
+            )
         set_value(new, value(node))
         return new
 

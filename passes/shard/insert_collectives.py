@@ -34,7 +34,7 @@ from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import R, Sharding, U
-from partc.rules import Strategy, localize
+from partc.rules import Strategy, write_local_call
 from partc.rules.local_batch_norm import VARIANT, keeps_first
 
 
@@ -116,7 +116,7 @@ class _Partition:
                 local_of.append(self._get(operand, want, value(node)))
             else:  # the tuple that a getitem reads
                 local_of.append(next(iter(self.copies[operand].values())))
-        new = localize(self.out, node, local_of, chosen, self.graph.mesh)
+        new = write_local_call(self.out, node, local_of, chosen, self.graph.mesh)
         known = value(node)
         own = any(s.variant == VARIANT for s in chosen.values())
         origin = Origin.LOCAL_STATISTICS if own else known.origin

@@ -15,7 +15,7 @@ from partc.cost.stage_cost import (
     stage_cost,
     stage_link,
     step_costs,
-    with_messages,
+    with_send_costs,
 )
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -140,7 +140,7 @@ def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
     )
     compiled = dict(zip(alike, zip(graphs, meshes, strict=True), strict=True))
     costs = {key: stage_cost(*each) for key, each in compiled.items()}
-    return with_messages([costs[key] for key in alike], mesh)
+    return with_send_costs([costs[key] for key in alike], mesh)
 
 
 def planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:

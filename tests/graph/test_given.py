@@ -12,7 +12,7 @@ import partc
 from partc.api import read_plan
 from partc.graph import Graph, collectives, tensor_args, value
 from partc.graph.given import given
-from partc.lowering import begin, localize, trace
+from partc.lowering import begin, to_local_graph, trace
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, cut
 
@@ -25,7 +25,7 @@ def local_graph(
 ) -> Graph:  # fmt: skip
     graph = trace(model, inputs, loss)  # type: ignore[arg-type]
     graph.mesh = Mesh.of(mesh)
-    return localize(begin(graph, read_plan(plan).changed(microbatches=microbatches))).graph
+    return to_local_graph(begin(graph, read_plan(plan).changed(microbatches=microbatches))).graph
 
 
 def cut_too_late(local: Graph) -> list[fx.Node]:

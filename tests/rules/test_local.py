@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from partc.graph import Value, fake_of, ops, set_fake, set_value, tensor_args, value
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, U, cut
-from partc.rules import Strategy, localize, strategies
+from partc.rules import Strategy, strategies, write_local_call
 from tests.rules.calls import MODE, Calls, pick
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def on_axes(node: fx.Node, chosen: dict[str, Strategy], mesh: Mesh) -> fx.Node:
             set_fake(place, torch.empty(shape, dtype=known.dtype))
         operands.append(place)
     with MODE:
-        return localize(out, node, operands, chosen, mesh)
+        return write_local_call(out, node, operands, chosen, mesh)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,9 @@ def test_forward_and_backward_share_a_window(calls: Calls) -> None:
     set_value(operands[0], value(d_loss))
     set_fake(operands[0], fake_of(d_loss))
     with MODE:
-        second = localize(first.graph, backward, [*operands, operands[0]], {"tp": by_class[1]}, TP2)
+        second = write_local_call(
+            first.graph, backward, [*operands, operands[0]], {"tp": by_class[1]}, TP2
+        )
     assert second.args[2] is first.args[1]
 
 
@@ -179,5 +181,5 @@ def test_statistics_are_made_contiguous(calls: Calls) -> None:
         set_fake(place, fake_of(whole)[:, ::2] if fake_of(whole).dim() > 1 else fake_of(whole))
     strategy = Strategy((cut(1),) * 4 + (R, R), (cut(1), U, U))
     with MODE:
-        local = localize(out, node, operands, {"tp": strategy}, TP2)
+        local = write_local_call(out, node, operands, {"tp": strategy}, TP2)
     assert all(isinstance(a, fx.Node) and fake_of(a).is_contiguous() for a in local.args[3:5])
