@@ -21,7 +21,7 @@ from partc.graph.folds import likes_of
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
-from partc.passes.canonical.fold_layers import Unfolded
+from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.prefetch import prefetches
 from partc.passes.runner import State, Table, run

@@ -16,14 +16,14 @@ from partc import pass_calls as calls
 from partc import printing
 from partc.checks.local_graph import check
 from partc.graph import Graph
-from partc.graph.folds import Kept
+from partc.graph.folds import TracedStages
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
-from partc.passes.canonical.fold_layers import Unfolded, check_plan
+from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
 from partc.passes.canonical.functionalize import functionalize
+from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.share_gathers import share_gathers
-from partc.passes.overlap.sum_in_levels import sum_in_levels
 from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
@@ -65,7 +65,7 @@ PASSES = (
     Pass(decompose_custom_ops, RECORDED, "programs import nothing but torch"),
     Pass(functionalize, RECORDED, "a value that never changes can be moved and cut"),
     Pass(calls.keep_known_buffers, RECORDED, "masks and frequencies are known when compiling"),
-    Pass(calls.fold_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
+    Pass(calls.dedupe_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
     *CANONICAL,
     # the plan is completed
@@ -100,17 +100,18 @@ PASSES = (
     # transfers start early and are waited for late
     Pass(share_gathers, LOCAL_GRAPH, "readers of one weight need one gather", ONE_STAGE,
          optional=True),
-    Pass(sum_in_levels, LOCAL_GRAPH, "slow links carry only the piece of one machine", ONE_STAGE,
-         optional=True),
+    Pass(hierarchical_all_reduce, LOCAL_GRAPH, "slow links carry only the piece of one machine",
+         ONE_STAGE, optional=True),
     Pass(calls.take_turns, LOCAL_GRAPH, "one piece of a block computes while another's sum is on "
          "its way; tried on copies", PIECES),
     Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
-    Pass(sum_in_levels, "stage graphs", "as for one stage, once stages are apart", PHASED,
-         optional=True, name="sum_stages_in_levels"),
-    Pass(calls.join_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
+    Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
+         optional=True, name="hierarchical_all_reduce_stages"),
+    Pass(calls.bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
          optional=True),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
-    Pass(calls.fill_waits, SCHEDULED, "weight gradients run beside transfers", optional=True),
+    Pass(calls.overlap_collectives, SCHEDULED, "weight gradients run beside transfers",
+         optional=True),
     Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
          PHASED),
     # nothing is printed that is not proved
@@ -147,7 +148,7 @@ def begin(graph: Graph, plan: Plan, rows: Table | None = None, *, strict: bool =
 # a model to its joint graph ---------------------------------------------------------------------
 def trace(
     model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
-    fold: bool = False, kept: Kept | None = None,
+    fold: bool = False, kept: TracedStages | None = None,
 ) -> Graph:  # fmt: skip
     """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
 
@@ -160,7 +161,7 @@ def trace(
     return traced(Source.of(model, inputs, loss), table(), fold=fold, kept=kept).graph
 
 
-def traced(source: Source, rows: Table, *, fold: bool, kept: Kept | None) -> State:
+def traced(source: Source, rows: Table, *, fold: bool, kept: TracedStages | None) -> State:
     """The state of a model's joint graph, on no mesh yet; ``fold`` and ``kept`` as for trace."""
     left_out = kept.left_out if kept else ()
     if path := no_calls(source.model, left_out):

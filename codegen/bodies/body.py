@@ -79,7 +79,7 @@ class Body(Transfers):
         """The module that a statement is shown under: a leaf's lines stand with its parent's, and
         what the backward computes again with what it is for.
         """
-        if value(node).again:
+        if value(node).from_forward:
             return None
         path = inside(value(node).module, self.prefix)
         return path.rpartition(".")[0] or path if path in self.leaves else path

@@ -55,11 +55,11 @@ def tidied(graph: Graph, *, fused: bool = False) -> Graph:
 def _mark_again(graph: Graph) -> None:
     for node in graph.calls():
         forward = not is_backward(node) or bool(value(node).forward)
-        update(node, again=not forward and not any(map(_is_gradient, node.all_input_nodes)))
+        update(node, from_forward=not forward and not any(map(_is_gradient, node.all_input_nodes)))
 
 
 def _is_gradient(node: fx.Node) -> bool:
-    return is_backward(node) and not value(node).again
+    return is_backward(node) and not value(node).from_forward
 
 
 def _as_contiguous(clone: fx.Node) -> None:

@@ -31,7 +31,7 @@ from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
-from partc.passes.canonical.fold_layers import Unfolded
+from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.quoting import comment, docstring, identifier, literal
 
 TEMPLATES = jinja2.Environment(

@@ -19,8 +19,8 @@ from partc.codegen.files.emit import TEMPLATES, dtype_name, header_line
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
+from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.files.stages import StageText, stage_text
-from partc.codegen.files.turns import turn_lines
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source

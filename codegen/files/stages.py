@@ -35,7 +35,7 @@ from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
-from partc.passes.overlap.join_collectives import BYTES_PER_MB
+from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}

@@ -10,7 +10,7 @@ from torch import fx
 from partc.checks.calls import wrong
 from partc.checks.whole_twin import whole_twin
 from partc.graph import literals, results_of, tensor_args, value
-from partc.graph.rows import Rows
+from partc.graph.rows import RowOrder
 from partc.rules.rows import way_of
 
 
@@ -36,6 +36,6 @@ def check_rows(node: fx.Node, outs: Sequence[fx.Node | None]) -> None:
         raise wrong(node, why, "Note of the results what follows.")
 
 
-def rows_made(outs: Sequence[fx.Node | None]) -> list[Rows | None]:
+def rows_made(outs: Sequence[fx.Node | None]) -> list[RowOrder | None]:
     """What is noted of each result, None where it is not read."""
     return [None if out is None else value(out).rows for out in outs]

@@ -12,7 +12,7 @@ from typing import Any
 
 from partc.amounts import Row, amount, table, time_text
 from partc.cost.flops import node_flops, total_flops
-from partc.cost.record_tape import record_step
+from partc.cost.record_events import record_step
 from partc.cost.roofline import Spent, dtype_of
 from partc.cost.step_walk import step_times
 from partc.cost.storage import Replay

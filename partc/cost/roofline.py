@@ -18,8 +18,8 @@ from partc.cost.bytes import moved_bytes
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.flops import node_flops, op_name
 from partc.cost.products import busy_share, product_of
+from partc.cost.step_events import Call, Move
 from partc.cost.storage import Replay
-from partc.cost.tape import Call, Move
 from partc.graph import fake_of
 from partc.machines.topology import APART_S, Device
 from partc.plan.mesh import Mesh

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from partc.cost.record_tape import record_phases
+from partc.cost.record_events import record_phases
 from partc.cost.roofline import Clock, Spent
+from partc.cost.step_events import CALL, LAST, WAIT, Event, Move, Run, StepEvents
 from partc.cost.storage import Replay
-from partc.cost.tape import CALL, LAST, WAIT, Event, Move, Run, Tape
 from partc.graph import Graph, Phase
 from partc.plan.mesh import Mesh
 
@@ -23,7 +23,7 @@ _NOTHING = ("", Run((), (), False))
 _UnderWay = dict[str, tuple[Move, float]]  # by mark, with when they end
 
 
-def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
+def step_times(tape: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
     """What the phases of a step of one stage spend, by name (``PHASES``)."""
     forward, backward, gradients = spent = [Spent() for _ in PHASES]
     walk = _Walk(tape, clock or Clock(mesh))
@@ -57,12 +57,12 @@ def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, 
     return dict(zip(PHASES, spent, strict=True))
 
 
-def step_seconds(tape: Tape, mesh: Mesh) -> float:
+def step_seconds(tape: StepEvents, mesh: Mesh) -> float:
     """How long a step of one stage takes, without the optimizer's."""
     return sum(spent.seconds for spent in step_times(tape, mesh).values())
 
 
-def walk_phases(tape: Tape, mesh: Mesh) -> dict[Phase, Spent]:
+def walk_phases(tape: StepEvents, mesh: Mesh) -> dict[Phase, Spent]:
     """What each phase of a stage spends, each run by itself from its first call.
 
     ``mesh`` has all axes, ``pp`` too: how far apart ranks stand depends on them.
@@ -85,7 +85,7 @@ def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
 class _Walk:
     """A clock that runs events; transfers that are under way by their marks."""
 
-    def __init__(self, tape: Tape, clock: Clock) -> None:
+    def __init__(self, tape: StepEvents, clock: Clock) -> None:
         self.tape, self.clock = tape, clock
         self.under_way: _UnderWay = {}
 

@@ -23,9 +23,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 import partc.graph.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
-from partc.graph.early import Early
-from partc.graph.folds import Fold, Kept
-from partc.graph.rows import Rows
+from partc.graph.early import EarlyReduction
+from partc.graph.folds import RepeatedBlocks, TracedStages
+from partc.graph.rows import RowOrder
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, Sharding
 
@@ -65,12 +65,12 @@ class Value:
     phase: Phase = "F"
     stage: int = 0  # of the pipeline, or ANYWHERE: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
-    rows: Rows | None = None  # of what lies in an order that a sort made
-    opened: str = ""  # the op that was written as several calls, this one among them
+    rows: RowOrder | None = None  # of what lies in an order that a sort made
+    decomposed_from: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
     origin: Origin = Origin.MODEL
     turn: int | None = None  # which piece, of a block that is computed in several
-    again: bool = False  # made of forward values alone in the backward, and no gradient
+    from_forward: bool = False  # made of forward values alone in the backward, and no gradient
 
     @property
     def remark(self) -> str:
@@ -95,10 +95,14 @@ class Graph:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
-    folds: tuple[Fold, ...] = ()
-    kept: Kept | None = None  # the stages that stand for a pipeline's, where not all are here
+    folds: tuple[RepeatedBlocks, ...] = ()
+    kept: TracedStages | None = (
+        None  # the stages that stand for a pipeline's, where not all are here
+    )
     untrained: tuple[str, ...] = ()
-    early: Early | None = None  # of a stage's sums over ranks, which begin in its last backward
+    early: EarlyReduction | None = (
+        None  # of a stage's sums over ranks, which begin in its last backward
+    )
 
     def __str__(self) -> str:
         from partc.graph.graph_text import graph_text  # it needs this module

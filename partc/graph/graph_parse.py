@@ -197,7 +197,9 @@ def _dim(position: int, text: str, layouts: dict[str, Layout]) -> int:
     for part in text.strip("()").split(" "):
         size, *marked = re.split(r"([@~])", part)
         for mark, axes in zip(marked[::2], marked[1::2], strict=True):
-            layouts |= {axis: cut(position, outer, own=mark == "~") for axis in axes.split("+")}
+            layouts |= {
+                axis: cut(position, outer, permuted=mark == "~") for axis in axes.split("+")
+            }
         sizes.append(int(size))
         outer = prod(sizes)
     return outer

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from partc.cost.tape import Tape
+from partc.cost.step_events import StepEvents
 from partc.errors import LoadError
 from partc.machines.topology import Topology
 from partc.machines.topology_text import parse_topology
-from partc.passes.search.plans.save_laws import taken_as_json, taken_of_json
+from partc.passes.search.plans.save_scaling_model import taken_as_json, taken_of_json
 from partc.passes.search.plans.search_plans import Taken
 
 Json = Mapping[str, Any]
@@ -30,7 +30,7 @@ class Basis:
     """
 
     machine: str = ""
-    tapes: tuple[Tape, ...] = ()
+    tapes: tuple[StepEvents, ...] = ()
     trained_bytes: tuple[int, ...] = ()
     find: Callable[[], Taken | None] = field(default=_nothing, compare=False, repr=False)
 
@@ -66,7 +66,7 @@ class Basis:
         machine, laws = data["machine"], data["laws"]
         if not isinstance(machine, str):
             raise TypeError("the machine is not a text")
-        tapes = [Tape.of_json(each) for each in data["tapes"]]
+        tapes = [StepEvents.of_json(each) for each in data["tapes"]]
         return cls(
             machine, tuple(tapes[number] for number in data["stages"]),
             tuple(map(int, data["trained_bytes"])),

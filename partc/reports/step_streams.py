@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from partc.cost.roofline import BLOCKS, COMPUTE, Box, Clock, Spent
+from partc.cost.step_events import Move, StepEvents
 from partc.cost.step_walk import step_times
-from partc.cost.tape import Move, Tape
 from partc.plan.mesh import Mesh
 
 NEAR_S = 1e-9  # times that are no farther apart are equal
@@ -153,7 +153,7 @@ class WaitClock(Clock):
             self.waits.append(Wait(begin_s, self.met, move.axis))
 
 
-def waits_of(tape: Tape, mesh: Mesh) -> list[Wait]:
+def waits_of(tape: StepEvents, mesh: Mesh) -> list[Wait]:
     """When computing stands still in a step of one stage."""
     clock = WaitClock(mesh)
     step_times(tape, mesh, clock)

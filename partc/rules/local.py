@@ -1,8 +1,9 @@
 """Write a call on one rank's pieces: the same op with local sizes, or a few ops in its stead.
 
 ``write_local_call`` appends to a graph and returns the node that computes what ``node`` computes.
-That node and those before it (a rank's window of indices, the sum that a mean becomes) have value and held
-shape set; the number of a rank on an axis stands as a call of ``collectives.axis_index``.
+That node and those before it (a rank's window of indices, the sum that a mean becomes) have their
+value and their fake set; the number of a rank on an axis stands as a call of
+``collectives.axis_index``.
 """
 
 from __future__ import annotations

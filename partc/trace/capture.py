@@ -24,7 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from partc.graph.fake_calls import quiet_log, storage_of
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.source_lines import calls_here, source_here
 
@@ -44,7 +44,7 @@ class Names:
     def trainable(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-    def without(self, folds: Sequence[Fold]) -> Names:
+    def without(self, folds: Sequence[RepeatedBlocks]) -> Names:
         """The same but for what blocks that are left out own."""
 
         def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ def record(
     inputs: Sequence[Tensor],
     objective: Objective,
     train: bool,
-    left_out: Sequence[Fold] = (),
+    left_out: Sequence[RepeatedBlocks] = (),
 ) -> Recording:
     """Trace ``objective(model, *inputs)``, and its backward where ``train``, under fake tensors.
 

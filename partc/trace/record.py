@@ -27,7 +27,7 @@ from partc.graph import (
     update,
     value,
 )
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
 from partc.trace.between_blocks import adopt_between
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
@@ -56,7 +56,7 @@ class Source:
         objective = _scalar(loss or _own_loss) if train else _call
         return cls(model, checked, _input_names(model, checked, loss), objective, train)
 
-    def recorded(self, left_out: Sequence[Fold]) -> Graph:
+    def recorded(self, left_out: Sequence[RepeatedBlocks]) -> Graph:
         """The graph as recorded, some blocks left out: ops may write in place."""
         try:
             with skipping(self.model, left_out):
@@ -67,12 +67,12 @@ class Source:
             raise _explain(error, self.model) from error
         return _build(recording, self.model, self.names, self.train)
 
-    def spare_blocks(self) -> tuple[Fold, ...]:
+    def spare_blocks(self) -> tuple[RepeatedBlocks, ...]:
         """The blocks that need not be recorded, as the forward tells."""
         return spare_blocks(self.model, self.inputs, self.objective, self.train)
 
 
-def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]) -> None:
+def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[RepeatedBlocks]) -> None:
     """Values of small buffers that the step does not change are known when compiling."""
     changed = graph.outputs.buffers
     for name, buffer in names_of(model).buffers.items():

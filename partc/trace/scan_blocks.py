@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from partc.graph.fake_calls import call_on_fakes, quiet_log, storage_of
-from partc.graph.folds import Fold, list_member
+from partc.graph.folds import RepeatedBlocks, list_member
 from partc.trace.capture import (
     SMALL_BYTES,
     Objective,
@@ -51,7 +51,7 @@ class _Unequal(Exception):
 
 def spare_blocks(
     model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool
-) -> tuple[Fold, ...]:
+) -> tuple[RepeatedBlocks, ...]:
     """Members of lists that compute what the one before them does; none if that is not sure."""
     if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
         return ()
@@ -68,7 +68,7 @@ def spare_blocks(
 
 
 @contextmanager
-def skipping(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
+def skipping(model: nn.Module, folds: Sequence[RepeatedBlocks]) -> Iterator[None]:
     """While this lasts, blocks left out give what the last one before them gave."""
     latest: dict[str, Any] = {}
 
@@ -92,7 +92,7 @@ def skipping(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
         yield
 
 
-def no_calls(model: nn.Module, folds: Sequence[Fold]) -> str:
+def no_calls(model: nn.Module, folds: Sequence[RepeatedBlocks]) -> str:
     """A block among those to be left out that cannot be, as it is a list itself that others walk
     through; "" if there is none.
     """
@@ -145,7 +145,7 @@ class _Forward:
             spelled(tuple(x)) for x in (self.calls[owner], self.own[owner], self.given[owner])
         )
 
-    def texts(self, without: Sequence[Fold], joined: bool) -> dict[Owner, Any]:
+    def texts(self, without: Sequence[RepeatedBlocks], joined: bool) -> dict[Owner, Any]:
         """What all but some members compute; ``joined`` is for a run that skipped those."""
         gone = {(fold.path, i) for fold in without for i in range(fold.first, fold.last + 1)}
         found: dict[Owner, Any] = {OUTSIDE: self.calls[OUTSIDE]}
@@ -165,7 +165,7 @@ class _At:
     which: Any
 
 
-def _folds(forward: _Forward, path: str) -> Iterator[Fold]:
+def _folds(forward: _Forward, path: str) -> Iterator[RepeatedBlocks]:
     """The middles of a list's spans of equal members that only their neighbours read."""
     texts = {i: forward.text((path, i), (path, i - 1)) for i in forward.members(path)}
     span: list[int] = []
@@ -175,7 +175,7 @@ def _folds(forward: _Forward, path: str) -> Iterator[Fold]:
             continue
         inner = span[1:-2]
         if len(span) >= FEWEST and all(_is_closed(forward, (path, i)) for i in inner):
-            yield Fold(path, inner[0], inner[-1])
+            yield RepeatedBlocks(path, inner[0], inner[-1])
         span = [index]
 
 
@@ -187,7 +187,7 @@ def _is_closed(forward: _Forward, owner: Owner) -> bool:
 # running ------------------------------------------------------------------------------------------
 def _run(
     model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool,
-    folds: Sequence[Fold],
+    folds: Sequence[RepeatedBlocks],
 ) -> _Forward:  # fmt: skip
     """The forward on fake tensors, with some blocks skipped."""
     mode, names = FakeTensorMode(allow_non_fake_inputs=True), names_of(model)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from torch import fx
 
 from partc.graph import Graph, Value, fake_of, is_tensor, tensor_args, update, value
-from partc.graph.given import given
 from partc.graph.graph_edits import drop_dead, replace_by
+from partc.graph.input_only import input_only
 
 
 def merge_given(graph: Graph) -> None:
     """Equal calls on equal operands become one, if these follow from inputs and constants."""
-    known = given(graph)
+    known = input_only(graph)
     first: dict[str, fx.Node] = {}
     path: dict[fx.Node, str] = {}  # the module that a value now stands in
     for node in list(graph.calls()):

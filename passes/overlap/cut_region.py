@@ -29,7 +29,7 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, U, cut
 from partc.rules import Strategy, strategies
 
-Ways = dict[fx.Node, Strategy]
+PieceChoices = dict[fx.Node, Strategy]
 Found = dict[Hashable, list[Strategy]]
 _DIMS = ("dim", "to_dim")  # of a collective: it moves these, and cannot be cut along them
 
@@ -46,7 +46,7 @@ class Region:
     mesh: Mesh
     kept: Mapping[fx.Node, Layout]
     found: Found
-    ways: Ways = field(default_factory=dict)
+    ways: PieceChoices = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inside = set(self.run)
@@ -65,7 +65,7 @@ class Region:
         self.ways = max(grown, key=len)
 
     # growing ---------------------------------------------------------------------------------
-    def _spread(self, ways: Ways, start: fx.Node) -> Ways:
+    def _spread(self, ways: PieceChoices, start: fx.Node) -> PieceChoices:
         """Pull in what makes the operands of calls that are cut, and what reads their results."""
         self._pull(start, ways)
         size = 0
@@ -78,7 +78,7 @@ class Region:
                     self._pull(node, ways)
         return ways
 
-    def _pull(self, node: fx.Node, ways: Ways) -> None:
+    def _pull(self, node: fx.Node, ways: PieceChoices) -> None:
         """Take in the calls that can make a call's operands in the pieces that it reads."""
         for operand, layout in zip(tensor_args(node), ways[node].ins, strict=True):
             source, result = _made_by(operand)
@@ -89,7 +89,7 @@ class Region:
                     ways[source] = way
                     self._pull(source, ways)
 
-    def _reading(self, node: fx.Node, ways: Ways) -> Strategy | None:
+    def _reading(self, node: fx.Node, ways: PieceChoices) -> Strategy | None:
         """How a call may go on with pieces that it reads; None if it reads none, or cannot."""
         if node.target is operator.getitem:
             return None
@@ -100,7 +100,7 @@ class Region:
         fitting = (s for s in self._ways_of(node) if all(s.ins[i] == x for i, x in known.items()))
         return next(fitting, None)
 
-    def made(self, node: fx.Node, ways: Ways) -> Layout | None:
+    def made(self, node: fx.Node, ways: PieceChoices) -> Layout | None:
         """How the pieces of a value lie that a call of the region makes, or that are at hand; None
         of others.
         """

@@ -25,8 +25,8 @@ from partc.graph import (
     tensor_args,
     value,
 )
-from partc.graph.given import given
 from partc.graph.graph_edits import run_fake
+from partc.graph.input_only import input_only
 from partc.passes.shard.microbatches import check_microbatches
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
@@ -58,14 +58,16 @@ class _Partition:
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
     gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
-    given: set[fx.Node] = field(default_factory=set)  # what exists for all microbatches at once
+    input_only: set[fx.Node] = field(
+        default_factory=set
+    )  # what exists for all microbatches at once
     moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
 
     def build(self) -> Graph:
         mesh = self.graph.mesh
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
-        self.given = given(self.graph) if MICROBATCH_AXIS in mesh.names else set()
+        self.given = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)

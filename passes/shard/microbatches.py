@@ -49,7 +49,7 @@ def count_targets(graph: Graph) -> None:
             call = picked(node)[0]
             if call.target in NLL:
                 # names of other calls, by which plans know them, must not be counted on
-                update(node, opened=op_word(call.target))
+                update(node, decomposed_from=op_word(call.target))
                 node.replace_all_uses_with(_count(call, node))
                 graph.fx.erase_node(node)
 

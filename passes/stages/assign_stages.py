@@ -28,8 +28,8 @@ from partc.graph import (
     value,
 )
 from partc.graph.ancestors import ancestors
-from partc.graph.given import given
 from partc.graph.graph_edits import Writer
+from partc.graph.input_only import input_only
 
 aten = torch.ops.aten
 COPY = "#"  # between a tied parameter's name and the stage of a copy
@@ -41,7 +41,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
     PlanError where a path names nothing that runs, or the points are out of order.
     """
     starts = [_first_call(graph, point) for point in points]
-    free = given(graph)
+    free = input_only(graph)
     for node in (n for n in graph.fx.nodes if n.op == "placeholder"):
         update(node, stage=ANYWHERE)
     stage = 0
@@ -65,7 +65,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
 
 def _first_call(graph: Graph, point: str) -> fx.Node:
     """The first forward call of a module that computes with parameters or activations."""
-    free = given(graph)
+    free = input_only(graph)
     for node in graph.calls():
         path = value(node).module
         inside = path == point or path.startswith(f"{point}.")

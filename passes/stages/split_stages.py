@@ -33,8 +33,8 @@ from partc.graph import (
 )
 from partc.graph.ancestors import ancestors
 from partc.graph.folds import list_member
-from partc.graph.given import given
-from partc.passes.canonical.fold_layers import Unfolded
+from partc.graph.input_only import input_only
+from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.stages.assign_stages import COPY
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS
@@ -48,7 +48,7 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
     """The graphs of stages 0, 1, ... that stand in the graph; ``split_backward`` keeps weight
     gradients apart (``W``).
     """
-    free = given(local)
+    free = input_only(local)
     once = _made_once(local)
     phases = _phases(local, plan, free, once)
     everywhere = free | {n for n in local.calls() if is_weight(n)}

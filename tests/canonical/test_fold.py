@@ -19,7 +19,7 @@ from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header
 from partc.errors import CheckError
 from partc.graph import Graph
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
@@ -28,9 +28,9 @@ from partc.reports.cost import cost_report
 from tests.deep import deep
 
 LEFT_OUT = {
-    "gpt2": [Fold("transformer.h", 2, 3)],
-    "llama": [Fold("model.layers", 2, 3)],
-    "t5": [Fold("encoder.block", 3, 4)],  # the first block's position bias is read by all
+    "gpt2": [RepeatedBlocks("transformer.h", 2, 3)],
+    "llama": [RepeatedBlocks("model.layers", 2, 3)],
+    "t5": [RepeatedBlocks("encoder.block", 3, 4)],  # the first block's position bias is read by all
 }
 
 
@@ -96,7 +96,7 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def folds(model: nn.Module) -> tuple[Fold, ...]:
+def folds(model: nn.Module) -> tuple[RepeatedBlocks, ...]:
     return trace(model, (torch.randn(4, 8),), total, fold=True).folds
 
 
@@ -261,7 +261,7 @@ def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
         return partc.compile(step, "dp=2", plan="fsdp", microbatches=2)
 
     folded = made()
-    traced: list[tuple[Fold, ...]] = []
+    traced: list[tuple[RepeatedBlocks, ...]] = []
 
     def whole(step: partc.Traced, *, fold: bool) -> Graph:
         graph = graph_of(step)

@@ -17,8 +17,8 @@ from torch import fx
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.flops import node_flops
 from partc.graph import Graph, fake_of, is_backward, tensor_args, value
-from partc.graph.given import given
 from partc.graph.graph_parse import parse_graph
+from partc.graph.input_only import input_only
 from partc.passes.shard.propagate import whole_strategy
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, R, cut
@@ -75,7 +75,7 @@ class BruteForce:
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
         ((self.axis, self.num),) = mesh.axes
-        self.free = given(graph)
+        self.free = input_only(graph)
         self.calls = [node for node in graph.calls() if node not in self.free]
         self.options = [
             [whole_strategy(n), *strategies_for(n, self.num), *self.opened(n)] for n in self.calls

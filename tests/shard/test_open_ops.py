@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from partc.graph import Graph, Value, set_fake, set_value
 from partc.graph.graph_edits import run_fake
-from partc.passes.shard.open_ops import open_op, opens
+from partc.passes.shard.decompose_ops import decompose_op, decomposes
 
 aten = torch.ops.aten
 X = torch.randn(4, 6, 5, dtype=torch.float64)
@@ -37,8 +37,8 @@ def test_opened_gives_the_same(target: Any, args: tuple[Any, ...]) -> None:
     tensors = [a for a in args if isinstance(a, Tensor)]
     expected = target(*args)
     graph, call = _graph(target, args)
-    assert opens(call)
-    open_op(graph, call)
+    assert decomposes(call)
+    decompose_op(graph, call)
     graph.fx.lint()
     assert target not in {n.target for n in graph.calls()}
     got = fx.Interpreter(fx.GraphModule({}, graph.fx)).run(*tensors)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.codegen.files.turns import parted, turn_lines, whole_backwards
+from partc.codegen.files.roll_schedule import parted, turn_lines, whole_backwards
 from partc.codegen.helpers.needed import Helpers
 from partc.errors import PlanError
 from partc.graph import value

@@ -45,12 +45,14 @@ JOINED = {single: joined for joined, single in collectives.JOINED.items()}
 BYTES_PER_MB = 1_000_000
 
 Place = str | int  # a block's path, or how many blocks stand before what is outside of them
-Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
+ReductionChain = tuple[
+    tuple[str, str], ...
+]  # kinds and axes of the reductions up to the step's end
 
 
-def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool = False) -> Graph:
+def bucket_collectives(graph: Graph, limit_mb: float, mesh: Mesh, in_parts: bool = False) -> Graph:
     """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place, where
-    the machines under ``over`` start one in more time than they take to copy what it moves.
+    the machines under ``mesh`` start one in more time than they take to copy what it moves.
 
     ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
     parameters of one block, or stand between the same two blocks; and likewise the reductions that
@@ -60,9 +62,9 @@ def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool =
     block_in, stretches = stack_block_of(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
     gathers, reductions = (
-        _worth_copying(found(graph, block_in, stretches), over) for found in (_gathers, _reductions)
+        _worth_copying(found(graph, block_in, stretches), mesh) for found in (_gathers, _reductions)
     )
-    reductions = _parts(graph, reductions, over) if in_parts else reductions
+    reductions = _parts(graph, reductions, mesh) if in_parts else reductions
     groups = [*gathers, *reductions]
     for members in [each for group in groups for each in _filled(group, limit_mb * BYTES_PER_MB)]:
         if len(members) > 1:
@@ -71,11 +73,11 @@ def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool =
     return graph
 
 
-def leaves_in_parts(graph: Graph, over: Mesh) -> bool:
+def leaves_in_parts(graph: Graph, mesh: Mesh) -> bool:
     """Whether the gradients of any block would leave in parts."""
     found = _reductions(graph, stack_block_of(graph), stretch_of(graph))
-    groups = list(_worth_copying(found, over))
-    return len(list(_parts(graph, groups, over))) > len(groups)
+    groups = list(_worth_copying(found, mesh))
+    return len(list(_parts(graph, groups, mesh))) > len(groups)
 
 
 # what belongs together ----------------------------------------------------------------------------
@@ -132,13 +134,13 @@ def _reductions(
     return found.values()
 
 
-def ways_out(graph: Graph) -> dict[fx.Node, Way]:
+def ways_out(graph: Graph) -> dict[fx.Node, ReductionChain]:
     """The transfers that one gradient of the step goes through last, each with what is to come."""
     outputs = graph.outputs
     others = [*outputs.buffers.values(), *outputs.results.values(), *outputs.sent.values()]
     given = Counter([*outputs.grads.values(), *others])
     grads = {n for n in outputs.grads.values() if given[n] == 1 and n is not outputs.loss}
-    ways: dict[fx.Node, Way] = {}
+    ways: dict[fx.Node, ReductionChain] = {}
     for node in reversed(list(graph.calls())):
         reader = next(iter(node.users), None)
         last = node
@@ -184,15 +186,15 @@ def _leading(node: fx.Node) -> fx.Node:
     return first_operand(first_operand(gather))
 
 
-def _worth_copying(groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+def _worth_copying(groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
     """What takes less time to copy next to others of its group than to be started alone."""
     for nodes in groups:
-        worth = [n for n in nodes if _copy_seconds(_leading(n), over) < _start_seconds(n, over)]
+        worth = [n for n in nodes if _copy_seconds(_leading(n), mesh) < _start_seconds(n, mesh)]
         if worth:
             yield worth
 
 
-def _copy_seconds(node: fx.Node, over: Mesh) -> float:
+def _copy_seconds(node: fx.Node, mesh: Mesh) -> float:
     """The time of the copies that a transfer needs only if it is joined to others.
 
     Weights are copied into what is sent, and whole ones out of what arrives if that is where they
@@ -206,11 +208,11 @@ def _copy_seconds(node: fx.Node, over: Mesh) -> float:
         copied_bytes = sent_bytes + (arrived_bytes if in_a_row else 0)
     elif node.target is collectives.reduce_scatter and in_a_row:
         copied_bytes = sent_bytes
-    return over.hardware.device.memory_seconds(2 * copied_bytes)
+    return mesh.hardware.device.memory_seconds(2 * copied_bytes)
 
 
-def _start_seconds(node: fx.Node, over: Mesh) -> float:
-    return collective_seconds(kind_of(node), 0, over, str(node.kwargs["axis"]))
+def _start_seconds(node: fx.Node, mesh: Mesh) -> float:
+    return collective_seconds(kind_of(node), 0, mesh, str(node.kwargs["axis"]))
 
 
 def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
@@ -229,7 +231,7 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
     yield members
 
 
-def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+def _parts(graph: Graph, groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
     """Reductions that are made together, in so many parts that least time is lost.
 
     The parts have about as many bytes each, in the order in which they are made.
@@ -241,8 +243,8 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterato
         num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
         sizes, first = [num_bytes for *_, num_bytes in form], _leading(nodes[0])
         kind, axis = kind_of(first), str(first.kwargs["axis"])
-        start_s = _start_seconds(first, over)
-        moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
+        start_s = _start_seconds(first, mesh)
+        moved_s = collective_seconds(kind, sum(sizes), mesh, axis) - start_s
         each_s = num_blocks * start_s  # what one part more of every block costs
         most = len(nodes) if moved_s > 0 else 1
         num = int((1 + sqrt(1 + 4 * moved_s / each_s)) / 2) if each_s > 0 else most

@@ -27,11 +27,11 @@ from partc.graph.blocks import blocks_of
 from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
 from partc.passes.runner import State, Table, run
-from partc.passes.search.plans.laws import (
+from partc.passes.search.plans.scaling_model import (
     BACKWARD,
     FORWARD,
     Calls,
-    Profile,
+    ScalingModel,
     Sizes,
     Transfer,
     Weights,
@@ -52,10 +52,10 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
     return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
 
 
-def profiles(
+def scaling_models(
     graph: Graph, word: str, ways: Sequence[Recompute], table: Table, *,
     touched: Touched = touched_values, plain: bool = False,
-) -> Iterator[Profile]:  # fmt: skip
+) -> Iterator[ScalingModel]:  # fmt: skip
     """The laws of a joint graph's step for each way to recompute; ``word`` is a tensor preset, or
     "" for no ``tp``. The graph is partitioned once for all ways: that is what takes time.
 
@@ -69,10 +69,10 @@ def profiles(
     yield from _profiles(graph, word, Mesh(axes), preset, ways, table, touched, plain)
 
 
-def profiles_of_entries(
+def scaling_models_of_entries(
     graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute],
     table: Table,
-) -> Iterator[Profile]:  # fmt: skip
+) -> Iterator[ScalingModel]:  # fmt: skip
     """The same of what a plan's entries say of so many tensor ranks."""
     mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
     plan = entries.changed(preset="ddp")
@@ -83,7 +83,7 @@ def profiles_of_entries(
 def _profiles(
     graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute], table: Table,
     touched: Touched = touched_values, plain: bool = False,
-) -> Iterator[Profile]:  # fmt: skip
+) -> Iterator[ScalingModel]:  # fmt: skip
     state = _representative(graph, mesh, plan, table.without("fuse_loss") if plain else table)
     for again in ways:
         way = state.copied()
@@ -114,11 +114,11 @@ class _Reader:
     unit_of: dict[fx.Node, int] = field(default_factory=dict)
     of_module: dict[str, int] = field(default_factory=dict)
 
-    def profile(self) -> Profile:
+    def profile(self) -> ScalingModel:
         self._find_units()
         curve = memory_curve(self.local, self.ran, in_place=not self.plain)
         by_name = {node.name: node for node in self.local.fx.nodes}
-        return Profile(
+        return ScalingModel(
             word=self.word,
             units=tuple(self.units),
             is_block=tuple(unit in self.blocks for unit in self.units),

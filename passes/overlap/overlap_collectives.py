@@ -34,7 +34,7 @@ _CARRY = (
 )
 
 
-def fill_waits(graph: Graph, seconds: Seconds | None = None) -> Graph:
+def overlap_collectives(graph: Graph, seconds: Seconds | None = None) -> Graph:
     """Reorder the calls of each block and phase of a scheduled graph, in place.
 
     What is to run beside transfers stands before the first wait. With ``seconds``, of a call or a

@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tape:
+class StepEvents:
     """One rank's step, or what it does with one stage; between two blocks' runs it starts the
     gathers of ``prefetch`` of the next.
     """
@@ -119,7 +119,7 @@ class Tape:
         }
 
     @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Tape:
+    def of_json(cls, data: Mapping[str, Any]) -> StepEvents:
         """From what ``as_json`` gave; KeyError, ValueError and their like if it is malformed."""
         moves = (text.split(" ") for text in data["moves"])
         order = (text.split(" ", 2) for text in data["order"])

@@ -12,8 +12,19 @@ from torch import fx
 
 from partc.cost.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.cost.roofline import call_of, dtype_of
+from partc.cost.step_events import (
+    CALL,
+    LAST,
+    START,
+    WAIT,
+    Call,
+    Event,
+    Move,
+    Place,
+    Run,
+    StepEvents,
+)
 from partc.cost.storage import Replay
-from partc.cost.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
 from partc.graph import (
     Graph,
     collectives,
@@ -40,7 +51,7 @@ class _Calls:
     times: int
 
 
-def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
+def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> StepEvents:
     """The step of a scheduled graph of one stage; runs are labelled by the block they stand in."""
     calls = (node for node in graph.calls() if not _finishes(node))
     found = ((block, list(run)) for block, run in groupby(calls, key=outermost_block))
@@ -49,7 +60,7 @@ def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
     return replace(recorder.tape(runs), prefetch=prefetch)
 
 
-def record_phases(graph: Graph, ran: Replay) -> Tape:
+def record_phases(graph: Graph, ran: Replay) -> StepEvents:
     """What a stage does, labelled by phase."""
 
     def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
@@ -120,11 +131,11 @@ class _Recorder:
     added: Set[fx.Node] = frozenset()  # to sums over microbatches
     joined: Mapping[fx.Node, Move | None] = field(default_factory=dict)
 
-    def tape(self, runs: list[_Calls]) -> Tape:
+    def tape(self, runs: list[_Calls]) -> StepEvents:
         self._mark(runs)
         order = [Place(each.label, _number(self.runs, self._run(each)), each.times)
                  for each in runs]  # fmt: skip
-        return Tape(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
+        return StepEvents(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
 
     def _mark(self, runs: list[_Calls]) -> None:
         """Name transfers; those that begin and end in one run by their place in it, so that equal

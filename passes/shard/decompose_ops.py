@@ -23,14 +23,14 @@ aten = torch.ops.aten
 Results = tuple[Any, ...]  # one node (or None) per result of the opened op
 
 
-def opens(node: fx.Node) -> bool:
+def decomposes(node: fx.Node) -> bool:
     """Whether there is an opening for this call."""
     return node.target in _OPENINGS
 
 
-def open_op(graph: Graph, node: fx.Node) -> fx.Node:
+def decompose_op(graph: Graph, node: fx.Node) -> fx.Node:
     """Replace a call by its opening; returns the first node of what stands there now."""
-    write = Writer(graph.fx, node, replace(value(node), opened=op_word(node.target)))
+    write = Writer(graph.fx, node, replace(value(node), decomposed_from=op_word(node.target)))
     before = node.prev
     results = _OPENINGS[node.target](write, *node.args, **node.kwargs)
     if len(results) == 1:

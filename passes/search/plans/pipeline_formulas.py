@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from partc.passes.search.plans.candidate import Candidate
-from partc.passes.search.plans.laws import Floats
+from partc.passes.search.plans.scaling_model import Floats
 from partc.schedules import make
 from partc.schedules.timing import Costs, Row, timeline
 
