@@ -11,15 +11,18 @@ if TYPE_CHECKING:
     from partc.errors import PartcError
     from partc.lowering import partition
     from partc.machines.topology import Topology
+    from partc.passes.own_passes import graph_pass
     from partc.plan import Plan
     from partc.plan.mesh import Mesh
     from partc.program import Program, load
+    from partc.program.checkpoint import load_checkpoint, save_checkpoint
     from partc.traced import Traced
+    from partc.verification.precision import Raised
     from partc.verification.verification import verify
 
 __all__ = [
-    "Mesh", "PartcError", "Plan", "Program", "Topology", "Traced", "compile", "load", "partition",
-    "verify",
+    "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced", "compile", "graph_pass",
+    "load", "load_checkpoint", "partition", "save_checkpoint", "verify",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -29,11 +32,15 @@ _MODULES = {
     "PartcError": "errors",
     "Plan": "plan",
     "Program": "program",
+    "Raised": "verification.precision",
     "Topology": "machines.topology",
     "Traced": "traced",
     "compile": "api",
+    "graph_pass": "passes.own_passes",
     "load": "program",
+    "load_checkpoint": "program.checkpoint",
     "partition": "lowering",
+    "save_checkpoint": "program.checkpoint",
     "verify": "verification.verification",
 }
 

@@ -64,27 +64,71 @@ def compile(
     dump: str | Path | None = None,
     disable: Sequence[str] = (),
 ) -> Program:
-    """Compile one training step of ``model`` (its weights are not needed) for a mesh.
+    """Compile one training step of a model for a mesh of ranks.
 
-    A ``Traced`` step stands for model, inputs and loss where several plans are compiled.
-    ``mesh``: a Mesh, DeviceMesh, dict, ``"dp=2,tp=2"`` or a mesh.toml; one that is open, as
-    ``Mesh.load("dgx-h100", 64)``, leaves its axes to the plan. ``inputs``: example tensors of the
-    global batch, real, fake or meta. ``loss(model, *inputs)`` gives a scalar; None takes the
-    model's own ``.loss``. ``plan``: "auto", which searches for the fastest step that fits, a
-    preset's words (``"fsdp+megatron"``), a Plan, its text, or a plan.toml's path. With an axis
-    ``pp`` or several microbatches the step is a pipeline: ``schedule`` names its order ("auto"
-    makes one for the stages' costs, a path that ends in ``.csv`` is a file with your own, as
-    torch's pipelining writes them; without one it is 1f1b, or forward-only for inference),
-    ``stages`` the module paths at which stages 1, 2, ... begin; without them stages are cut evenly
-    by cost, ``chunks`` on each rank. A program whose predicted peak on any rank, with AdamW's
-    states, is beyond ``memory_bytes`` is refused. ``recompute`` is what the backward computes
-    again instead of reading it (activation checkpointing): "cheap" values, "none", "attention",
-    each whole "block", or what the modules at these paths compute. ``compile="inductor"`` leaves
-    what the program computes between transfers to torch.compile, each block once. ``objective``:
-    what "auto" makes least, the "time" of a step, or "dollars" or "energy" of a token, for which
-    an open mesh may be used in part. ``dump`` is a folder for the graph's text after every pass;
-    ``disable`` names passes to leave out (``partc passes`` lists them). Raises a PartcError in
-    four parts: TraceError, PlanError, ShardingError or CheckError.
+    Nothing runs on a device: the model may be on ``meta``, and its weights are not needed. Every
+    program that comes back is proved: shapes, shardings, gradients summed over the right axes,
+    every transfer waited for.
+
+    Args:
+        model: the ordinary single-device model, left as it was; or a ``Traced`` step, which stands
+            for model, inputs and loss where several plans are compiled.
+        mesh: the axes of ranks: ``"dp=2,tp=2"``, a dict, a Mesh, a torch DeviceMesh or the path of
+            a mesh.toml. A mesh that is open (``Mesh.load("dgx-h100", 64)``) leaves its axes to the
+            plan.
+        inputs: a tuple of example tensors, real, fake or meta, with the shapes of the global
+            batch: ``f32[8,256]`` for 8 samples on all ranks together. Values do not matter.
+        loss: ``loss(model, *inputs)`` gives the scalar to train on. None: what the model returns,
+            or its ``.loss``. Under ``torch.no_grad()`` the forward alone is compiled.
+        plan: ``"auto"`` searches for the fastest step that fits; a preset (``"fsdp"``), presets
+            joined by ``+`` (``"fsdp+megatron"``), a Plan, a plan's text, or the path of a
+            plan.toml, which may leave decisions open. The arguments that follow replace what it
+            says; None leaves that as it is.
+        microbatches: how many pieces the batch is computed in, one after the other.
+        schedule: the order of a pipeline (an axis ``pp``, or several microbatches): a name such as
+            ``"1f1b"``; ``"auto"``, which makes one for the stages' costs; or a path that ends in
+            ``.csv``, as torch's pipelining writes it. If nothing says so: 1f1b, and forward-only
+            for inference.
+        stages: the module paths at which pipeline stages 1, 2, ... begin (``["blocks.4"]``). If
+            nothing says so they are cut evenly by cost.
+        chunks: stages on each pipeline rank, where they are cut by cost.
+        memory_bytes: bytes that a rank may hold at its predicted peak, AdamW's states among them.
+        recompute: what the backward computes again in place of keeping it (activation
+            checkpointing): ``"none"``, ``"cheap"`` values (as if nothing were said),
+            ``"attention"``, each whole ``"block"``, or the paths of modules.
+        batch_norm: statistics over the ``"global"`` batch, as on one device, or over each rank's
+            and microbatch's own piece: ``"local"``.
+        compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
+            once; ``"none"``.
+        objective: what ``plan="auto"`` makes least: the ``"time"`` of a step, or ``"dollars"`` or
+            ``"energy"`` of a token, for which an open mesh may be used in part.
+        strict: refuse an op that has no sharding rule and for which experiments find none; as it
+            is, such an op is computed whole on every rank, with a warning.
+        dump: a folder for the text of the graph behind every pass; an earlier dump is replaced.
+        disable: names of passes to leave out; ``partc passes`` lists those that may be.
+
+    Returns:
+        A Program: print its ``plan`` and ``cost``, read ``source(rank)``, ``save`` it.
+
+    Raises:
+        TraceError: the model cannot be traced, for example where it asks for a tensor's value.
+        PlanError: the plan, a schedule or the mesh contradicts itself or the model.
+        ShardingError: something cannot be sharded as the plan says.
+        RuleError: ``strict``, and an op without a rule.
+        MemoryLimitError: the predicted peak of a rank is beyond ``memory_bytes``.
+        UsageError: ``disable`` names a pass that is needed, ``dump`` a folder with other files.
+        CheckError: the proof failed: a fault of partc, or of a pass from a package of yours.
+
+    Example::
+
+        model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+        batch = torch.randn(8, 256), torch.randn(8, 256)
+
+        def loss_of(model, x, target):
+            return nn.functional.mse_loss(model(x), target)
+
+        program = partc.compile(model, "dp=2,tp=2", batch, loss=loss_of, plan="fsdp+megatron")
+        program.save("build/mlp")
     """
     wanted = read_plan(plan)
     given: dict[str, Any] = {

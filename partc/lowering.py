@@ -9,6 +9,7 @@ traced again with those alone, and a program that does not fit gives way to the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 
 from torch import Tensor, fx, nn
 
@@ -55,6 +56,16 @@ PIECES = When("pieces", lambda s: int(s.made.get("pieces", 1)) > 1)
 
 RECORDED, JOINT, PLAN, LOCAL_GRAPH = "recorded graph", "joint graph", "plan", "local graph"
 SCHEDULED, EVENTS, SOURCE, COST = "scheduled graph", "events", "source", "cost"
+
+WIDTH, WHY = 120, " " * 9  # of the table as text, and how far its reasons are indented
+LOOPS = (
+    "The order is a line but for three loops:",
+    "- record to confirm_folds run again while blocks that were left out turn out unequal;",
+    "- a pipeline of few distinct stages begins again at record, behind keep_stages, with those;",
+    "- take_turns to cost_step (split_stages to cost_pipeline) run for the fastest order of the",
+    "  step first, and where its program does not fit into memory, for the next best.",
+    "`partc compile --disable NAME` leaves out what is optional.",
+)
 
 PASSES = (
     # a model becomes one graph of forward and backward
@@ -199,11 +210,13 @@ def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, 
 
 
 def described(rows: Table) -> Iterator[str]:
-    """The table as lines of text: number, name, who takes it, what is there behind it, and why."""
-    yield f"{'':>3}  {'pass':21} {'only':17} {'leaves':16} why"
+    """The table as lines of text, two for a pass: number, name, which steps take it, what is there
+    behind it, and its file; below that why it is there. Then where the order is not a line.
+    """
+    yield f"{'':>3}  {'pass':21} {'only':17} {'leaves':16} where"
     for number, each in enumerate(rows.passes, start=1):
-        left_out = "left out; " if each.name in rows.left_out else ""
-        yield (
-            f"{number:3}  {each.name:21} {each.when.word:17} {each.out:16} {left_out}{each.why}"
-            f"  ({each.where})"
-        )
+        may = "; left out" if each.name in rows.left_out else "; optional" * each.optional
+        yield f"{number:3}  {each.name:21} {each.when.word:17} {each.out:16} {each.where}{may}"
+        yield from wrap(each.why, WIDTH, initial_indent=WHY, subsequent_indent=WHY)
+    yield ""
+    yield from LOOPS

@@ -23,18 +23,27 @@ Wanted = tuple[bool, TracedStages | None, bool, Table]
 
 @dataclass(eq=False)
 class Traced:
-    """What ``partc.compile`` takes in place of a model to trace it only once.
+    """A training step that is traced once, for ``partc.compile`` to take in place of a model.
 
-    ::
+    Tracing begins when a graph is first asked for, by ``compile`` or by ``graph()``.
+
+    Args:
+        model: as for ``compile``. Its code and the values of its small buffers must stay as they
+            are.
+        inputs: example tensors with the shapes of the global batch.
+        loss: ``loss(model, *inputs)`` gives a scalar; None: what the model returns, or its
+            ``.loss``.
+
+    Raises:
+        TraceError: the model cannot be traced; or since then a tensor has got another shape or
+            dtype, a parameter was frozen, a module went from ``train()`` to ``eval()``. Other
+            changes, as of the model's code, are not seen.
+
+    Example::
 
         step = partc.Traced(model, batch, loss_of)
         for plan in ("ddp", "zero2", "fsdp"):
             print(partc.compile(step, "dp=8", plan=plan).cost)
-
-    ``inputs`` and ``loss`` as for ``compile``. Tracing begins when a graph is first asked for. The
-    code of the model and the values of its small buffers must then stay as they are: a tensor that
-    changes its shape or dtype, a parameter that is frozen or a module that goes from ``train()`` to
-    ``eval()`` is refused as a TraceError; what Python cannot see from outside is not.
     """
 
     model: nn.Module
@@ -65,7 +74,12 @@ class Traced:
         return model
 
     def graph(self, *, fold: bool = False, kept: TracedStages | None = None) -> Graph:
-        """The graph, for the caller to change; ``fold`` and ``kept`` as for ``trace``."""
+        """A copy of the joint graph of forward and backward, for the caller to change.
+
+        Args:
+            fold: leave out the middle of each stack of equal blocks; ``graph.folds`` says which.
+            kept: leave out what a folded graph has shown to be equal to the rest.
+        """
         return self.state(table(), fold=fold, kept=kept).graph
 
     def state(self, rows: Table, *, fold: bool = False, kept: TracedStages | None = None) -> State:

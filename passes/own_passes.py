@@ -11,32 +11,49 @@ loaded when the first model is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from partc.errors import UsageError
 from partc.passes.runner import Pass, Table
-from partc.registry import Registry
 
 GROUP = "partc.passes"
+PROOF = "check"  # from this pass on a graph stays as it was proved
 Function = TypeVar("Function", bound=Callable[..., Any])
-_OWN: Registry[tuple[str, Pass]] = Registry("pass")  # with the name of the pass that it follows
+_OWN: dict[str, tuple[str, Pass]] = {}  # by name, with the name of the pass that it follows
 
 
 def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
-    """A decorator that lets a function run behind the pass ``after``, in every compile.
+    """Make a function a pass of every compile, behind the pass ``after``.
+
+    Args:
+        after: the name of a pass that `partc passes` lists before `check`, or of another function
+            with this decorator. Where two rows of the table bear the name, the function runs
+            behind each; where a step does not take the pass, it does not take the function either.
+            Functions that name the same pass run in the order in which they were registered.
+        why: what the table says of it; without it the first line of the docstring.
 
     The function asks by the names of its parameters for ``graph`` (a ``partc.graph.Graph``),
-    ``plan`` and ``mesh``, and returns the Graph, or None if it changed it in place. Where two rows
-    of the table bear the name ``after``, it runs behind each. UsageError if two functions have the
-    same name; that ``after`` exists is looked at when a model is compiled.
+    ``plan`` and ``mesh``. It returns a Graph, a Plan, or None if it changed the graph in place.
+
+    Raises:
+        UsageError: two functions have the same name. Whether ``after`` exists is looked at when a
+            model is compiled.
+
+    Example::
+
+        @partc.graph_pass(after="name_calls", why="mul takes less time than div")
+        def multiply_by_powers(graph: Graph) -> None: ...
     """
 
     def add(function: Function) -> Function:
         row = Pass(function, "as before", why or _first_line(function), own=False, optional=True)
-        _OWN.add(row.name, (after, row))
+        if row.name in _OWN:
+            raise _taken(row, _OWN[row.name][1])
+        _OWN[row.name] = after, row
         return function
 
     return add
@@ -47,22 +64,70 @@ def _first_line(function: Callable[..., Any]) -> str:
 
 
 def with_own(table: Sequence[Pass]) -> Table:
-    """The table with the passes of users' packages behind those that they name; UsageError if one
-    names none.
+    """The table with the passes of users' packages behind those that they name.
+
+    UsageError if one names a pass that does not exist or stands behind the proof, or has the name
+    of one of partc's.
     """
     _load()
-    rows = Table(tuple(table))
-    for after, own in (_OWN[name] for name in _OWN):
-        behind = {*rows.named(after)}
-        mixed = []
-        for row, each in enumerate(rows.passes):
-            mixed += [each, replace(own, out=each.out)] if row in behind else [each]
-        rows = Table(tuple(mixed))
-    return rows
+    known = {each.name: each for each in table}
+    proved = [each.name for each in table].index(PROOF)
+    for _, own in _OWN.values():
+        if own.name in known:
+            raise _taken(own, known[own.name])
+    rows = tuple(
+        mixed
+        for number, each in enumerate(table)
+        for mixed in (each, *(_following(each, each.name) if number < proved else ()))
+    )
+    placed = {each.name for each in rows}
+    for after, own in _OWN.values():
+        if own.name not in placed:
+            raise _no_place(own, after, after in known)
+    return Table(rows)
+
+
+def _following(row: Pass, name: str) -> Iterator[Pass]:
+    """Users' passes behind the one of a name, and behind those; all run where ``row`` does."""
+    for after, own in _OWN.values():
+        if after == name:
+            yield replace(own, out=row.out, when=row.when)
+            yield from _following(row, own.name)
+
+
+def _no_place(own: Pass, after: str, proved: bool) -> UsageError:
+    why = f"{after!r} stands at or behind {PROOF!r}: what was proved stays as it is"
+    return UsageError(
+        where=f"pass {own.name} ({own.where})",
+        what=f"it cannot run behind {after!r}",
+        why=why if proved else f"no pass that runs has the name {after!r}",
+        do=f"Name a pass that `partc passes` lists before {PROOF!r}.",
+    )
+
+
+def _taken(own: Pass, other: Pass) -> UsageError:
+    return UsageError(
+        where=f"pass {own.name} ({own.where})",
+        what="its name is taken",
+        why=f"a pass of {other.where} has it, and passes are known by name",
+        do="Rename the function.",
+    )
 
 
 @cache
 def _load() -> None:
     """Import what installed packages name, once."""
     for entry in entry_points(group=GROUP):
+        _load_one(entry)
+
+
+def _load_one(entry: EntryPoint) -> None:
+    try:
         entry.load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            where=f"pass {entry.name}",
+            what=f"{entry.value!r} cannot be loaded",
+            why=f"{type(error).__name__}: {error}",
+            do=f"Correct the entry point of the group {GROUP!r}, or the package that names it.",
+        ) from error

@@ -115,7 +115,19 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str, where: str = "plan") -> Plan:
-        """Read the TOML form; PlanError names the entry that is wrong."""
+        """Read a plan from its text, the TOML that ``str(plan)`` gives.
+
+        Args:
+            text: the TOML; keys that are missing leave their decision to the preset.
+            where: what errors call the text.
+
+        Raises:
+            PlanError: this is not TOML, or an entry is unknown or has a wrong value.
+
+        Example::
+
+            partc.Plan.parse('preset = "fsdp"\\nmicrobatches = 4')
+        """
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -141,7 +153,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan.toml; a schedule's file is looked for beside it."""
+        """Read a plan.toml.
+
+        Args:
+            path: the file; a CSV file that it names as its ``schedule`` is looked for beside it.
+
+        Raises:
+            PlanError: a file cannot be read, or as for ``parse``.
+        """
         try:
             plan = cls.parse(Path(path).read_text(), str(path))
         except OSError as error:

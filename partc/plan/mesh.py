@@ -60,13 +60,34 @@ class Mesh:
 
     @classmethod
     def load(cls, machine: str, devices: int | None = None) -> Mesh:
-        """An open mesh of so many devices of a machine that comes with partc (``dgx-h100``)."""
+        """An open mesh of machines that come with partc: the plan chooses its axes.
+
+        Args:
+            machine: the name of a machine, such as ``"dgx-h100"``.
+            devices: how many devices there are in all; None: those of one machine.
+
+        Raises:
+            PlanError: no machine has this name, or the devices do not fill machines.
+
+        Example::
+
+            program = partc.compile(model, partc.Mesh.load("dgx-h100", 64), batch, loss=loss_of)
+        """
         return cls((), Topology.load(machine, devices))
 
     @classmethod
     def of(cls, mesh: MeshLike) -> Mesh:
-        """A Mesh from a Mesh, a torch DeviceMesh, a dict, ``"dp=2,tp=4"`` or the path of a
-        mesh.toml.
+        """A Mesh from whatever stands for one.
+
+        Args:
+            mesh: a Mesh, a torch DeviceMesh with names, a dict ``{"dp": 2, "tp": 4}``, the text
+                ``"dp=2,tp=4"``, or the path of a mesh.toml. Axes are in rank order, slowest first.
+
+        Raises:
+            PlanError: an axis has no such name or size, or the file cannot be read.
+
+        >>> Mesh.of("dp=2,tp=4").coords(5)
+        {'dp': 1, 'tp': 1}
         """
         if isinstance(mesh, Mesh):
             return mesh

@@ -59,9 +59,22 @@ class SavedCost:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything that running needs. ``roles`` is run-length coded: ``((2, "a.py"), (2, "b.py"))``
-    says that ranks 0 and 1 run a.py and ranks 2 and 3 b.py. ``schedule`` is that of a pipeline, as
-    ``partc.schedules.csv_form`` writes it. ``basis`` is what its predictions rest on."""
+    """A compiled training step: what ``compile`` and ``load`` give.
+
+    Attributes:
+        plan: every decision, as the text of a plan.toml.
+        mesh: the axes of ranks.
+        sources: the text of each file, by its name; ranks that do the same share one.
+        roles: which file each rank runs, run-length coded: ``((2, "a.py"), (2, "b.py"))`` says
+            that ranks 0 and 1 run a.py and ranks 2 and 3 b.py.
+        cost: predicted seconds, bytes and FLOPs; prints as a table.
+        model: the name of the model's class.
+        fingerprint: names, shapes and dtypes of the model's tensors.
+        constants: tensors that were known when compiling, such as masks.
+        inputs: shape of the global batch and dtype, by the input's name.
+        schedule: of a pipeline its order as CSV, otherwise empty.
+        basis: what predictions rest on.
+    """
 
     plan: str
     mesh: Mesh
@@ -90,7 +103,7 @@ class Program:
         )
 
     def source(self, rank: int = 0) -> str:
-        """The Python text that this rank runs."""
+        """The Python text that a rank runs; UsageError if the mesh has no such rank."""
         return self.sources[self.role_of(rank)]
 
     def role(self, rank: int = 0) -> Role:
@@ -99,7 +112,25 @@ class Program:
         return Role.load(self.source(rank), self.role_of(rank), place)
 
     def module(self, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
-        """This rank's part as an ``nn.Module``, inside torchrun; all ranks call this together."""
+        """This rank's part of the step as an ``nn.Module``; all ranks call this together.
+
+        Args:
+            device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL.
+            mesh: a DeviceMesh with the program's axes that exists already; None makes one.
+
+        Returns:
+            A Stage. It has this rank's pieces of the parameters, without values until
+            ``load_full`` or ``load_state_dict`` brings some.
+
+        Raises:
+            RunError: the world has another size than the mesh, or ranks have different programs.
+
+        Example::
+
+            stage = partc.load("build").module()  # torchrun --nproc-per-node 4 train.py
+            stage.load_full(model)
+            loss = stage.step(*batch)
+        """
         from partc.program.start import start_stage
 
         return start_stage(self, device, mesh)
@@ -115,7 +146,17 @@ class Program:
         return {"sources": sources.hexdigest(), "plan": sha256(plan), "mesh": sha256(mesh)}
 
     def save(self, path: str | Path) -> None:
-        """Write the folder, whole or not at all; a program saved there earlier is replaced."""
+        """Write the program into a folder, whole or not at all.
+
+        The folder then has ``plan.toml``, one ``.py`` for each kind of rank, ``run.py`` for
+        torchrun, constants, and ``program.json`` with a digest of each.
+
+        Args:
+            path: a new folder, or one with a program of an earlier ``save``, which is replaced.
+
+        Raises:
+            UsageError: the folder has other files.
+        """
         with atomic_directory(path) as folder:
             texts = {**self.sources, PLAN: self.plan, RUN: self._run_script()}
             texts |= {SCHEDULE: self.schedule} if self.schedule else {}
@@ -152,7 +193,21 @@ class Program:
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> Program:
-    """Read a saved program; LoadError if it is damaged, of another schema, or for another model."""
+    """Read a program that ``Program.save`` wrote.
+
+    Args:
+        path: the folder.
+        model: if given, the model that the program must have been compiled from: its tensors have
+            the same names, shapes and dtypes.
+
+    Raises:
+        LoadError: there is no program, a file was changed since (``partc check --accept-edits``
+            takes it as it is), another version of partc wrote it, or the model is another one.
+
+    Example::
+
+        program = partc.load("build", model)
+    """
     folder = Path(path)
     manifest = Manifest.read(folder)
     if model is not None:

@@ -55,7 +55,18 @@ class Stage(nn.Module):
 
     # running ---------------------------------------------------------------------------------
     def step(self, *inputs: Tensor) -> Tensor:
-        """Global batch in, loss out; every parameter's ``.grad`` grows by its gradient."""
+        """One training step; every parameter's ``.grad`` grows by its piece of the gradient.
+
+        Args:
+            inputs: the whole global batch on every rank, on this rank's device, with the shapes
+                and dtypes that were compiled; each rank computes its own piece of it.
+
+        Returns:
+            The loss of the global batch, ``f32[]``, the same on every rank.
+
+        Raises:
+            RunError: an input has another shape, dtype or device.
+        """
         self._check_inputs(inputs)
         loss: Tensor = self._rank_step.step(*inputs)
         return loss
@@ -92,10 +103,16 @@ class Stage(nn.Module):
 
     # whole tensors ---------------------------------------------------------------------------
     def load_full(self, source: Source, *, strict: bool = True) -> None:
-        """Take this rank's pieces from whole tensors: a model, a state dict, or safetensors files.
+        """Take this rank's pieces of parameters and buffers from whole tensors.
 
-        A tied tensor may come under any of its names. Buffers that a model's state dict leaves out
-        come from a model, otherwise they keep what was known when compiling.
+        Args:
+            source: a model, a state dict, or the path of safetensors files, under the names of the
+                user's model. A tied tensor may come under any of its names. Buffers that a state
+                dict leaves out keep what was known when compiling.
+            strict: refuse names that are missing or of no tensor of the model.
+
+        Raises:
+            LoadError: a name is missing or unknown, or a tensor has another shape.
         """
         self._tensors.load(whole_tensors(source), strict, self.shards)
 

@@ -5,7 +5,7 @@ once, and what each member of a list of modules computes is compared. The middle
 equal members need not be recorded: while a ``skipping`` lasts, each gives what the member before it
 gave. A second run with the middle skipped has to compute what is left of the first, op for op; the
 backward is autograd's, and follows from the forward where no hook and no Function of the user's
-takes part. ``fold_layers`` then compares the blocks that were recorded, backward and all.
+takes part. ``dedupe_layers`` then compares the blocks that were recorded, backward and all.
 """
 
 from __future__ import annotations

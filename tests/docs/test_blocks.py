@@ -32,7 +32,7 @@ MARKS = {"", "not run", "file", "prints", "written by"}
 MESH_KEYS = {"machine", "axes", "devices", "levels"}
 NOT_RUN = {  # how many blocks of a page no test can run; the reason stands above each
     "README.md": 1,
-    "CONTRIBUTING.md": 3,
+    "CONTRIBUTING.md": 4,
     "docs/how-to/add-a-machine.md": 1,
     "docs/how-to/add-a-pass.md": 3,
     "docs/how-to/explain-and-measure.md": 1,
@@ -204,3 +204,10 @@ def test_modules_that_pages_name_exist() -> None:
                                page.read_text(encoding="utf-8")):  # fmt: skip
             there = any(ROOT.glob(path)) if "*" in path else (ROOT / path).exists()
             assert there, f"{name_of(page)}: {path}"
+
+
+def test_tests_that_pages_name_exist() -> None:
+    """In commands and comments too, such as `python -m pytest tests/plan/test_plan.py`."""
+    for page in PAGES:
+        for path in re.findall(r"\btests/[\w/]+\.py", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{name_of(page)}: {path}"

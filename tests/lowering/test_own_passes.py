@@ -1,0 +1,248 @@
+"""Passes of a user's own package, as the page "Add a pass" tells: installed, listed, run, refused.
+
+The package is a folder on the path of another process, with a dist-info that names its passes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from partc.errors import CheckError
+from tests.docs.pages import blocks
+from tests.house import HERE
+
+MODULE = "their_passes"
+BEGIN = """\
+import torch
+import partc
+from partc.graph import Graph, is_call
+from partc.graph.graph_edits import drop_dead
+
+aten = torch.ops.aten
+"""
+PAGE = [each.text for each in blocks(HERE / "docs" / "how-to" / "add-a-pass.md")]
+(DECORATOR,) = re.findall(r"^@partc.*$", "".join(PAGE), re.MULTILINE)
+(ENTRY,) = re.findall(
+    r'^multiply_by_powers = "mypackage.passes:(.*)"$', "".join(PAGE), re.MULTILINE
+)
+(GROUP,) = re.findall(r'^\[project.entry-points."(.*)"\]$', "".join(PAGE), re.MULTILINE)
+WRITTEN = next(text for text in PAGE if "def multiply_by_powers" in text)
+MULTIPLY = WRITTEN.replace("def multiply_by_powers", f"{DECORATOR}\ndef multiply_by_powers")
+NOTE = '''
+@partc.graph_pass(after="insert_collectives")
+def {name}(graph, plan, mesh):
+    """Say that it ran."""
+    print("{name}", mesh, plan.preset, len(list(graph.calls())) > 0)
+'''
+TRAIN = """
+import torch
+from torch import nn
+
+
+def loss_of(model, x, target):
+    return nn.functional.mse_loss(model(x), target)
+
+
+def setup():
+    return nn.Linear(16, 16), (torch.randn(8, 16), torch.randn(8, 16)), loss_of
+"""
+COMPILE = ["compile", "tests.example_program:cli_target", "--mesh", "tp=2", "--plan", "megatron"]
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a user installed: a module of passes, and its entry points."""
+
+    folder: Path
+
+    def write(self, *passes: str, entry: str = MODULE) -> None:
+        info = self.folder / f"{MODULE}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\ntheirs = {entry}\n")
+        (self.folder / f"{MODULE}.py").write_text(BEGIN + "".join(passes))
+
+    def partc(self, *words: str, code: int = 0) -> str:
+        """What a command prints, in a process that finds the package; of an error its JSON."""
+        path = os.pathsep.join([str(HERE), str(self.folder)])
+        done = subprocess.run(
+            [sys.executable, "-m", "partc", *words], cwd=self.folder, text=True,
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    def refused(self, *words: str) -> dict[str, str]:
+        """The parts of the error that a command ends with; none of them is empty."""
+        parts: dict[str, str] = json.loads(self.partc(*words, "--json", code=2))["error"]
+        assert all(parts.values()), parts
+        return parts
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return Package(tmp_path)
+
+
+def source_of(folder: Path) -> str:
+    """The rank programs in a folder."""
+    return "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+
+
+def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
+    package.write(MULTIPLY, entry=f"{MODULE}:{ENTRY}")
+    listed = json.loads(package.partc("passes", "--json"))["passes"]
+    names = [each["name"] for each in listed]
+    row = names.index("multiply_by_powers")
+    assert names[row - 1] == "insert_collectives"
+    assert listed[row] == {
+        "name": "multiply_by_powers", "only": "", "leaves": "local graph",
+        "why": "a product takes less time than a quotient", "where": MODULE, "optional": True,
+    }  # fmt: skip
+    (package.folder / "train.py").write_text(TRAIN)
+    train = ["compile", "train:setup", "--mesh", "dp=2", "--plan", "ddp"]
+    package.partc(*train, "--out", "with", "--dump", "dump")
+    package.partc(*train, "--out", "without", "--disable", "multiply_by_powers")
+    package.partc("verify", "with", "--model", "train:setup")
+    ours, plain = source_of(package.folder / "with"), source_of(package.folder / "without")
+    assert "/ 128" in plain
+    assert "/ 128" not in ours
+    assert "* 0.0078125" in ours
+    dumped = package.folder / "dump" / f"{row + 1:02}-multiply_by_powers.txt"
+    before = package.folder / "dump" / f"{row:02}-insert_collectives.txt"
+    assert dumped.read_text().startswith("# after multiply_by_powers (")
+    assert "div.Tensor(" in before.read_text()
+    assert "mul.Tensor(" in dumped.read_text()
+
+
+def test_passes_behind_one_pass_run_as_they_were_registered(package: Package) -> None:
+    last = NOTE.format(name="last").replace("insert_collectives", "first")
+    package.write(last, NOTE.format(name="first"), NOTE.format(name="second"))
+    told = package.partc(*COMPILE, "--out", "build").splitlines()[:3]
+    assert told == [f"{name} tp=2 megatron True" for name in ("first", "last", "second")]
+
+
+BROKEN = {
+    "reads what is made later": (
+        '''
+@partc.graph_pass(after="insert_collectives")
+def broken(graph):
+    first, *_, last = graph.calls()
+    last.append(first)
+''',
+        "which it reads",
+    ),
+    "says nothing of a call": (
+        '''
+@partc.graph_pass(after="insert_collectives")
+def broken(graph):
+    first = next(graph.calls())
+    with graph.fx.inserting_after(first):
+        graph.fx.call_function(aten.neg.default, (first,))
+''',
+        "set one with partc.graph.set_value",
+    ),
+    "raises": (
+        '''
+@partc.graph_pass(after="insert_collectives")
+def broken(graph):
+    graph.calls() + 1
+''',
+        "TypeError: unsupported operand",
+    ),
+    "asks for what nobody made": (
+        '''
+@partc.graph_pass(after="insert_collectives")
+def broken(graph, weather): ...
+''',
+        "missing 1 required positional argument: 'weather'",
+    ),
+    "gives what is no part of a step": (
+        '''
+@partc.graph_pass(after="insert_collectives")
+def broken(graph):
+    return "done"
+''',
+        "it gives a str",
+    ),
+    "forgets a sum": (
+        '''
+from partc.graph import collectives
+
+@partc.graph_pass(after="insert_collectives")
+def broken(graph):
+    for node in list(graph.calls()):
+        if is_call(node, collectives.all_reduce):
+            node.replace_all_uses_with(node.args[0])
+    drop_dead(graph)
+''',
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", [name for name in BROKEN if name != "forgets a sum"])
+def test_a_pass_that_breaks_the_graph_is_named(package: Package, mistake: str) -> None:
+    text, says = BROKEN[mistake]
+    package.write(text)
+    parts = package.refused(*COMPILE, "--out", "build")
+    assert parts["where"] == f"pass broken ({MODULE})"
+    assert says in parts["why"]
+    assert "--disable" in parts["do"]
+    assert not (package.folder / "build").exists()
+    package.partc(*COMPILE, "--out", "build", "--disable", "broken")
+
+
+def test_a_pass_that_breaks_the_meaning_is_refused_by_the_proof(package: Package) -> None:
+    package.write(BROKEN["forgets a sum"][0])
+    parts = package.refused(*COMPILE, "--out", "build")
+    assert parts["code"] == CheckError.code
+    assert not (package.folder / "build").exists()
+
+
+MISPLACED = {
+    "no such pass": (
+        NOTE.format(name="lost").replace("insert_collectives", "insert_colectives"),
+        "no pass that runs has the name 'insert_colectives'",
+    ),
+    "behind each other": (
+        NOTE.format(name="lost").replace("insert_collectives", "other")
+        + NOTE.format(name="other").replace("insert_collectives", "lost"),
+        "no pass that runs has the name 'other'",
+    ),
+    "behind the proof": (
+        NOTE.format(name="lost").replace("insert_collectives", "check_stages"),
+        "what was proved stays as it is",
+    ),
+    "taken by another of theirs": (NOTE.format(name="lost") * 2, f"a pass of {MODULE} has it"),
+    "taken by one of partc's": (
+        NOTE.format(name="lost") + 'lost.__name__ = "propagate"\n'
+        'partc.graph_pass(after="insert_collectives")(lost)\n',
+        "a pass of passes/shard/propagate.py has it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISPLACED)
+def test_a_pass_without_a_place_or_a_name_is_named(package: Package, mistake: str) -> None:
+    text, says = MISPLACED[mistake]
+    package.write(text)
+    parts = package.refused("passes")
+    name = "propagate" if mistake == "taken by one of partc's" else "lost"
+    assert parts["where"] == f"pass {name} ({MODULE})"
+    assert says in parts["why"]
+
+
+def test_an_entry_point_that_leads_nowhere_is_named(package: Package) -> None:
+    package.write(entry="their_pases")
+    parts = package.refused("passes")
+    assert (parts["where"], parts["what"]) == ("pass theirs", "'their_pases' cannot be loaded")
+    assert "No module named 'their_pases'" in parts["why"]
