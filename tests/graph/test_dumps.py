@@ -1,0 +1,147 @@
+"""What --dump writes after every pass: a text of the graph that reads back to the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.graph import value
+from partc.graph.graph_parse import parse_graph
+from partc.plan import Plan
+from tests.zoo import FAMILIES, Case
+
+STAGE = """\
+local graph Part  mesh dp=2 mb=2
+param tied.weight#1 : f32[4@dp,4]
+param heads.odd-name.bias : f32[4]
+buffer 0.mask : f32[2] = [0.0, -inf]
+input *rest[0] : f32[8,4]
+received hidden : f32[8@mb+dp,4]
+start tied
+  all_gather = all_gather(tied.weight#1, axis='dp', num=2, dim=0) : f32[4,4]
+forward tied
+  linear = linear(hidden, all_gather, %`heads.odd-name.bias`) : f32[8@mb+dp,4]
+  clone = clone(linear, memory_format=torch.contiguous_format) : f32[8@mb+dp,4]
+weights tied
+  new_zeros = new_zeros(%`*rest[0]`, [4, 4], device=device(type='cpu'), layout=torch.strided) : f32[4,4]
+end tied
+  accumulate = accumulate(new_zeros, axis='mb', num=2) : f32[4,4]
+outputs
+  grad tied.weight#1 = accumulate
+  buffer 0.mask = %0.mask
+  sent clone = clone
+"""  # noqa: E501
+
+
+@torch.library.custom_op("partc_dumps::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda ctx, grad: doubled(grad))
+
+
+class Mixed(nn.Module):
+    """An op that torch does not have, a recurrence, a convolution and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 6)
+        self.parts = nn.ModuleDict({"odd-name": nn.Conv1d(6, 6, 3, padding=1)})
+        self.norm = nn.BatchNorm1d(6)
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 12, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer(
+            "mask", torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1) > 0, -torch.inf)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = doubled(self.table(ids))
+        x = self.norm(self.parts["odd-name"](x.transpose(1, 2))).transpose(1, 2)
+        scores = (x @ x.transpose(1, 2) + self.mask).softmax(-1)
+        logits: Tensor = self.head(self.lstm(scores @ x)[0])
+        return logits
+
+
+def mixed() -> Case:
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    return Case(Mixed(), (torch.arange(40).reshape(8, 5) % 12,), loss)
+
+
+def tower() -> Case:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.down(self.up(x).relu_())
+            return out
+
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    inputs = torch.randn(8, 4, 8), torch.randn(8, 4, 8)
+    return Case(model, inputs, lambda m, x, y: nn.functional.mse_loss(m(x), y))
+
+
+def small(name: str, **sizes: int) -> Case:
+    return FAMILIES[name].case(name, **sizes)
+
+
+CASES: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
+    "one-stage": (mixed, "dp=2", "ddp", {}),
+    "zero": (mixed, "dp=2", "zero2", {"recompute": "block"}),
+    "microbatches": (mixed, "dp=2", "zero1", {"microbatches": 2}),
+    "fsdp": (lambda: small("resnet", depths=[1, 1]), "dp=2", "fsdp", {}),
+    "sequence": (lambda: small("llama", num_hidden_layers=1), "dp=2,tp=2", "fsdp+megatron-sp", {}),
+    "t5": (lambda: small("t5", num_layers=1, num_decoder_layers=1), "tp=2", "megatron", {}),
+    "pieces": (tower, "tp=2", Plan(preset="megatron", pieces=2), {"recompute": "block"}),
+    "hsdp": (tower, "dp_replicate=2,dp_shard=2", "hsdp", {}),
+    "1f1b": (tower, "pp=2,tp=2", "megatron", {"microbatches": 2, "schedule": "1f1b"}),
+    "zb-h1": (lambda: small("gpt2"), "pp=2,dp=2", "zero2", {"microbatches": 2, "schedule": "zb-h1"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dump_reads_back(name: str, tmp_path: Path) -> None:
+    case, mesh, plan, options = CASES[name]
+    made = case()
+    partc.compile(
+        made.model, mesh, made.inputs, loss=made.loss, plan=plan, dump=tmp_path, **options
+    )
+    texts = list(_dumped(tmp_path))
+    assert len(texts) > 10
+    for file, text in texts:
+        assert str(parse_graph(text)) == text, file
+
+
+def _dumped(folder: Path) -> Iterator[tuple[str, str]]:
+    """The first file of each text, and the text without its comment."""
+    seen = set()
+    for path in sorted(folder.iterdir()):
+        comment, _, text = path.read_text("utf-8").partition("\n")
+        assert comment.startswith("# after ")
+        if text not in seen:
+            seen.add(text)
+            yield path.name, text
+
+
+def test_a_stage_reads_back() -> None:
+    graph = parse_graph(STAGE)
+    assert str(graph) == STAGE
+    assert [value(node).phase for node in graph.calls()] == ["S", "F", "F", "W", "E"]
+    assert list(graph.outputs.sent) == ["clone"]
+    assert graph.constants["0.mask"].tolist() == [0.0, -torch.inf]
