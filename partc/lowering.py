@@ -98,7 +98,8 @@ PASSES = (
     Pass(calls.check_statistics, PLAN, "one value per channel has no variance", LOCAL,
          on_graph=False),
     # the graph of all ranks becomes that of one
-    Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes"),
+    Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes; what no axis may "
+         "cut as it stands is opened"),
     Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls, and transfers where shardings differ"),
     Pass(fuse_bias, LOCAL_GRAPH, "where nothing was summed, product and bias are one call",
          optional=True),
@@ -121,8 +122,8 @@ PASSES = (
     Pass(calls.bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
          optional=True),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
-    Pass(calls.overlap_collectives, SCHEDULED, "weight gradients run beside transfers",
-         optional=True),
+    Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
+         "gradients run beside them", optional=True),
     Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
          PHASED),
     # nothing is printed that is not proved

@@ -26,7 +26,7 @@ forward (loss)
   matmul = matmul(linear, up.weight)           : f32[8@dp,6,16]{U:tp}
   all_reduce = all_reduce(matmul, axis='tp', num=4) : f32[8@dp,6,16]  # hidden behind linear_1
   wait = wait(all_reduce)                      : f32[8@dp,6,16]
-  max_1 = max.dim(wait, -1, True)              : (f32[4,6,1], i64[4,6,1])
+  max_1 = max.dim(wait, -1, True)              : (f32[8@dp,6,1], i64[4,6,1])
   getitem = max_1[0]                           : f32[8@dp,6,1]
   to_copy = _to_copy(getitem, dtype=bf16)      : bf16[8@dp,6,1]
   mul = mul.Tensor(to_copy, -1e-06)            : bf16[8@dp,6,1]
