@@ -3,13 +3,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: demo test check clean
+.PHONY: demo test slow check clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: check  # workers wait for the processes of their tests, so that three fill two cores
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+# workers wait for the processes of their tests, so that three fill two cores
+SUITE := $(BIN)/python -m pytest -n 3 --dist loadfile
+
+test: check
+	$(SUITE)
+
+slow: $(STAMP)  # all tests, then those that took longest, with what their fixtures took
+	$(SUITE) --durations=30
 
 check: $(STAMP)
 	$(BIN)/ruff check .
