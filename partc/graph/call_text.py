@@ -104,12 +104,20 @@ def _argument(tree: Any, found: list[str], nodes: Mapping[str, fx.Node]) -> Any:
         return [_argument(item, found, nodes) for item in tree.elts]
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
         return -_argument(tree.operand, found, nodes)
-    if isinstance(tree, ast.Call):  # device(type='cpu')
-        return torch.device(*(word.value.value for word in tree.keywords))  # type: ignore[attr-defined]
+    if isinstance(tree, ast.Call):
+        return _device(tree, found)
     if isinstance(tree, ast.Subscript):
         name: str = found[tree.slice.value]  # type: ignore[attr-defined]
         return nodes[name] if name in nodes else WORDS[name]
     return ast.literal_eval(tree)
+
+
+def _device(tree: Any, found: list[str]) -> torch.device:
+    """``device(type='cuda', index=0)``."""
+    name = found[tree.func.slice.value]
+    if name != "device":
+        raise ValueError(f"{name!r} is called inside of a call")
+    return torch.device(*(word.value.value for word in tree.keywords))
 
 
 def _mark_names(call: str, found: list[str]) -> str:

@@ -9,7 +9,10 @@
     outputs
       loss = sum
 
-Source lines and links from backward to forward are not part of the text.
+A stage's graph has ``start``, ``weights`` and ``end`` beside ``forward`` and ``backward`` (its
+phases ``S``, ``W`` and ``E``), values ``received`` and values ``sent``. A tuple's types are those
+of the values that are picked from it. Source lines and links from backward to forward are not part
+of the text.
 """
 
 from __future__ import annotations

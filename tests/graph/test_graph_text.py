@@ -72,7 +72,13 @@ def test_local_text_reads_back() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["  y = relu(z) : f32[2]", "  y = relu(x) : f32[3]", "  y = nothing(x) : f32[2]", "what"],
+    [
+        "  y = relu(z) : f32[2]",
+        "  y = relu(x) : f32[3]",
+        "  y = nothing(x) : f32[2]",
+        "  y = relu(relu(x)) : f32[2]",
+        "what",
+    ],
 )
 def test_bad_text_names_its_line(line: str) -> None:
     with pytest.raises(UsageError, match="line 4"):
