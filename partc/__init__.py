@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from partc.verification.verification import verify
 
 __all__ = [
-    "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced", "compile", "graph_pass",
-    "load", "load_checkpoint", "partition", "save_checkpoint", "verify",
+    "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced", "compile",
+    "graph_pass", "load", "load_checkpoint", "partition", "save_checkpoint", "verify",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No

@@ -20,18 +20,26 @@ from tests.docs.pages import blocks
 from tests.house import HERE
 
 MODULE = "their_passes"
-BEGIN = '''\
+BEGIN = """\
 import torch
 import partc
 from partc.graph import Graph, is_call
 from partc.graph.graph_edits import drop_dead
 
 aten = torch.ops.aten
-'''
+"""
 PAGE = [each.text for each in blocks(HERE / "docs" / "how-to" / "add-a-pass.md")]
-(DECORATOR,) = re.findall(r"^@partc.*$", "".join(PAGE), re.MULTILINE)
-(ENTRY,) = re.findall(r'^multiply_by_powers = "mypackage.passes:(.*)"$', "".join(PAGE), re.MULTILINE)
-(GROUP,) = re.findall(r'^\[project.entry-points."(.*)"\]$', "".join(PAGE), re.MULTILINE)
+
+
+def shown(pattern: str) -> str:
+    """What the page shows at the only place of this form."""
+    (found,) = re.findall(pattern, "".join(PAGE), re.MULTILINE)
+    return str(found)
+
+
+DECORATOR = shown(r"^@partc.*$")
+ENTRY = shown(r'^multiply_by_powers = "mypackage.passes:(.*)"$')
+GROUP = shown(r'^\[project.entry-points."(.*)"\]$')
 WRITTEN = next(text for text in PAGE if "def multiply_by_powers" in text)
 MULTIPLY = WRITTEN.replace("def multiply_by_powers", f"{DECORATOR}\ndef multiply_by_powers")
 NOTE = '''
