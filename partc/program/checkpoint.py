@@ -38,7 +38,23 @@ Optimizer = torch.optim.Optimizer
 def save_checkpoint(
     folder: str | Path, stage: Stage, optimizer: Optimizer | None = None, *, step: int = 0
 ) -> Path:
-    """Write model and optimizer state of all ranks; the new directory. All ranks together."""
+    """Write the tensors of a stage, and its optimizer's states, as one checkpoint of all ranks.
+
+    All ranks call this together. Without pickle: a safetensors file per rank, and a list with a
+    digest of each. It appears whole or not at all, and loads under any other mesh or plan.
+
+    Args:
+        folder: the folder of all checkpoints of a training; this one is ``step-00000100/`` in it.
+        stage: what ``Program.module()`` gave.
+        optimizer: the optimizer over ``stage.parameters()``; None writes the model alone.
+        step: the number of the step, which names the checkpoint.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        RunError: a checkpoint of this step exists already; none is overwritten.
+    """
     target = Path(folder) / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
     _first_rank_makes(partial, target, stage.device)
@@ -60,7 +76,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: str | Path, stage: Stage, optimizer: Optimizer | None = None) -> int:
-    """Read the newest checkpoint in a folder (or the one named) into a Stage; its step number."""
+    """Read a checkpoint into a stage and its optimizer; all ranks call this together.
+
+    Args:
+        folder: the folder of all checkpoints, of which the newest is taken, or that of one.
+        stage: what ``Program.module()`` gave, of any mesh and plan for the same model.
+        optimizer: takes the states that were saved; None reads the model alone.
+
+    Returns:
+        The number of the step.
+
+    Raises:
+        LoadError: there is no checkpoint, a file is damaged, or it is of another model.
+    """
     saved = Saved.read(latest(folder))
     saved.verify(stage.device)
     _check_model(saved, stage)

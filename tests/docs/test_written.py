@@ -73,7 +73,7 @@ def _folder(room: str) -> str:
 
 
 def test_the_tables_of_the_architecture_name_files() -> None:
-    """In a column headed "file of `passes/search/`" files stand as they do in that folder."""
+    """A column that is headed "file of `passes/search/`" has files of that folder."""
     table = re.compile(r"^\|.*(?:file|module) of `(\S+/)`.*\n((?:\|.*\n)+)", re.MULTILINE)
     found = table.findall((ROOT / ARCHITECTURE).read_text(encoding="utf-8"))
     assert len(found) >= 4

@@ -65,10 +65,10 @@ WHERE = {  # each pass where it does something: mesh, plan, microbatches
     "fuse_bias": ONE_STAGE,
     "recompute": ONE_STAGE,
     "share_gathers": ONE_STAGE,
-    "join_collectives": ONE_STAGE,
-    "fill_waits": ONE_STAGE,
-    "sum_in_levels": PAIRS,
-    "sum_stages_in_levels": PIPELINE,
+    "bucket_collectives": ONE_STAGE,
+    "overlap_collectives": ONE_STAGE,
+    "hierarchical_all_reduce": PAIRS,
+    "hierarchical_all_reduce_stages": PIPELINE,
 }
 ALL = {each.name for each in PASSES if each.optional}
 

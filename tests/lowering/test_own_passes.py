@@ -29,11 +29,17 @@ from partc.graph.graph_edits import drop_dead
 aten = torch.ops.aten
 """
 PAGE = [each.text for each in blocks(HERE / "docs" / "how-to" / "add-a-pass.md")]
-(DECORATOR,) = re.findall(r"^@partc.*$", "".join(PAGE), re.MULTILINE)
-(ENTRY,) = re.findall(
-    r'^multiply_by_powers = "mypackage.passes:(.*)"$', "".join(PAGE), re.MULTILINE
-)
-(GROUP,) = re.findall(r'^\[project.entry-points."(.*)"\]$', "".join(PAGE), re.MULTILINE)
+
+
+def shown(pattern: str) -> str:
+    """What the page shows at the only place of this form."""
+    (found,) = re.findall(pattern, "".join(PAGE), re.MULTILINE)
+    return str(found)
+
+
+DECORATOR = shown(r"^@partc.*$")
+ENTRY = shown(r'^multiply_by_powers = "mypackage.passes:(.*)"$')
+GROUP = shown(r'^\[project.entry-points."(.*)"\]$')
 WRITTEN = next(text for text in PAGE if "def multiply_by_powers" in text)
 MULTIPLY = WRITTEN.replace("def multiply_by_powers", f"{DECORATOR}\ndef multiply_by_powers")
 NOTE = '''
@@ -246,3 +252,15 @@ def test_an_entry_point_that_leads_nowhere_is_named(package: Package) -> None:
     parts = package.refused("passes")
     assert (parts["where"], parts["what"]) == ("pass theirs", "'their_pases' cannot be loaded")
     assert "No module named 'their_pases'" in parts["why"]
+
+
+def test_a_pipeline_hands_it_the_graph_of_each_stage(package: Package) -> None:
+    """Behind a pass that pipelines alone take; a step of one stage takes neither."""
+    text = NOTE.format(name="late").replace("insert_collectives", "split_stages")
+    package.write(text)
+    pipeline = [*COMPILE[:2], "--mesh", "pp=2", "--plan", "ddp", "--microbatches", "2"]
+    told = package.partc(*pipeline, "--out", "build").splitlines()
+    ran = [line for line in told if line.startswith("late ")]
+    assert ran
+    assert len(ran) % 2 == 0
+    assert "late" not in package.partc(*COMPILE, "--out", "whole")
