@@ -125,7 +125,7 @@ def _text(shape: tuple[int, ...] | None) -> str:
 
 
 def check_outputs(graph: Graph) -> None:
-    """Check that the loss is replicated, and gradients and buffers laid out as what they belong to."""
+    """Check that the loss is replicated, and that gradients and buffers lie as their tensors do."""
     if graph.loss is not None and value(graph.loss).sharding != REPLICATED:
         raise CheckError(
             where=place(graph.loss),

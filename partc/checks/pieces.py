@@ -53,7 +53,7 @@ def _adds_to(node: fx.Node, user: fx.Node) -> bool:
 
 
 def is_piecewise(node: fx.Node) -> bool:
-    """Whether a call slices or concatenates pieces; a sum of pieces is checked by ``add``'s rule."""
+    """Whether a call slices or concatenates pieces; ``add``'s rule is enough for sums of pieces."""
     return value(node).origin is Origin.PIECES and node.target in (SLICE, CAT)
 
 
