@@ -192,6 +192,7 @@ def _written_in_place(
         if node.target in over:
             into = tensor_args(node)[over[node.target]]
             ((operand, size),), ((result, needs),) = (ran.storages(n).items() for n in (into, node))
+            # a parameter, buffer or input is read again in the next step
             if operand not in outside and needs <= size and last.get(operand, -1) <= at[node]:
                 shared[result] = shared.get(operand, operand)
     return shared

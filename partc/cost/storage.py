@@ -63,6 +63,7 @@ class _Allocations(TorchDispatchMode):
 
     def run(self, target: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
         """Execute a call; return its result, and the peak bytes it needs beside the result."""
+        # writing into or viewing an operand allocates nothing
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.outside, self.inner, self.peak_bytes = set(_memories(operands)), {}, 0
         with self:
