@@ -224,7 +224,7 @@ class _Origins(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
-        if func in READS:
+        if func in READS:  # an unknown value is left to the op, which raises torch's own error
             with suppress(UnknownNumberError):
                 return known_number(func, args)
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}

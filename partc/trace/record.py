@@ -232,6 +232,7 @@ def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
     and stay equal blocks. A 0-d constant becomes a call of ``full``.
     """
     placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
+    # after the model's own buffers, as placeholders stand in the order params, buffers, inputs
     anchor = placeholders[num_own] if num_own < len(placeholders) else placeholders[-1].next
     lifted: dict[str, fx.Node] = {}
     for node in [n for n in graph.fx.nodes if n.op == "get_attr"]:
@@ -309,6 +310,7 @@ def _describe(graph: Graph) -> None:
         set_value(node, known)
         set_fake(node, fake)
         set_draw(node, noted.get("draw", ""))
+    # before the backward, whose calls take over the module paths of forward calls
     adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
     forward: dict[int, fx.Node] = {}
     for node in graph.calls():
