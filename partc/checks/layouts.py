@@ -48,7 +48,7 @@ def check_layouts(graph: Graph) -> None:
     """Raise CheckError at the first call whose noted layout does not follow from its operands."""
     sound: set[Hashable] = set()  # of calls that passed: equal ones need no second check
     sorted_by: dict[int, Hashable] = {}
-    with FakeTensorMode():
+    with FakeTensorMode():  # the twins of calls on whole tensors are fakes
         for node in graph.calls():
             if node.target in SORTS and value(node).rows is not None:
                 check_order(node, sorted_by)
@@ -163,6 +163,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
     for axis in mesh.names:
         ins = [layout_on(n, axis) for n in tensor_args(node)]
         noted = [None if n is None else layout_on(n, axis) for n in outs]
+        # replicated operands give a replicated result, so no rule is asked
         if axis not in windows and all(layout in (None, R) for layout in [*ins, *noted]):
             continue
         seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
@@ -171,6 +172,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
             for s in strategies_for(whole_twin(node, outs), mesh.size(axis), seen)
             if _fits(s.ins, ins) and _fits(s.outs, noted)
         ]
+        # no strategy of a rule: statistics of a piece differ from those of the whole batch
         if value(node).origin is Origin.LOCAL_STATISTICS and fits_locally(node, ins, noted):
             continue
         if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
@@ -250,6 +252,7 @@ def _check_rows(
     cuts = [(n, layout.dim) for n, layout in operands if layout.kind == "cut"]
     results = [(n, layout_on(n, axis).dim) for n in [node] if layout_on(n, axis).kind == "cut"]
     held_rows = {fake_of(n).shape[dim] for n, dim in [*cuts, *results]}
+    # windows over several axes divide the rows one after the other: the last has the fewest
     last = min(windows_of(node).values())
     if held_rows != {last} or rows % last:
         why = f"the window has {last} rows, and this rank holds {sorted(held_rows)}"

@@ -40,6 +40,7 @@ def check_turns(graph: Graph) -> None:
             ):
                 why = f"it reads pieces {list(turns)} and is none"
                 raise wrong(node, why, "Join them in their order first.")
+            # a cat joins all pieces at once, sums add one piece after the other
             ends = node.target is CAT or not any(_adds_to(node, user) for user in node.users)
             held_by[node] = () if ends else turns
 

@@ -25,6 +25,7 @@ def check_order(sort: fx.Node, sorted_by: dict[int, Hashable]) -> None:
     """
     rows, (operand,) = value(sort).rows, tensor_args(sort)
     assert rows is not None
+    # a recomputed operand differs in its phase only
     made = (sort.target, literals(sort), replace(value(operand), phase="F"))
     if sorted_by.setdefault(rows.order, made) != made:
         why = f"another sort made the order {rows.order}"

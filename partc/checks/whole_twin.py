@@ -90,6 +90,7 @@ def _scaled(given: Any, large: int, small: int) -> Any:
     """A size, bound or list of sizes, proportionally larger; "to the end" stays what it is."""
     if isinstance(given, list | tuple):
         return [_scaled(each, large, small) for each in given]
+    # aten spells "to the end" as 2**63 - 1, which is no size
     return given if given >= 2**62 else given * large // small
 
 
