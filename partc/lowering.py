@@ -80,8 +80,9 @@ PASSES = (
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
     *CANONICAL,
     # the plan is completed
-    Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs split_bias to recompute on "
+    Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs place_on_mesh to recompute on "
          "copies", AUTO, on_graph=False),
+    Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),
     Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
     Pass(fuse_loss, JOINT, "the gradient of a cut vocabulary needs no gather", optional=True),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
@@ -195,7 +196,7 @@ def traced(source: Source, rows: Table, *, fold: bool, kept: TracedStages | None
 # a joint graph to one rank's --------------------------------------------------------------------
 def staged_plan(state: State) -> State:
     """The plan completed, with the stages and the schedule of a pipeline; biases stand apart."""
-    return run(state, "split_bias", "choose_stages")
+    return run(state, "place_on_mesh", "choose_stages")
 
 
 def to_local_graph(state: State) -> State:

@@ -93,6 +93,11 @@ def choose_plan(
     return {"choice": found}
 
 
+def place_on_mesh(graph: Graph, mesh: Mesh) -> None:
+    """Give the graph the mesh of all ranks, which its first line shows from here on."""
+    graph.mesh = mesh
+
+
 @calls(keeping.keep_stages)
 def keep_stages(graph: Graph, plan: Plan) -> dict[str, object]:
     """Find which stages stand for all, so that the model is traced again with those alone."""

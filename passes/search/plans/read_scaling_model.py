@@ -98,7 +98,7 @@ def _representative(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> State
     copy.mesh = mesh
     made = {"strict": False, "rows": False}  # laws hold for other meshes too
     state = State(copy, plan, mesh, replace(table, keep_texts=False), made=made)
-    return run(state, "split_bias", "count_whole")
+    return run(state, "place_on_mesh", "count_whole")
 
 
 @dataclass
