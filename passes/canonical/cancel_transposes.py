@@ -36,7 +36,7 @@ def _cancel(node: fx.Node) -> None:
 
 
 def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
-    """``source`` with its dims in this order, through the plainest op that does it."""
+    """``source`` with its dims in the order ``dims``, by ``t``, ``transpose`` or ``permute``."""
     if dims == sorted(dims):
         return source
     if is_call(source, *SWAPS):
@@ -51,7 +51,7 @@ def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """For each dim of the result the dim of the argument that it shows."""
+    """Per dim of the result the argument's dim: ``transpose(x, 0, 2)`` of 3 dims -> [2, 1, 0]."""
     rank = len(shape_of(node))
     order = list(range(rank))
     if node.target == aten.permute.default:
