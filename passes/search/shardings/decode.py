@@ -184,6 +184,7 @@ class _Recorder(AxisWalk):
     wanted: Choices = field(default_factory=dict)
 
     def choose(self, node: fx.Node) -> Strategy:
+        """The wanted strategy; a pin of the result's layout is tried before one of all operands."""
         best = super().choose(node)
         if node not in self.wanted:
             return best  # a call of a decomposition

@@ -35,6 +35,7 @@ class Reader:
 
     @property
     def backward(self) -> bool:
+        """Whether the value is read in the backward or at the end of the step."""
         return self.is_final or (self.node is not None and is_backward(self.node))
 
 

@@ -57,6 +57,7 @@ class TensorRanks:
 
     @property
     def num(self) -> int:
+        """The size of ``tp``."""
         return self.mesh.size(TP)
 
     @property
@@ -92,6 +93,7 @@ class TensorShardings:
 
     @property
     def how(self) -> How:
+        """The method by which the shardings were found, such as ``exact``."""
         return self.found.how
 
     def seconds(self, word: str) -> float | None:

@@ -62,6 +62,7 @@ class Tables:
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def number(self, table: Costs) -> int:
+        """The number of a table, a new one if no equal table was seen."""
         key = (table.shape, table.tobytes())
         found = self._numbers.get(key)
         if found is None:

@@ -88,6 +88,8 @@ def solve(
 
 @dataclass(frozen=True)
 class _Solver:
+    """The steps of ``solve`` for one problem."""
+
     problem: Problem
     seed: int
     max_cells: float
