@@ -23,11 +23,13 @@ def cancel_transposes(graph: Graph) -> None:
 
 
 def _cancel(node: fx.Node) -> None:
+    """Simplify one transpose by the call that it reads."""
     inner: Any = node.args[0]
     if is_call(inner, *SWAPS):
         source: Any = inner.args[0]
         dims = [_order(inner)[d] for d in _order(node)]
         replace_by(node, _permuted(node, source, dims))
+    # Only if nothing else reads the product: otherwise it would be computed twice.
     elif is_call(inner, aten.mm.default) and _order(node) == [1, 0] and len(inner.users) == 1:
         left, right = (_permuted(inner, operand, [1, 0]) for operand in inner.args)
         replace_by(node, call_before(inner, aten.mm.default, right, left))

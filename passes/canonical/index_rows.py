@@ -23,7 +23,7 @@ Known = dict[tuple[fx.Node, tuple[int, ...]], fx.Node]  # by index and the index
 
 def index_rows(graph: Graph) -> None:
     """``x[arange(n), i]`` becomes ``gather``; a write there ``scatter``, or ``scatter_add``."""
-    known: Known = {}
+    known: Known = {}  # forward and backward use one index: its gather form is written once
     for node in list(graph.calls()):
         if is_call(node, aten.index.Tensor, aten._unsafe_index.Tensor):
             _read(node, known)
@@ -41,6 +41,7 @@ def _read(node: fx.Node, known: Known) -> None:
 
 
 def _write(node: fx.Node, known: Known) -> None:
+    """Replace one ``index_put`` of such an index by ``scatter`` or ``scatter_add``."""
     arguments: tuple[Any, ...] = node.args
     x, indices, given = arguments[:3]
     places = _places(node, x, known)

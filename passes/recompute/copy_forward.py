@@ -70,6 +70,7 @@ class Copies:
         return twin
 
     def _copied(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """Write the copy of one call before ``reader``; it reads copies and gathers again."""
         swap = {o: self.made[o] for o in self._again(node)}
         for operand in tensor_args(node):
             if twin := self.twins.get(operand):

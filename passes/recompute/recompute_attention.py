@@ -111,10 +111,11 @@ class _Cut:
         return {node for node in self.core if (node, "made") in behind}
 
     def _edges(self) -> Mapping[tuple[Hashable, Hashable], int]:
+        """The capacity of each edge of the core's graph."""
         inside = dict.fromkeys(self.core)
         entering = dict.fromkeys(o for n in self.core for o in tensor_args(n) if o not in inside)
         costs = {n: self._cost(n) for n in (*entering, *inside) if self._can_be_kept(n)}
-        endless = 1 + sum(costs.values())
+        endless = 1 + sum(costs.values())  # more than any cut of finite edges: never cut
         edges: dict[tuple[Hashable, Hashable], int] = {}
         for node in (*entering, *inside):
             edges[(node, "made"), (node, "known")] = costs.get(node, endless)

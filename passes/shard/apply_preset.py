@@ -66,6 +66,7 @@ def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
 
 
 def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
+    """The plan with the preset's layouts, lifetimes and notes where it has no entries."""
     notes = list(plan.notes)
     if plan.preset == "auto":
         plan = plan.changed(preset=_auto(mesh))
@@ -85,6 +86,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
         for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
             params[name][axis] = layout
     nodes = graph.params
+    # After the tensor axes: a data axis shards the first dim that still divides.
     for axis in shard:
         free = {n: params[n] for n in params if n not in pinned}
         whole: dict[str, Cuts] = {
@@ -116,6 +118,7 @@ def _auto(mesh: Mesh) -> str:
 
 
 def _words(preset: str) -> list[str]:
+    """The words of a preset; PlanError for an unknown word or two for the same axes."""
     words = [w.strip() for w in preset.split("+")]
     for word in words:
         if word not in PRESETS:

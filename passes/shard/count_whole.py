@@ -32,6 +32,7 @@ def count_whole(graph: Graph) -> Graph:
 
 
 def _count(graph: Graph, node: fx.Node) -> None:
+    """Replace one count, the second result of an NLL loss, and the all-reduces behind it."""
     call = picked(node)[0]
     if call.target not in NLL:
         return

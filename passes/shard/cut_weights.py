@@ -85,6 +85,7 @@ class _Walk:
             self.at[node] = finished[0] if finished else R
 
     def _best(self, node: fx.Node) -> Strategy:
+        """The first strategy that keeps an arriving sharding or shards a weight, or whole."""
         operands = tensor_args(node)
         free = [o for o in operands if o not in self.at]
         options = [s for s in self._options(node, operands) if self._meets(operands, s)]
@@ -158,6 +159,9 @@ class _Walk:
         return self.known_flows[key]
 
     def _accepts(self, user: fx.Node, node: fx.Node, layout: Layout) -> bool:
+        """Whether a reader ends the sharding of ``node`` in a row-wise product, or carries it on
+        to readers that do.
+        """
         if user.op == "output" or user.target is _LOSS_SOFTMAX:
             return user.op != "output"
         if user.target is operator.getitem:

@@ -29,6 +29,7 @@ def fuse_loss(graph: Graph) -> None:
 
 
 def _fuse(graph: Graph, node: fx.Node) -> None:
+    """Fuse one softmax backward with the NLL backward before it, where the two form such a pair."""
     scores, log_p, dim, dtype = node.args
     assert isinstance(scores, fx.Node)
     assert isinstance(log_p, fx.Node)

@@ -68,6 +68,7 @@ class _Partition:
     moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
 
     def build(self) -> Graph:
+        """Write placeholders, calls and results; the graph without the calls that nothing reads."""
         mesh = self.graph.mesh
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
@@ -92,6 +93,7 @@ class _Partition:
         return local
 
     def _place(self, node: fx.Node) -> None:
+        """Write a placeholder: a parameter as this rank stores it, an input as the whole batch."""
         known = value(node)
         cuts = self.plan.stored(known.name) if known.kind == "param" else {}
         stored = self.plan.sharding(cuts)
@@ -111,6 +113,7 @@ class _Partition:
         self.copies[node] = {known.sharding: self._first_only(node, new)}
 
     def _localized(self, node: fx.Node, chosen: dict[str, Strategy]) -> fx.Node:
+        """Write one call with the strategies ``chosen`` by axis, its operands resharded."""
         operands = tensor_args(node)
         local_of: list[fx.Node] = []
         for i, operand in enumerate(operands):

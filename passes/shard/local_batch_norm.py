@@ -49,4 +49,5 @@ def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
 
 
 def has_batch_norm(graph: Graph) -> bool:
+    """Whether a graph has a batch norm in training mode."""
     return any(node.target is FORWARD for node in graph.calls())

@@ -88,6 +88,7 @@ class Prices:
         return sum(user.op != "output" for user in node.users) > 1
 
     def _leave(self, operand: fx.Node, have: Layout, want: Layout) -> float | None:
+        """The price of resharding an operand from ``have`` to ``want``; None if impossible."""
         ratio = transition_cost(have, want, self.num)
         if ratio == 0.0 and want.kind == "U" and have != want:
             return _LATENCY_BYTES  # it moves nothing, and is no way to go without need

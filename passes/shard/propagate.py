@@ -129,6 +129,7 @@ class AxisWalk:
         again.
         """
         try:
+            # Weight gradients alone come last: they may read copies that other calls have gathered.
             self._walk(_for_one_grad(self.graph))
             self._walk(set())
         except OwnOrderFailsError:
@@ -211,6 +212,7 @@ class AxisWalk:
         return self.decided[key]
 
     def _cheapest(self, node: fx.Node, operands: list[fx.Node], whole: Strategy) -> Strategy:
+        """The strategy with the least price, of equal ones the first; ``whole`` if none has one."""
         seen = [
             (i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R
         ]
@@ -220,7 +222,7 @@ class AxisWalk:
         options = [whole, *known]
         if not self.own_orders:
             options = [s for s in options if not any(out.permuted for out in s.outs)]
-        if node in self.given:
+        if node in self.given:  # a mask or position is at hand whole: no need of a partial sum
             options = [s for s in options if not any(out.kind in "UM" for out in s.outs)]
         priced = [
             (cost, i)

@@ -180,6 +180,7 @@ def _move_readers(old: fx.Node, new: fx.Node, stage: int) -> None:
 
 
 def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
+    """Give each stage's copy of a tied parameter its stage's summand of the gradient."""
     outputs = graph.outputs
     parts = _parts(graph, outputs.grads[name])
     strange = [stage for stage in parts if stage not in stages]

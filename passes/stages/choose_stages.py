@@ -123,6 +123,7 @@ def chunks_of(plan: Plan) -> int:
 
 
 def pipeline_ranks(plan: Plan) -> int:
+    """The size of the axis ``pp``, 1 without it."""
     assert plan.mesh is not None
     return plan.mesh.pipeline_ranks
 

@@ -172,6 +172,7 @@ class _Stage:
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def graph(self, received: Sequence[fx.Node], sent: Sequence[fx.Node]) -> Graph:
+        """The stage's graph, with placeholders for ``received`` and outputs for ``sent``."""
         calls = self._calls()
         wanted = {o for node in calls for o in node.all_input_nodes}
         news = self.local.outputs.buffers  # a buffer is placed where it is written, read or not
