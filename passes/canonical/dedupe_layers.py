@@ -65,6 +65,7 @@ def check_plan(graph: Graph, plan: Plan) -> None:
     """Raise Unfolded if the plan, read back from text, shards a dropped block otherwise than the
     block that stands for it.
     """
+    # As read back: the text has patterns (``h.*.w``), which dropped blocks then follow.
     written = Plan.parse(str(plan))
     for fold in graph.folds:
         for name in graph.params:

@@ -83,7 +83,7 @@ def _fastest(chains: list[Chain], mesh: Mesh) -> Levels | None:
     axes = [str(node.kwargs["axis"]) for node in chains[0]]
     num_bytes = sum(int(fake_of(first).nbytes) for first, _ in chains)
     best, best_s = None, sum(collective_seconds(KIND, num_bytes, mesh, axis) for axis in axes)
-    for inner, outer in permutations(axes):
+    for inner, outer in permutations(axes):  # either axis may be the one with the faster links
         piece_bytes = num_bytes / mesh.size(inner)
         seconds = (
             collective_seconds("reduce_scatter", num_bytes, mesh, inner)

@@ -29,6 +29,8 @@ def place_waits(graph: Graph, *, phased: bool = False) -> Graph:
     """
     for node in list(graph.calls()):
         if node.target in collectives.COLLECTIVES:
+            # A parameter exists from the start: its gathers would all start at once, and fill the
+            # memory with whole weights.
             if value(tensor_args(node)[0]).kind == "op":
                 _start_early(node)
             _wait_late(graph, node, phased)

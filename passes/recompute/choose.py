@@ -89,7 +89,7 @@ def gathered_again(graph: Graph) -> dict[fx.Node, fx.Node]:
     """
     first: dict[object, fx.Node] = {}
     found: dict[fx.Node, fx.Node] = {}
-    for node in reversed(list(graph.calls())):
+    for node in reversed(list(graph.calls())):  # backward first, to know its gathers
         if gathers_param(node):
             kwargs = tuple(sorted(node.kwargs.items()))
             key = (node.target, *tensor_args(node), kwargs, innermost_block(node), stage_of(node))

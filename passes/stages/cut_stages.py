@@ -72,6 +72,7 @@ def balance(
     windows = [chain.first_that_fits(*at) for at in zip(in_flight, limits, strict=True)]
     if not chain.can_cut(_NEVER, windows):
         raise _too_little(chain, in_flight, limits)
+    # Bisection finds the least time of the slowest stage; then the best cut with that time.
     slowest = least(lambda ns: chain.can_cut(ns, windows), 0, chain.total_ns)
     return _cheapest_cut(chain, slowest, windows)
 

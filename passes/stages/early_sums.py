@@ -145,6 +145,7 @@ def _early(
             sizes[early] += graph.times(chain[0]) * put_in_bytes(chain[0])
     if not sizes or last < 0 or "E" not in cost.spent:
         return None, cost
+    # Axis and dim decide between equal sizes, so that the choice does not depend on an order.
     early = max(sizes, key=lambda one: (sizes[one], one.axis, one.dim))
     groups = leaving(graph, early, chains)
     if not groups.blocks or {*groups.first, *groups.blocks} & {*tied}:

@@ -25,7 +25,7 @@ def repeat_stages(compiled: Sequence[Graph], whole: Graph) -> list[Graph]:
         for number, like in enumerate(whole.kept.stages)
     ]
     _name_links(graphs, "F")
-    _name_links(graphs[::-1], "B")
+    _name_links(graphs[::-1], "B")  # gradients are sent the other way
     return graphs
 
 

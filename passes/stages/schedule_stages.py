@@ -185,6 +185,7 @@ def _auto(state: State) -> Stages:
     )  # fmt: skip
     if "W" in order.kinds:
         return planned(cut, costs, order)
+    # Without split backwards the stages' graphs differ, and so do their costs.
     cut = stage_graphs(state, False)
     return planned(cut, _costs(cut, rank_of), order)
 

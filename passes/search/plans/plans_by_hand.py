@@ -25,7 +25,7 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
     if candidate is None or graph.loss is None:
         return None
     words = ("", *WORDS) if candidate.tp > 1 else ("",)
-    try:
+    try:  # without estimates the plan still compiles: only the comparison is left out
         scaling_models = scaling_models_of(graph, words, RECOMPUTE, table)
     except PartcError:
         return None

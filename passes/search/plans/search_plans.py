@@ -168,6 +168,7 @@ class Search:
         for bound, i, one in self.candidates:
             if not accept(one):
                 continue
+            # No further candidate costs less than ``bound``: cheaper ones are final.
             while ready and ready[0][0] <= bound:
                 yield heapq.heappop(ready)[3]
             each = self.estimate(one)

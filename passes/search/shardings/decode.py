@@ -48,7 +48,7 @@ def shortest_plan(
     plans = list(_with_scatters(plan, choices, axes, values))
     found = [_pinned(each, choices, axes, values) for each in plans]
     best = min(found, key=lambda each: len(each.values))
-    best = Plan.parse(str(best))
+    best = Plan.parse(str(best))  # the check is of what the text says, patterns included
     _check(best, choices, values.graph)
     return best
 

@@ -60,6 +60,7 @@ def condition(
     began = time.perf_counter()
     net = drop_dead_ends(network(problem))
     bound, best = lower_bound(net, choose_order(net).variables, BOUND_TABLE)
+    # A generator of its own: the caller's random numbers neither change nor matter.
     source, near = random.Random(seed), neighbours(net.scopes, len(net.kept))
     least, since, drawn = math.inf, 0, 0
     fixed: list[int] = []

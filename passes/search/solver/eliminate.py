@@ -62,6 +62,7 @@ def eliminate(
     began = time.perf_counter()
     net = network(problem)
     order = choose_order(net)
+    # Looking for dead ends takes time: only where elimination takes longer, or is too wide.
     worth = order.cells > _DEAD_END_CELLS * net.sharing() * len(net.store)
     if worth or order.cells > max_cells or order.largest > max_table:
         net = drop_dead_ends(net)
