@@ -46,12 +46,10 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step."""
         return sum(self.seconds.values())
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the fullest rank at its peak."""
         return sum(self.bytes.values())
 
 
@@ -73,11 +71,7 @@ class UnitTimes:
 
 
 class Estimator:
-    """Estimates candidates of one scaling model (one preset word, one recomputation) on one
-    topology.
-
-    ``optimizer`` gives the bytes of optimizer states.
-    """
+    """Estimates candidates of one scaling model (one preset, one recomputation) on one topology."""
 
     def __init__(self, profile: ScalingModel, topology: Topology, optimizer: str = "adamw") -> None:
         self.profile, self.topology = profile, topology
@@ -116,9 +110,8 @@ class Estimator:
         return Estimate(seconds, *self._bytes(one, stages, places))
 
     def bound_s(self, one: Candidate) -> float:
-        """A lower bound on the estimate: perfectly even stages, no transfers of weights.
-
-        Where devices differ, each unit runs on its fastest device.
+        """A lower bound on the estimate: perfectly even stages, no transfers of weights, and each
+        unit on the fastest of differing devices.
         """
         mesh, chain = one.mesh(self.topology), list(self.profile.chain)
         places = [mesh.at_place(at) for at in range(one.pp if self.topology.is_mixed else 1)]
@@ -132,9 +125,8 @@ class Estimator:
         return (busy + ramp) * self._share(busy / (busy + ramp))
 
     def _share(self, busy: float) -> float:
-        """The factor on work measured with all ranks busy, if only the share ``busy`` of them is.
-
-        Ranks on shared hardware run faster while others idle (``stage_cost.sharing_costs``).
+        """The factor on work measured with all ranks busy, if only the share ``busy`` of them is:
+        ranks on shared hardware run faster while others idle (``stage_cost.sharing_costs``).
         """
         return max(1 / self.topology.sharing, busy)
 
@@ -201,9 +193,7 @@ class Estimator:
     def _beside_messages_s(
         self, one: Candidate, mesh: Mesh, units: Sequence[int], phases_s: Floats
     ) -> float:
-        """Seconds that one microbatch's forward and backward lose to messages beside them.
-
-        Four messages contend with the computing, and stages wait for each other by ``skew``
+        """Seconds that one microbatch's forward and backward lose to the four messages beside them
         (``stage_cost.with_send_costs``).
         """
         pieces = one.data_ranks * one.microbatches
@@ -261,10 +251,8 @@ class Estimator:
         return self.topology.contention * max(0.0, hidden_s)
 
     def _adding_s(self, one: Candidate, mesh: Mesh, units: Sequence[int]) -> float:
-        """Seconds to add a microbatch's gradients to those of earlier microbatches.
-
-        A matrix product reads the old gradient as it writes the new one. Other gradients, and the
-        shards that a reduce-scatter brings, take an addition each.
+        """Seconds to add a microbatch's gradients to those of earlier microbatches: matrix products
+        read the old gradient, other gradients and scattered shards take an addition each.
         """
         if one.microbatches * one.pp == 1:
             return 0.0
@@ -317,10 +305,7 @@ class Estimator:
     def _optimizer_s(
         self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
     ) -> float:
-        """Seconds of the optimizer on the slowest stage: memory traffic alone.
-
-        Parameters, gradients and states are read, parameters and states written.
-        """
+        """Seconds to read parameters, gradients and states and to write parameters and states."""
         traffic = (3 + 2 * self.copies) / self._sharded(one)
         moved = [traffic * self._weights(one, units) for units in stages]
         devices = [places[rank].hardware.device for rank in one.rank_of]
@@ -356,10 +341,8 @@ class Estimator:
     def _backward_bytes(
         self, one: Candidate, units: Sequence[int], others: float, has_loss: bool
     ) -> Iterator[dict[str, float]]:
-        """The bytes live while the backward of each unit runs, with ``others`` further microbatches
-        in flight.
-
-        From unit to unit there are fewer saved activations and more gradients.
+        """Bytes live while the backward of each unit runs, with ``others`` microbatches in flight
+        beside it: fewer saved activations and more gradients from unit to unit.
         """
         pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
         gathers = one.data == "fsdp" and sharded > 1
@@ -378,10 +361,8 @@ class Estimator:
 
 
 def _around(sizes: Sequence[float], at: int) -> float:
-    """Bytes of unsharded weights and gradients under FSDP while the backward of unit ``at`` runs.
-
-    Weights: those of the unit, and of the next one, which are being gathered. Gradients: those of
-    the unit, and of the two before, which are being reduced.
+    """Bytes of unsharded tensors under FSDP while the backward of unit ``at`` runs: weights of the
+    unit and the next one (being gathered), gradients of the unit and the last two (being reduced).
     """
     return 2 * sizes[at] + sum(sizes[max(0, at - 1) : at]) + sum(sizes[at + 1 : at + 3])
 
