@@ -27,5 +27,5 @@ def read_once() -> Iterator[None]:
             known[key] = graph, scaling_models_of(graph, words, ways, table)
         return dict(known[key][1])
 
-    with patch("partc.passes.search.plans.choose_plan.profiles_of", once):
+    with patch("partc.passes.search.plans.choose_plan.scaling_models_of", once):
         yield

@@ -1,5 +1,6 @@
-"""Recorded graph to canonical joint graph: the few forms that rules, passes and printing know.
+"""Rewrites of the traced graph into fewer kinds of calls, which sharding rules and passes know.
 
-In: the graph of one device as recorded. Out: the same graph without in-place ops, in fewer kinds of
-calls. Start: `canonicalize.py`, the ordered list. Never: a mesh or a plan: nothing is cut here yet.
+In: the training step of one device as traced. Out: a graph of the same step without in-place ops,
+in canonical calls (`sum` and `div` for `mean`). Start: `canonicalize.py` lists the passes in order.
+Never: a mesh or a plan, as no tensor is sharded yet.
 """

@@ -23,11 +23,13 @@ def cancel_transposes(graph: Graph) -> None:
 
 
 def _cancel(node: fx.Node) -> None:
+    """Simplify one transpose by the call that it reads."""
     inner: Any = node.args[0]
     if is_call(inner, *SWAPS):
         source: Any = inner.args[0]
         dims = [_order(inner)[d] for d in _order(node)]
         replace_by(node, _permuted(node, source, dims))
+    # Only if nothing else reads the product: otherwise it would be computed twice.
     elif is_call(inner, aten.mm.default) and _order(node) == [1, 0] and len(inner.users) == 1:
         left, right = (_permuted(inner, operand, [1, 0]) for operand in inner.args)
         replace_by(node, call_before(inner, aten.mm.default, right, left))
@@ -36,7 +38,7 @@ def _cancel(node: fx.Node) -> None:
 
 
 def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
-    """``source`` with its dims in this order, through the plainest op that does it."""
+    """``source`` with its dims in the order ``dims``, by ``t``, ``transpose`` or ``permute``."""
     if dims == sorted(dims):
         return source
     if is_call(source, *SWAPS):
@@ -51,7 +53,7 @@ def _permuted(where: fx.Node, source: fx.Node, dims: list[int]) -> fx.Node:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """For each dim of the result the dim of the argument that it shows."""
+    """Per dim of the result the argument's dim: ``transpose(x, 0, 2)`` of 3 dims -> [2, 1, 0]."""
     rank = len(shape_of(node))
     order = list(range(rank))
     if node.target == aten.permute.default:

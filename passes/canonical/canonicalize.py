@@ -1,4 +1,4 @@
-"""Bring a traced graph into the canonical form that rules, passes and emitter know."""
+"""Rewrite a traced graph in the canonical calls that sharding rules, passes and printing know."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ JOINT = "joint graph"
 
 
 def name_calls(graph: Graph) -> None:
-    """Name every call after its op, and look that the graph is in order."""
+    """Name every call after its op (``mul``, ``mul_1``), and check the graph with fx's lint."""
     rename_calls(graph)
     graph.fx.lint()
 
 
+# The order matters: a pass finds its pattern only in the form that earlier passes leave behind
+# (``fold_linear`` knows ``reshape`` alone, which ``drop_noops`` writes for every view). Two passes
+# stand twice, as later passes leave new work for them.
 CANONICAL = (
     Pass(open_strides, JOINT, "strides of a whole tensor mean nothing for its pieces; shapes do"),
     Pass(merge_draws, JOINT, "a checkpoint's replayed random draw is the first draw"),
@@ -82,6 +85,6 @@ CANONICAL = (
 
 
 def canonicalize(graph: Graph) -> None:
-    """Apply the passes in order; the graph computes what it did."""
+    """Run the passes of ``CANONICAL`` in order, in place; the graph's results stay the same."""
     for each in CANONICAL:
         each.run(graph)

@@ -1,4 +1,4 @@
-"""Write custom ops as the torch ops they are made of: programs import nothing but torch."""
+"""Replace custom ops by the torch ops that implement them, as programs import only torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ OWN = ("aten", "prims", "prim")
 
 
 def decompose_custom_ops(graph: Graph) -> None:
-    """``mylib.scale(x, 2)`` becomes what its Python implementation does on fake tensors."""
+    """``mylib.scale(x, 2)`` becomes the torch ops that tracing its Python implementation shows.
+
+    TraceError for an op without a Python implementation, or with one that cannot be traced.
+    """
     for node in list(graph.calls()):
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target.namespace not in OWN:
@@ -26,7 +29,7 @@ def decompose_custom_ops(graph: Graph) -> None:
 
 
 def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
-    """The graph of the op's implementation; its placeholders are the node's tensor arguments."""
+    """Trace the op's implementation; the placeholders stand for the node's tensor arguments."""
     definition = OPDEFS.get(target._schema.name)
     if definition is None:
         raise _refusal(node, "its implementation is not Python code that torch.library knows")
@@ -44,7 +47,7 @@ def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
 
 
 def _splice(node: fx.Node, body: fx.Graph) -> None:
-    """Put the nodes of ``body`` in place of one call."""
+    """Replace the call ``node`` by the nodes of ``body``."""
     inputs = dict(
         zip([n for n in body.nodes if n.op == "placeholder"], node.all_input_nodes, strict=True)
     )

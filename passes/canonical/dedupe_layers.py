@@ -1,12 +1,11 @@
-"""Leave out the middle of long stacks of equal blocks: what one of them computes, all do.
+"""Drop the middle of long stacks of equal blocks; the first and last block of each stack stay.
 
-A block is read by its neighbours alone. If the blocks of a span compute the same of their
-neighbours' values, of parameters of their own and of values from outside, then what holds of the
-first and the last as each other's neighbours holds of all between them, by induction. So the span's
-ends stay, beside what stands before and behind them, and every later step of a compile takes as
-long for 126 layers as for 4. The printed loop runs over all of them again.
+Blocks are equal if they compute the same calls from their neighbours' values, their own parameters
+and values outside of the stack. If in addition only its neighbours read a block, then a property of
+the first and the last block as neighbours holds of every block between them, by induction. Every
+later pass then takes as long for 126 layers as for 4. The printed loop runs over all layers again.
 
-In: a functional joint graph. Out: the same with fewer blocks, and in ``folds`` what was left out.
+In: a functional joint graph. Out: the graph with fewer blocks; ``folds`` lists the dropped blocks.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from partc.plan import Plan
 
 
 class Unfolded(Exception):
-    """Something tells blocks apart that a fold takes for equal: compile them all."""
+    """Blocks that were dropped as equal differ after all; compile again with every block."""
 
 
-FEWEST = 3  # blocks that a fold is worth it for
+FEWEST = 3  # steps from the first to the last block of a span: with fewer too little is dropped
 
 
 def dedupe_layers(graph: Graph, skipped: Sequence[RepeatedBlocks] = ()) -> None:
-    """Fold every list of blocks whose middle ones are equal; ``graph.folds`` says which.
+    """Drop the middle of every stack of equal blocks, in place, and list it in ``graph.folds``.
 
-    Blocks that were ``skipped`` when the graph was traced are left out already; Unfolded if those
-    around them are not equal after all.
+    ``skipped`` are blocks that were not even traced. Unfolded if the blocks around them differ.
     """
     for path, blocks in _lists(graph, skipped).items():
         for first, last in _equal_spans(graph, blocks):
@@ -50,8 +48,9 @@ def dedupe_layers(graph: Graph, skipped: Sequence[RepeatedBlocks] = ()) -> None:
 
 
 def confirm(graph: Graph, kept: TracedStages) -> None:
-    """Set ``folds`` and ``kept`` of a graph that was traced so; Unfolded if blocks around those
-    left out are not equal after all.
+    """Set ``folds`` and ``kept`` of a graph that was traced without the blocks ``kept.left_out``.
+
+    Unfolded if the blocks around the left-out ones differ.
     """
     for path, blocks in _lists(graph, kept.left_out).items():
         spans = _equal_spans(graph, blocks)
@@ -63,7 +62,10 @@ def confirm(graph: Graph, kept: TracedStages) -> None:
 
 
 def check_plan(graph: Graph, plan: Plan) -> None:
-    """Raise Unfolded unless the plan's text says of blocks left out what it says of their like."""
+    """Raise Unfolded if the plan, read back from text, shards a dropped block otherwise than the
+    block that stands for it.
+    """
+    # As read back: the text has patterns (``h.*.w``), which dropped blocks then follow.
     written = Plan.parse(str(plan))
     for fold in graph.folds:
         for name in graph.params:
@@ -84,7 +86,7 @@ Place = tuple[str, int]  # phase, and position among the block's calls of that p
 
 @dataclass
 class _Block:
-    """One member of a list: its calls by phase in order, its own parameters and buffers."""
+    """One member of a list of modules: its calls by phase, and its own parameters and buffers."""
 
     prefix: str
     index: int
@@ -99,9 +101,10 @@ class _Block:
 
 
 def _lists(graph: Graph, skipped: Sequence[RepeatedBlocks]) -> dict[str, dict[int, _Block]]:
-    """Per list of modules (the outermost of each path) its members by place.
+    """Per list of modules (the outermost on each path) its blocks by place in the list.
 
-    That is their index, but that blocks around those skipped are next to each other.
+    The place is the block's index, less the number of skipped blocks before it: the blocks around
+    skipped ones count as neighbours.
     """
     found: dict[str, dict[int, _Block]] = {}
     for node in graph.fx.nodes:
@@ -118,7 +121,7 @@ def _lists(graph: Graph, skipped: Sequence[RepeatedBlocks]) -> dict[str, dict[in
 
 # equal blocks -------------------------------------------------------------------------------------
 def _equal_spans(graph: Graph, blocks: Mapping[int, _Block]) -> list[tuple[int, int]]:
-    """The longest spans of neighbours, first and last, of which all compute the same."""
+    """The longest runs of equal blocks, as the places of the first and last block of each."""
     signatures = _Signatures(graph, blocks)
     texts = {i: signatures.of(i) for i in blocks}
     spans: list[tuple[int, int]] = []
@@ -131,7 +134,10 @@ def _equal_spans(graph: Graph, blocks: Mapping[int, _Block]) -> list[tuple[int, 
 
 @dataclass
 class _Signatures:
-    """What blocks compute, free of which one it is: operands are called by where they stand."""
+    """Descriptions of blocks that are the same for equal blocks.
+
+    An operand is described by its block's offset (0, -1, 1) and its position there, not by name.
+    """
 
     graph: Graph
     blocks: Mapping[int, _Block]
@@ -147,7 +153,7 @@ class _Signatures:
             self.constants[name] = constant.dtype, tuple(constant.flatten().tolist())
 
     def of(self, index: int) -> Any:
-        """The calls of a block, what it owns, and the gradients and new buffers it gives."""
+        """The description of a block: its calls, its parameters, its gradients and new buffers."""
         block, near = self.blocks[index], self._near(index)
 
         def spelled(arg: Any) -> Any:
@@ -169,7 +175,7 @@ class _Signatures:
         return calls, tuple(near[n] for n in block.own), given
 
     def _near(self, index: int) -> dict[fx.Node, Any]:
-        """How a block calls its own values and those of its neighbours."""
+        """Descriptions of the values of a block and of its two neighbours, by node."""
         known: dict[fx.Node, Any] = {}
         for off in (0, -1, 1):
             if index + off in self.blocks:
@@ -178,12 +184,16 @@ class _Signatures:
         return known | {n: self._own(n, prefix) for n in self.blocks[index].own}
 
     def _own(self, node: fx.Node, prefix: str) -> Any:
-        """A parameter or buffer by its name in the block, its type and, where known, its values."""
+        """A parameter or buffer as its kind, its name in the block, its type and its values if
+        constant.
+        """
         known = value(node)
         return known.kind, known.name.removeprefix(prefix), self._constant(node)
 
     def _outside(self, node: fx.Node) -> Any:
-        """A value of no neighbour is itself; a constant is what it holds: each may have its own."""
+        """A value outside of the neighbours as its name; a constant as its values, since each block
+        may have its own copy.
+        """
         is_constant = node.op == "placeholder" and value(node).name in self.constants
         return self._constant(node) if is_constant else node.name
 
@@ -201,7 +211,10 @@ def _kind(fake: Any) -> Any:
 
 # leaving them out ---------------------------------------------------------------------------------
 def _is_closed(graph: Graph, blocks: Mapping[int, _Block], first: int, last: int) -> bool:
-    """Whether blocks inside of a span are read by their neighbours alone."""
+    """Whether only blocks of the span read the blocks between ``first`` and ``last``.
+
+    The step's outputs may read those blocks' own gradients and buffers.
+    """
     outputs = graph.outputs
     named: dict[fx.Node, list[str]] = defaultdict(list)
     for name, node in (*outputs.grads.items(), *outputs.buffers.items()):
@@ -220,7 +233,7 @@ def _is_closed(graph: Graph, blocks: Mapping[int, _Block], first: int, last: int
 
 
 def _leave_out(graph: Graph, blocks: Mapping[int, _Block], first: int, last: int) -> None:
-    """Join the neighbours of the blocks from ``first`` to ``last`` and erase these."""
+    """Erase the blocks from ``first`` to ``last``; the block behind then reads the one before."""
     _read_instead(blocks[last + 1], blocks[last], blocks[first - 1])
     _read_instead(blocks[first - 1], blocks[first], blocks[last + 1])
     gone = [blocks[i] for i in range(first, last + 1)]
@@ -232,7 +245,7 @@ def _leave_out(graph: Graph, blocks: Mapping[int, _Block], first: int, last: int
 
 
 def _read_instead(reader: _Block, old: _Block, new: _Block) -> None:
-    """Let a block read the values of one neighbour where it read those of another."""
+    """Let ``reader`` read the values of block ``new`` where it read those of block ``old``."""
     twin = {n: new.calls[phase][i] for n, (phase, i) in old.places().items()}
     for node in reader.nodes():
         node.args = fx.map_arg(node.args, lambda n: twin.get(n, n))

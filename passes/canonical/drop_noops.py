@@ -1,4 +1,4 @@
-"""Drop what changes no value: detach, clone, casts and views that change nothing, times one."""
+"""Drop calls whose result equals their argument: detach, clone, a cast to the same dtype, x * 1."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULTS = {"pin_memory": (None, False), "layout": (None, torch.strided), "non_b
 
 
 def drop_noops(graph: Graph) -> None:
-    """Read the argument instead of a call that hands it on; spell every flat view ``reshape``."""
+    """Replace a call without effect by its argument, and ``view`` and its like by ``reshape``."""
     for node in list(graph.calls()):
         if node.target in RESHAPES:
             node.target = aten.reshape.default
@@ -52,8 +52,9 @@ def drop_noops(graph: Graph) -> None:
 
 
 def _conjugate(node: fx.Node) -> None:
-    """Make a conjugate at once: torch's own is a view with a mark, which not all ops take. That of
-    a number is a number.
+    """``_conj(x) -> conj_physical(x)``: torch's lazy conjugate is a view that not all ops take.
+
+    The conjugate of a Python number is computed here.
     """
     node.target = aten.conj_physical.default
     of: Any = node.args[0]
@@ -80,7 +81,7 @@ def _hands_on(node: fx.Node) -> bool:
     if node.target in NEUTRAL:
         other = node.args[1]
         return not isinstance(other, fx.Node) and bool(other == NEUTRAL[node.target])
-    if node.target == aten.constant_pad_nd.default:  # what it adds in front it may cut off behind
+    if node.target == aten.constant_pad_nd.default:  # [1, -1] keeps the shape and moves the values
         return not any(node.args[1])  # type: ignore[arg-type]
     return _keeps_order(node)
 
@@ -98,7 +99,10 @@ def _keeps_order(node: fx.Node) -> bool:
 
 
 def _plain_kwargs(node: fx.Node) -> None:
-    """Leave out defaults, memory formats and the device: a program has one of its own."""
+    """Drop keyword arguments that are defaults, memory formats, and devices.
+
+    A printed program makes its tensors on the device of its rank.
+    """
     node.kwargs = {
         name: given
         for name, given in node.kwargs.items()

@@ -1,4 +1,4 @@
-"""Recognise the random mask of dropout: one op that can be told how its tensor is cut."""
+"""Replace the calls that make a dropout mask by one op, which knows how to draw a shard of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fold_dropout(graph: Graph) -> None:
 
 
 def _undoes_share(user: fx.Node, drawn: fx.Node) -> bool:
-    """Whether a reader divides a Bernoulli draw by its probability of a one."""
+    """Whether ``user`` divides the Bernoulli draw by its probability of a one, as dropout does."""
     kept: Any = drawn.args[1]
     if not is_call(user, *DIVISIONS) or user.args[0] is not drawn:
         return False
@@ -39,7 +39,7 @@ def _undoes_share(user: fx.Node, drawn: fx.Node) -> bool:
 
 
 def _shape_source(drawn: fx.Node) -> fx.Node:
-    """The tensor whose shape the mask was given, or the empty tensor it was drawn into."""
+    """The tensor with the mask's shape and dtype: the ``x`` of ``empty_like(x)`` if it has both."""
     empty: Any = drawn.args[0]
     if is_call(empty, *EMPTY):
         like: Any = empty.args[0]

@@ -1,7 +1,8 @@
-"""Fold flatten, matrix product, unflatten into one op on tensors with all their dims.
+"""Replace flatten, matrix product, unflatten by one op on tensors that keep all their dims.
 
-A linear layer on ``f32[8,64,I]`` is traced as view, addmm, view, and its backward as two such
-products and a sum over flattened rows. Cutting batch or sequence needs the dims that views hide.
+A linear layer on ``f32[8,64,I]`` is traced as view, addmm, view. Its backward is traced as two
+matrix products between views, and for the bias a sum over the flattened rows ``f32[512,O]``. To
+shard batch and sequence apart, ``linear`` must see them as two dims.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def fold_linear(graph: Graph) -> None:
 
 # products ------------------------------------------------------------------------------------
 def _fold_addmm(node: fx.Node) -> None:
-    """A linear with a bias, or a product and an addition where the weight lies the other way."""
+    """``addmm(b, x, t(w)) -> linear(x, w, b)``; without the transpose ``matmul(x, w) + b``."""
     bias, rows, right = (_node(a) for a in node.args)
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     plain = beta == 1 and alpha == 1 and len(shape_of(bias)) == 1
@@ -53,6 +54,7 @@ def _fold_addmm(node: fx.Node) -> None:
 
 
 def _fold_mm(node: fx.Node) -> None:
+    """``mm`` to ``weight_grad`` (backward, ``t`` on the left), ``linear`` or ``matmul``."""
     left, right = (_node(a) for a in node.args)
     if is_call(left, aten.t.default) and value(node).phase == "B":
         _fold_weight_grad(node, _node(left.args[0]), right)
@@ -65,7 +67,9 @@ def _fold_mm(node: fx.Node) -> None:
 
 
 def _fold_weight_grad(node: fx.Node, d_y: fx.Node, x: fx.Node) -> None:
-    """``mm(t(view(d_y)), view(x))`` without the views; a lone view moves to the other side."""
+    """``mm(t(view(d_y)), view(x)) -> weight_grad(d_y, x)``; if one operand alone was flattened, the
+    other one is given the same leading dims.
+    """
     sources = _flat_source(d_y), _flat_source(x)
     leads = {shape_of(s)[:-1] for s in sources if s is not None}
     if len(leads) == 1:
@@ -77,7 +81,7 @@ def _fold_weight_grad(node: fx.Node, d_y: fx.Node, x: fx.Node) -> None:
 
 
 def _fold_bmm(node: fx.Node) -> None:
-    """A batched product whose batch was several dims before both operands were flattened."""
+    """``bmm(view(a), view(b)) -> matmul(a, b)``, where views joined several batch dims to one."""
     operands = [_node(a) for a in node.args]
     sources = [_flat_source(operand, kept=2) for operand in operands]
     leads = {shape_of(s)[:-2] for s in sources if s is not None}
@@ -92,7 +96,7 @@ def _fold_bmm(node: fx.Node) -> None:
 
 
 def _fold_row_sum(node: fx.Node) -> None:
-    """The gradient of a bias: a sum over rows that were leading dims."""
+    """The gradient of a bias: ``sum(view(d_y), [0]) -> sum(d_y, [0, 1])`` for ``f32[8,64,O]``."""
     rows, dims = _node(node.args[0]), node.args[1]
     source = _flat_source(rows)
     if source is not None and dims == [0] and not node.kwargs:
@@ -102,7 +106,10 @@ def _fold_row_sum(node: fx.Node) -> None:
 
 # views ---------------------------------------------------------------------------------------
 def _flat_source(node: fx.Node, kept: int = 1) -> fx.Node | None:
-    """The tensor that a node flattens except for its last ``kept`` dims, None if it does not."""
+    """The tensor whose leading dims a node flattens to one, before its last ``kept`` dims.
+
+    None if the node is no such reshape.
+    """
     if not is_call(node, aten.reshape.default):
         return None
     source = _node(node.args[0])
@@ -112,7 +119,9 @@ def _flat_source(node: fx.Node, kept: int = 1) -> fx.Node | None:
 
 
 def _lifted(node: fx.Node, rows: fx.Node) -> fx.Node:
-    """The left operand of a product with the dims that it had before, or gets right after."""
+    """The left operand of a product with all its dims: those before it was flattened, or those that
+    the product's readers give the result.
+    """
     source = _flat_source(rows)
     if source is not None:
         return source
@@ -128,7 +137,7 @@ def _product_of(x: fx.Node) -> Any:
 
 
 def _put(node: fx.Node, new: fx.Node) -> None:
-    """Replace a node, in the node's own shape."""
+    """Replace ``node`` by ``new``, reshaped to the shape of ``node``."""
     if shape_of(new) != shape_of(node):
         flat = call_before(node, aten.reshape.default, new, list(shape_of(node)))
         node.replace_all_uses_with(flat)

@@ -1,4 +1,4 @@
-"""Replace attention masks that are known when compiling by ``is_causal=True``, or by nothing."""
+"""Replace attention masks that are constants by ``is_causal=True``, or drop them if all true."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IS_CAUSAL: dict[Any, int] = {  # attention op -> position of its is_causal argum
     aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
-LARGEST = 1 << 28  # elements that are worth computing while compiling
+LARGEST = 1 << 28  # elements; a larger mask would cost too much time and memory while compiling
 
 
 def fold_masks(graph: Graph) -> None:
@@ -33,7 +33,7 @@ def fold_masks(graph: Graph) -> None:
 
 
 def _fold(node: fx.Node, causal: bool) -> None:
-    """Drop the mask from one attention call."""
+    """Drop the mask from one attention call and set its ``is_causal``."""
     position = IS_CAUSAL[node.target]
     defaults = (0.0, False)  # dropout_p and is_causal, the last two before the keywords
     missing = position + 1 - len(node.args)
@@ -48,17 +48,21 @@ def _is_causal(node: fx.Node) -> bool:
     return len(node.args) > position and node.args[position] is True
 
 
-_SHOWN: dict[str, str | None] = {}  # by recipe: a model is traced more than once in a compile
+# Verdicts by recipe, for the whole process: a model is traced more than once in a compile.
+_SHOWN: dict[str, str | None] = {}
 
 
 class _Constants:
-    """What constant masks show: those that read no placeholder; equal ones are computed once."""
+    """Evaluates masks that read no placeholder; equal masks are evaluated once."""
 
     def __init__(self) -> None:
         self.known: dict[fx.Node, bool] = {}  # whether it is constant
 
     def shown(self, mask: fx.Node) -> str | None:
-        """ "all", "triangle" (up to the diagonal), or None where it is neither or unknown."""
+        """The positions that a mask shows: "all", "triangle" (causal), or None for any other mask.
+
+        None also for a mask that is no constant, or too large.
+        """
         steps = ancestors(mask)
         for step in steps:
             if step not in self.known:
@@ -77,18 +81,17 @@ class _Constants:
 
 
 def _recipe(steps: list[fx.Node]) -> str:
-    """How the last of these nodes is computed, free of names."""
+    """The calls as text with ``%i`` for node i: equal texts compute equal values."""
     place = {node: f"%{i}" for i, node in enumerate(steps)}
     calls = (fx.map_arg((n.args, n.kwargs), place.__getitem__) for n in steps)
     return "\n".join(f"{n.target} {call}" for n, call in zip(steps, calls, strict=True))
 
 
 def _evaluate(steps: list[fx.Node]) -> Tensor | None:
-    """The value of the last of these nodes, dims along which it is constant as one; None where
-    something on the way is too large.
+    """Compute the value of the last node; None where a value on the way is larger than LARGEST.
 
-    A mask is made by broadcasting: over the batch, where every row is like the first, it is
-    computed once.
+    A dim along which a value is constant is kept as size 1. Masks are broadcast over the batch and
+    the heads, so that pointwise ops then cost the triangle of one sample alone.
     """
     env: dict[fx.Node, Any] = {}
     for node in steps:
@@ -110,7 +113,7 @@ def _evaluate(steps: list[fx.Node]) -> Tensor | None:
 
 
 class _Expanded(dict[fx.Node, Any]):
-    """Values as large as they are in the graph."""
+    """The values of ``env``, each expanded from size-1 dims to its shape in the graph."""
 
     def __init__(self, env: dict[fx.Node, Any]) -> None:
         super().__init__()
@@ -122,24 +125,24 @@ class _Expanded(dict[fx.Node, Any]):
 
 
 def _elements(node: fx.Node) -> int:
-    """The most elements of what a call reads and makes."""
+    """The number of elements of the largest tensor among a call's operands and results."""
     fakes = [fake_of(n) for n in (node, *node.all_input_nodes)]
     return max(prod(fake.shape) for fake in fakes if isinstance(fake, Tensor))
 
 
 def _largest(node: fx.Node, env: dict[fx.Node, Any]) -> int:
-    """The elements of a pointwise call's result on operands as they are kept."""
+    """The number of elements of a pointwise call's result, on operands with size-1 dims kept."""
     shapes = [known.shape for n in node.all_input_nodes if isinstance(known := env[n], Tensor)]
     return prod(torch.broadcast_shapes(*shapes))
 
 
 def _aligned(known: Tensor, dims: int) -> Tensor:
-    """A tensor with ones before its shape, so that it has so many dims."""
+    """The tensor with leading dims of size 1 added up to ``dims`` dims."""
     return known.reshape((1,) * (dims - known.dim()) + known.shape)
 
 
 def _collapsed(known: Tensor) -> Tensor:
-    """The tensor with every dim along which it is constant cut to its first entry."""
+    """The tensor with size 1 in every dim along which it is constant."""
     for dim in range(known.dim()):
         if known.shape[dim] > 1:
             first = known.narrow(dim, 0, 1)
@@ -149,7 +152,10 @@ def _collapsed(known: Tensor) -> Tensor:
 
 
 def _verdict(mask: Tensor | None) -> str | None:
-    """Whether a mask lets look everywhere, or from each row up to the diagonal."""
+    """ "all" for a mask without effect, "triangle" for a causal mask, None for any other.
+
+    A float mask, which is added to the scores, must be 0 or at most the dtype's minimum everywhere.
+    """
     if mask is None:
         return None
     shown = mask

@@ -1,4 +1,4 @@
-"""Make tensors of a constant without the tensor that lends them its dtype."""
+"""Replace ``new_ones(x, ...)`` and its like by ``ones(..., dtype=...)``, which reads no tensor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FILLS = {
 
 
 def free_fills(graph: Graph) -> None:
-    """``positions.new_ones([4])`` becomes ``ones([4], dtype=i64)``: nobody reads the positions.
+    """``positions.new_ones([4])`` becomes ``ones([4], dtype=i64)``, which reads no positions.
 
-    Only of what follows from inputs alone. A fill like an activation stays where that is, and is
-    not made before the step begins.
+    Only where the tensor that lends its dtype is computed from the step's inputs alone. A fill like
+    an activation keeps its operand, so that it is not made, and kept, from the step's start on.
     """
     known = input_only(graph)
     for node in list(graph.calls()):

@@ -1,7 +1,8 @@
-"""Rewrite in-place ops as new values, views of what they change included.
+"""Replace in-place ops by out-of-place ops, also where a write goes through a view.
 
-In: a graph whose calls may write to their arguments. Out: one where every node is a value that
-never changes; what a changed buffer holds at the end stands in ``outputs.buffers``.
+In: a graph whose calls may write to their arguments (``y = x.t(); y.add_(1)``). Out: a graph whose
+values never change (``x2 = t(t(x) + 1)``, and later calls read ``x2`` for ``x``). The new value of
+a buffer that the step changes stands in ``outputs.buffers``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH_NORMS = (aten.native_batch_norm.default, aten._native_batch_norm_legit.def
 
 @dataclass
 class Memory:
-    """One piece of memory: the node with its present content, and how often it was written."""
+    """The memory of one base tensor: the node that now has its content, and the count of writes."""
 
     node: fx.Node
     version: int = 0
@@ -32,7 +33,10 @@ class Memory:
 
 @dataclass
 class View:
-    """How a node of the original graph looks at memory, and the node that shows its content now."""
+    """An original node as a view: ``steps`` lead from the base in ``memory`` to the node.
+
+    ``now`` is the new graph's node with the view's content when ``version`` writes had been made.
+    """
 
     memory: Memory
     steps: tuple[Step, ...]
@@ -42,13 +46,13 @@ class View:
 
 @dataclass
 class _Rewrite:
-    """The walk over one graph: what each original node looks at."""
+    """The walk over one graph, call by call; ``views`` has each original node as a view."""
 
     graph: Graph
     views: dict[fx.Node, View] = field(default_factory=dict)
 
     def read(self, node: fx.Node, where: fx.Node) -> fx.Node:
-        """The present content of an original node; a view of changed memory is taken anew."""
+        """The node with the present content of ``node``; after a write its view ops run again."""
         view = self.views[node]
         if view.version != view.memory.version:
             view.now = view.memory.node
@@ -58,9 +62,11 @@ class _Rewrite:
         return view.now
 
     def write(self, node: fx.Node, new: fx.Node, where: fx.Node) -> None:
-        """Let the memory behind ``node`` hold ``new`` where the node looks."""
+        """Write ``new`` through the view ``node``: the base becomes a new tensor with that part."""
         view = self.views[node]
         memory = view.memory
+        # Forward along the view ops to the tensor before each of them, then back: each op is undone
+        # on the tensor that it was applied to.
         bases, base = [], memory.node
         for step in view.steps:
             bases.append((step, base))
@@ -72,17 +78,18 @@ class _Rewrite:
         view.now, view.version = new, memory.version
 
     def look(self, node: fx.Node, at: fx.Node | None) -> None:
-        """Register a node: a view of what ``at`` looks at, or memory of its own."""
+        """Register ``node``: as a view of the base of ``at``, or (``at`` is None) as a new base."""
         if at is None:
             self.views[node] = View(Memory(node), (), node, 0)
             return
         seen = self.views[at]
+        # The tuple of a split is registered as a view too; a piece of it is one slice of the base.
         before = seen.steps[:-1] if node.target is operator.getitem else seen.steps
         self.views[node] = View(seen.memory, (*before, step_of(node)), node, seen.version)
 
 
 def functionalize(graph: Graph) -> None:
-    """``y = x.add_(1)`` becomes ``y = x + 1``, read from then on wherever x or a view of it was."""
+    """``y = x.add_(1)`` becomes ``y = x + 1``; later readers of ``x`` or its views read ``y``."""
     rewrite = _Rewrite(graph)
     for node in list(graph.fx.nodes):
         fx_args = fx.map_arg((node.args, node.kwargs), lambda n: rewrite.read(n, node))  # noqa: B023
@@ -102,13 +109,14 @@ def functionalize(graph: Graph) -> None:
 
 
 def _viewed(node: fx.Node, args: tuple[Any, ...]) -> fx.Node | None:
-    """The original argument whose memory a call shows, None if its result is fresh."""
+    """The argument that a call's result is a view of; None if the result has memory of its own."""
     if node.op != "call_function" or not args or not isinstance(args[0], fx.Node):
         return None
     if node.target is operator.getitem:
         parts = args[0]
         shows = _viewed(parts, parts.args) if parts.op == "call_function" else None
         return parts if shows is not None else None
+    # The schemas of these two do not say that the result shares the argument's memory.
     if node.target in (aten._unsafe_view.default, aten._reshape_alias.default):
         return args[0]
     schema = getattr(node.target, "_schema", None)
@@ -125,7 +133,7 @@ def _written(node: fx.Node) -> list[str]:
 
 # in-place ops --------------------------------------------------------------------------------
 def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: Any) -> None:
-    """Compute what an in-place op leaves in its first argument, and let later readers see it."""
+    """Replace ``x.mul_(y)`` by ``mul(x, y)``, which later readers of ``x`` and its views read."""
     target: Any = node.target
     changed = node.args[0]
     name = target._schema.name.removeprefix("aten::")
@@ -138,6 +146,8 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
     else:
         raise _refusal(node, f"{target} writes to {', '.join(written)}")
     assert isinstance(changed, fx.Node)
+    # An in-place op keeps the dtype and shape of the tensor it writes to; type promotion and
+    # broadcasting may give the out-of-place op others.
     if fake_of(new).dtype != old.dtype:
         new = call_before(node, aten._to_copy.default, new, dtype=old.dtype)
     if fake_of(new).shape != old.shape:
@@ -149,7 +159,7 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
 
 
 def _replace_restride(rewrite: _Rewrite, node: fx.Node) -> None:
-    """``x.t_()`` changes no memory: from now on ``x`` is another view of it."""
+    """``x.t_()`` changes no memory: from this call on ``x`` is the view ``t(x)`` of its base."""
     target, changed = _out_of_place(node), node.args[0]
     assert isinstance(changed, fx.Node)
     if target not in UNDO:
@@ -162,7 +172,10 @@ def _replace_restride(rewrite: _Rewrite, node: fx.Node) -> None:
 
 
 def _out_of_place(node: fx.Node) -> Any:
-    """The op that computes what an in-place op leaves behind."""
+    """The out-of-place overload of an in-place op: ``mul_.Tensor -> mul.Tensor``.
+
+    TraceError if torch has none.
+    """
     target: Any = node.target
     name = target._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(aten, name, None)
@@ -175,7 +188,7 @@ def _out_of_place(node: fx.Node) -> Any:
 
 
 def _same_arguments(packet: Any, target: Any) -> Any:
-    """The overload that takes what an in-place op takes: of ``transpose_``, ``transpose.int``."""
+    """The pure overload with the arguments of an in-place op: ``transpose_ -> transpose.int``."""
     wanted = _arguments(target)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
     pure = (each for each in overloads if not each._schema.is_mutable)
@@ -183,12 +196,12 @@ def _same_arguments(packet: Any, target: Any) -> Any:
 
 
 def _arguments(target: Any) -> list[tuple[str, str]]:
-    """Names and types of what an op reads, whether it is written or not."""
+    """Names and types of an op's arguments, without ``out``."""
     return [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
 
 
 def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:
-    """The call that computes what an in-place op would leave behind."""
+    """Write the out-of-place call for ``name`` (``copy``, ``add``); some names need another op."""
     (self, *rest), kwargs = args
     target: Any = node.target
     if name == "copy":
@@ -205,7 +218,9 @@ def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:
 
 
 def _open_batch_norm(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:
-    """Let a training batch norm return its new statistics beside its result."""
+    """Replace a training batch norm by the functional op, which returns its new running statistics
+    instead of writing them into its buffers.
+    """
     (x, weight, bias, mean, var, training, momentum, eps), original = args[0], node.args
     functional = aten._native_batch_norm_legit_functional.default
     if not training or mean is None:
@@ -222,7 +237,7 @@ def _open_batch_norm(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:
 
 # results -------------------------------------------------------------------------------------
 def _keep_changes(graph: Graph, rewrite: _Rewrite) -> None:
-    """Outputs name only the buffers that the step changes; other placeholders must not change."""
+    """Write the changed buffers into the outputs; TraceError if a parameter or input changed."""
     for node in graph.fx.nodes:
         if node.op == "placeholder" and value(node).kind != "buffer":
             _refuse_if_written(node, rewrite)

@@ -1,5 +1,7 @@
-"""What each row picks from itself is gathered: ``scores[arange(8), last]`` looks at each sample
-alone, as ``gather`` does, which rules know how to cut. An index in front reads the whole batch.
+"""Replace an index that picks elements of each row by ``gather``: ``scores[arange(8), last]``.
+
+Row i of the result depends on row i of ``scores`` alone. ``gather`` shows this to the sharding
+rules, which then shard the batch; ``index`` could read any row of the batch.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from partc.graph.graph_edits import call_before, drop_dead, replace_by
 aten = torch.ops.aten
 WHOLE_NUMBERS = (torch.int32, torch.int64)
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-Known = dict[tuple[fx.Node, tuple[int, ...]], fx.Node]  # by index and what it is of
+Known = dict[tuple[fx.Node, tuple[int, ...]], fx.Node]  # by index and the indexed tensor's shape
 
 
 def index_rows(graph: Graph) -> None:
-    """``x[arange(n), i]`` becomes ``gather``, a write there ``scatter``, a sum ``scatter_add``."""
-    known: Known = {}
+    """``x[arange(n), i]`` becomes ``gather``; a write there ``scatter``, or ``scatter_add``."""
+    known: Known = {}  # forward and backward use one index: its gather form is written once
     for node in list(graph.calls()):
         if is_call(node, aten.index.Tensor, aten._unsafe_index.Tensor):
             _read(node, known)
@@ -39,6 +41,7 @@ def _read(node: fx.Node, known: Known) -> None:
 
 
 def _write(node: fx.Node, known: Known) -> None:
+    """Replace one ``index_put`` of such an index by ``scatter`` or ``scatter_add``."""
     arguments: tuple[Any, ...] = node.args
     x, indices, given = arguments[:3]
     places = _places(node, x, known)
@@ -54,7 +57,7 @@ def _write(node: fx.Node, known: Known) -> None:
 
 
 def _places(node: fx.Node, x: Any, known: Known) -> fx.Node | None:
-    """Which element of dim 1 each row wants, for every element behind; None of another index."""
+    """The index of ``x[arange(n), i]`` as ``gather`` reads it; None for any other index."""
     indices: Any = node.args[1]
     if len(indices) != 2 or not all(isinstance(each, fx.Node) for each in indices):
         return None
@@ -69,7 +72,7 @@ def _places(node: fx.Node, x: Any, known: Known) -> fx.Node | None:
 
 
 def _listed(node: fx.Node, wanted: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
-    """Those places as ``gather`` wants them: counted from the front, in the shape of the result."""
+    """``wanted`` as the index of ``gather``: no negative places, expanded to the result's shape."""
     below = call_before(node, aten.lt.Scalar, wanted, 0)  # -1 is the last one
     from_end = call_before(node, aten.add.Scalar, wanted, sizes[1])
     wanted = call_before(node, aten.where.self, below, from_end, wanted)
@@ -80,7 +83,7 @@ def _listed(node: fx.Node, wanted: fx.Node, sizes: tuple[int, ...]) -> fx.Node:
 
 
 def _counts(node: Any, num: int, rank: int) -> bool:
-    """Whether these are 0, 1, ... along the first of so many dims, and alike along the others."""
+    """Whether a tensor is ``arange(num)`` as a column of ``rank`` dims: ``i64[num,1,...]``."""
     if shape_of(node) != (num,) + (1,) * (rank - 1):
         return False
     while is_call(node, aten.unsqueeze.default, aten.reshape.default, aten._to_copy.default):

@@ -1,4 +1,4 @@
-"""Pieces written side by side into one tensor until it is full are their ``cat``."""
+"""Replace slice writes that together fill a tensor by the ``cat`` of the written pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def join_scatters(graph: Graph) -> None:
 
 
 def _pieces(node: fx.Node) -> tuple[list[fx.Node], int]:
-    """The pieces that fill the tensor, in order; none if they leave a gap or cross each other."""
+    """The pieces along the dim in order, and the dim; no pieces if they leave a gap or overlap."""
     dim, written = _span(node)[0], []
     at: Any = node
     while is_call(at, slice_scatter) and _span(at)[0] == dim and _span(at)[3] == 1:
@@ -39,7 +39,7 @@ def _pieces(node: fx.Node) -> tuple[list[fx.Node], int]:
 
 
 def _span(node: fx.Node) -> tuple[int, int, int, int]:
-    """The dim, start, end and step of a slice_scatter."""
+    """The dim, start, end and step of a slice_scatter, counted from the front."""
     given: Any = [*node.args[2:], *[None] * 4][:4]
     defaults = (0, 0, 1 << 62, 1)
     dim, start, end, step = (d if g is None else g for g, d in zip(given, defaults, strict=True))

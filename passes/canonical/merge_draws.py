@@ -1,4 +1,8 @@
-"""Let a replayed random draw (recomputation in a checkpoint) be the first draw itself."""
+"""Replace the random draw that a recomputation replays by the forward's draw of the same numbers.
+
+``torch.utils.checkpoint`` restores the generator's state, so its recomputation draws the same mask
+a second time. One value for both lets later passes decide what is kept and what is recomputed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ FILLS = (  # random ops that read nothing but the shape of a tensor argument
 
 
 def merge_draws(graph: Graph) -> None:
-    """Draws from one state of the generator, of one kind and shape, become one value."""
+    """Merge draws with the same generator state, op, arguments, shape and dtype into one value."""
     first: dict[Any, fx.Node] = {}
     for node in list(graph.calls()):
         if node.target not in FILLS or not draw_of(node):

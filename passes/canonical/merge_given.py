@@ -1,7 +1,8 @@
-"""Compute what follows from the step's inputs alone once: masks, positions, scalars.
+"""Compute values that depend on the step's inputs alone (masks, positions, scalars) only once.
 
-Blocks that each make the same mask from the same positions come to read one, which then stands in
-none of them. What the backward computes again on purpose stays its own.
+Blocks that each make the same mask from the same positions then read one mask, which belongs to
+none of the blocks. Forward and backward are merged apart: a mask that a checkpoint recomputes in
+the backward stays there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from partc.graph.input_only import input_only
 
 
 def merge_given(graph: Graph) -> None:
-    """Equal calls on equal operands become one, if these follow from inputs and constants."""
+    """Merge equal calls on equal operands that depend on inputs and constants alone, in place."""
     known = input_only(graph)
     first: dict[str, fx.Node] = {}
     path: dict[fx.Node, str] = {}  # the module that a value now stands in
@@ -30,8 +31,10 @@ def merge_given(graph: Graph) -> None:
 
 
 def _is_filled_later(node: fx.Node, known: set[fx.Node]) -> bool:
-    """Whether a call makes a tensor of constants for others to write into: it is as cheap to make
-    again as to keep."""
+    """Whether a call fills a tensor (``zeros([512])``) that calls on activations then read.
+
+    To fill such a tensor again is as cheap as to keep it, so it is not merged.
+    """
     is_small = is_tensor(node) and fake_of(node).numel() == 1
     return not tensor_args(node) and not is_small and not known.issuperset(node.users)
 
@@ -41,7 +44,7 @@ def _text(node: fx.Node) -> str:
 
 
 def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
-    """Let values, and what they are made of, stand in no block that is not all their readers'."""
+    """Move merged values, and their operands, out of the blocks that not all readers are in."""
     lifted: dict[fx.Node, Value] = {}
     for node in reversed(list(graph.calls())):
         before = value(node)
@@ -55,13 +58,18 @@ def _lift(graph: Graph, path: dict[fx.Node, str]) -> None:
                 path[operand] = _outside(own, path[node])
     left = {(value(n).module, value(n).source) for n in graph.calls()}
     for node, before in lifted.items():
-        if (before.module, before.source) in left:  # the line's result is what stays in the block
+        # Where other calls of the line stay in the block, its text describes their result: a moved
+        # value keeps only the place, ``model.py:7``.
+        if (before.module, before.source) in left:
             update(node, source=before.source.partition(": ")[0])
     _put_in_front(graph, {n: lifted[n].module for n in reversed(lifted)})
 
 
 def _put_in_front(graph: Graph, lifted: dict[fx.Node, str]) -> None:
-    """Compute what stood in a block (its path) before the first block of its list begins."""
+    """Move values that were in a block before the first call of any block of the same list.
+
+    ``lifted`` has the path of each value's former block.
+    """
     begin: dict[tuple[str, str], fx.Node] = {}
     for node in graph.calls():
         for path in _lists(value(node).module):
@@ -76,13 +84,13 @@ def _put_in_front(graph: Graph, lifted: dict[fx.Node, str]) -> None:
 
 
 def _lists(path: str) -> list[str]:
-    """The lists of modules that a path leads through: ``h`` and ``h.0.experts``."""
+    """The lists of modules on a path: ``h.0.experts.1`` gives ``h`` and ``h.0.experts``."""
     parts = path.split(".")
     return [".".join(parts[:i]) for i, part in enumerate(parts) if part.isdigit()]
 
 
 def _outside(path: str, other: str) -> str:
-    """A module, or what holds the list of blocks if it stands in one that the other does not.
+    """The innermost module around ``path`` that is in no block which ``other`` is not in.
 
     >>> _outside("model.layers.0.attn", "model.layers.1.attn")
     'model'

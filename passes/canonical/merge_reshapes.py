@@ -1,4 +1,4 @@
-"""Two reshapes in a row are one, or none."""
+"""Merge consecutive reshapes into one, or drop them where the shape ends as it began."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute on small tensors before they are expanded, and let ops broadcast by themselves."""
+"""Compute on tensors before they are expanded, and leave out an expand that broadcasting does."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def narrow_expands(graph: Graph) -> None:
 
 
 def _expand_after(node: fx.Node, expanded: Any) -> None:
-    """Move an op on one tensor in front of the expansion."""
+    """``op(expand(x)) -> expand(op(x))`` for an op on one tensor."""
     small = tuple(a.args[0] if a is expanded else a for a in node.args)
     result = call_before(node, node.target, *small, **node.kwargs)
     replace_by(node, call_before(node, aten.expand.default, result, list(shape_of(node))))
 
 
 def _broadcast(node: fx.Node) -> None:
-    """Read what was expanded where the other operand alone gives the result its shape."""
+    """``op(expand(x), y) -> op(x, y)`` where ``y`` alone has the shape of the result."""
     for i, operand in enumerate(node.args[:2]):
         other: Any = node.args[1 - i]
         if not is_call(operand, aten.expand.default) or shape_of(other) != shape_of(node):

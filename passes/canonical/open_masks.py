@@ -1,5 +1,6 @@
-"""Write ``x[mask] = 1.5`` as a choice between two values: unlike places in order of the mask's true
-elements, it may be cut.
+"""Replace ``x[mask] = 1.5`` by ``where(mask, 1.5, x)``, which can be sharded like any pointwise op.
+
+torch writes ``x[mask] = values`` as a list of places, whose length depends on the data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def open_masks(graph: Graph) -> None:
 
 
 def _open(node: fx.Node, x: Any, indices: Any, values: Any, accumulate: Any = False) -> None:
-    """Rewrite a call that writes one number wherever a mask over the leading dims says so."""
+    """Rewrite one call, if it writes a single number where a mask over the leading dims is true."""
     mask = indices[0]
     if len(indices) > 1 or fake_of(mask).dtype not in MASKS:
         return

@@ -1,6 +1,7 @@
-"""Write means as a sum divided by a count, and mean losses likewise, backward included.
+"""Replace means, and losses with ``reduction="mean"``, by a sum and a division by the count.
 
-A sum over a dim that is cut is finished by adding what the ranks have; a mean is not.
+Ranks that each have a shard can add their sums (``{U:tp}``, then an all-reduce); adding their means
+would be wrong. The backward of these losses is rewritten too.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def open_means(graph: Graph) -> None:
 
 
 def _open_mean(node: fx.Node) -> None:
-    """Half precision is summed in float32, as the mean kernel does, so that nothing overflows."""
+    """``mean(x, dims) -> sum(x, dims) / count``; half precision is summed in float32.
+
+    torch's mean kernel does so too: a float16 sum of many elements would overflow.
+    """
     source: Any = node.args[0]
     shape = shape_of(source)
     dims, keep = (
@@ -70,7 +74,10 @@ def _open_mean(node: fx.Node) -> None:
 
 
 def _open_nll(node: fx.Node) -> None:
-    """The loss is divided by the weight of all targets that count, its second result."""
+    """``nll_loss(mean) -> nll_loss(sum)[0] / nll_loss(sum)[1]``.
+
+    The second result is the number of targets that are not ignored, or the sum of their weights.
+    """
     scores, targets, weight, reduction, ignored = node.args
     if reduction != MEAN:
         return
@@ -110,7 +117,7 @@ def _open_loss_backward(node: fx.Node) -> None:
 
 
 def _with_sum(args: Sequence[Any], position: int) -> tuple[Any, ...]:
-    """The arguments with the reduction set; before it a weight may have been left out."""
+    """The arguments with reduction "sum"; optional arguments before it are filled up with None."""
     before = [*args[:position], *[None] * (position - len(args))]
     return (*before, SUM, *args[position + 1 :])
 

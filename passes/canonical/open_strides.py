@@ -1,6 +1,6 @@
-"""Write ``as_strided`` as a reshape, or as nothing, where it only says how dense memory is read.
+"""Replace ``as_strided`` by ``reshape``, or drop it, where it reads dense memory in its order.
 
-Strides of a whole tensor mean nothing for its pieces; shapes do.
+The strides of a whole tensor are wrong for a shard of it; a shape can be made local.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def open_strides(graph: Graph) -> None:
 
 
 def _view(node: fx.Node, first: int) -> tuple[Sequence[int], Sequence[int], int]:
-    """The size, stride and offset arguments of a call."""
+    """The size, stride and offset of a call, whose size is its argument ``first``."""
     given: Any = node.args[first:]
     size, stride, *offset = given
     return size, stride, (offset or [0])[0] or 0
 
 
 def _reads_all(source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> bool:
-    """Whether a strided view shows every element of dense memory once and in its order."""
+    """Whether a strided view reads every element of dense ``source`` once, in memory order."""
     same = tuple(size) == source.shape and _steps(size, stride) == _steps(size, source.stride())
     flat = source.is_contiguous() and _steps(size, stride) == _steps(size, _dense(size))
     return offset == 0 and (same or (flat and torch.Size(size).numel() == source.numel()))
 
 
 def _steps(size: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The strides of dims that have more than one element."""
+    """The strides of the dims with more than one element; the other strides are never used."""
     return [step for length, step in zip(size, stride, strict=True) if length != 1]
 
 

@@ -1,4 +1,4 @@
-"""Write the backward of a slice as padding, and two that complete each other as one ``cat``."""
+"""Replace the backward of a slice by padding, and the sum of two that fill a dim by ``cat``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ slice_backward = aten.slice_backward.default
 
 
 def pad_slices(graph: Graph) -> None:
-    """``slice_backward(d, sizes, dim, start, end)`` becomes padding, free of other dims' sizes."""
+    """``slice_backward(d, sizes, dim, start, end)`` becomes ``constant_pad_nd(d, ...)``.
+
+    ``sizes`` has the whole shape, which a rank that holds a shard could not use; padding names the
+    sliced dim alone.
+    """
     for node in list(graph.calls()):
         if is_call(node, aten.add.Tensor) and not node.kwargs:
             _join(node)
@@ -27,7 +31,7 @@ def pad_slices(graph: Graph) -> None:
 
 
 def _join(node: fx.Node) -> None:
-    """The sum of two padded pieces that lie side by side and fill the dim is their ``cat``."""
+    """``slice_backward(a, ..., 0, 3) + slice_backward(b, ..., 3, 8) -> cat([a, b], dim)``."""
     parts: list[Any] = list(node.args)
     if not all(is_call(p, slice_backward) and p.args[5] == 1 for p in parts):
         return
@@ -49,7 +53,7 @@ def _pad(node: fx.Node) -> None:
 
 
 def _span(node: fx.Node) -> tuple[int, int, int]:
-    """The dim of a slice and where it starts and ends in it."""
+    """The dim of a slice, its start and its end, counted from the front."""
     dim, start, end = (int(a) for a in node.args[2:5])  # type: ignore[arg-type]
     shape = shape_of(node)
     dim %= len(shape)

@@ -1,4 +1,4 @@
-"""Sum without the dims that would be squeezed away at once."""
+"""Replace a sum with ``keepdim=True`` and a squeeze of the kept dims by a plain sum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def squeeze_sums(graph: Graph) -> None:
 
 
 def _kept_shape(total: fx.Node) -> tuple[int, ...]:
-    """The shape that the sum would have without the dims it sums over."""
+    """The shape of the sum with ``keepdim=False``."""
     shape, dims = shape_of(total), total.args[1]
     summed = {int(d) % len(shape) for d in dims}  # type: ignore[union-attr,arg-type]
     return tuple(size for d, size in enumerate(shape) if d not in summed)

@@ -1,8 +1,8 @@
-"""Rows that were sorted come back by the inverse of their order: they are read, never scattered.
+"""Replace scatters by a permutation with look-ups by the inverse permutation.
 
-A mixture of experts sorts tokens by expert and undoes it afterwards; autograd scatters the
-gradients of both. An order names every row once, so that each of these is a look-up: no zeros to
-add to, no additions of which only one counts.
+A mixture of experts sorts its tokens by expert and restores their order afterwards; autograd
+scatters the gradients of both. A permutation names every row once, so that
+``zeros[order] += rows`` is ``rows[inverse_order(order)]``: no zeros are made and nothing is added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 
 
 def unsort_rows(graph: Graph) -> None:
-    """Name inverse orders ``partc.ops.inverse_order``, and gather by them what was scattered."""
+    """Replace inverse permutations by ``partc.ops.inverse_order``, and scatters by look-ups."""
     for rewrite in (_name_inverse, _gather, _gather_sums):
         for node in list(graph.calls()):
             rewrite(node)
@@ -33,7 +33,7 @@ def unsort_rows(graph: Graph) -> None:
 
 
 def is_order(node: Any) -> bool:
-    """Whether a value names every place among so many rows once."""
+    """Whether a value is a permutation of row numbers: the indices of a sort, or an inverse."""
     if is_call(node, operator.getitem):
         return node.args[1] == 1 and is_call(node.args[0], *SORTS) and len(shape_of(node)) == 1
     if is_call(node, aten.argsort.default, aten.argsort.stable):
@@ -42,7 +42,7 @@ def is_order(node: Any) -> bool:
 
 
 def _name_inverse(node: Any) -> None:
-    """``empty[order] = arange`` and ``argsort(order)``."""
+    """``empty[order] = arange`` and ``argsort(order)`` become ``inverse_order(order)``."""
     if is_call(node, *SCATTERS):
         order, places = _only_index(node), node.args[2]
         counts = is_call(places, aten.arange.default) and len(places.args) == 1
@@ -55,7 +55,7 @@ def _name_inverse(node: Any) -> None:
 
 
 def _gather(node: fx.Node) -> None:
-    """``zeros[order] += rows`` is ``rows[inverse]``."""
+    """``zeros[order] += rows`` becomes ``rows[inverse]``."""
     order = _only_index(node)
     if is_order(order) and _adds_to_zeros(node, order) and shape_of(node)[:1] == shape_of(order):
         rows = node.args[2]
@@ -63,7 +63,10 @@ def _gather(node: fx.Node) -> None:
 
 
 def _gather_sums(node: fx.Node) -> None:
-    """``zeros[order // k] += rows`` is the sum over each ``k`` neighbours of ``rows[inverse]``."""
+    """``zeros[order // k] += rows`` becomes the sum of each ``k`` neighbours of ``rows[inverse]``.
+
+    With ``k`` experts per token, each token has ``k`` rows.
+    """
     found = quotient(_only_index(node))
     if found is None or not is_order(found[0]) or not _adds_to_zeros(node, found[0]):
         return
@@ -79,7 +82,7 @@ def _gather_sums(node: fx.Node) -> None:
 
 
 def _only_index(node: fx.Node) -> Any:
-    """The index of ``x[index] = values`` if it is alone and stands for the first dim."""
+    """The index of ``x[index] = values``; None for another call or for several indices."""
     if not is_call(node, *SCATTERS):
         return None
     indices: Any = node.args[1]
@@ -87,14 +90,14 @@ def _only_index(node: fx.Node) -> Any:
 
 
 def _adds_to_zeros(node: fx.Node, order: fx.Node) -> bool:
-    """Whether every entry of the result is a sum of given values alone, one row for each place."""
+    """Whether a scatter writes into zeros, one row of values per entry of ``order``."""
     base, _, rows = node.args[:3]
     one_each = (*shape_of(order), *shape_of(node)[1:])
     return isinstance(rows, fx.Node) and shape_of(rows) == one_each and is_call(base, *ZEROS)
 
 
 def inverse_of(order: fx.Node) -> fx.Node:
-    """The inverse of an order, which stands right after it where there was none yet."""
+    """The node with the inverse of ``order``; a new one is written right after ``order``."""
     if is_call(order, ops.inverse_order):
         return order.args[0]  # type: ignore[return-value]
     known = next((user for user in order.users if is_call(user, ops.inverse_order)), None)

@@ -1,4 +1,7 @@
-"""Views as steps: how each view op is undone, so that writing through a view writes its base."""
+"""View ops and their inverses: a write through a view becomes a new base tensor.
+
+``x[0] = y`` becomes ``x2 = select_scatter(x, y, 0, 0)``.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,21 @@ Undo = Callable[
 
 @dataclass(frozen=True)
 class Step:
-    """One view op and its arguments after the tensor it looks at."""
+    """One view op with the arguments that follow its tensor: ``t``, ``slice(dim, start, end)``."""
 
     target: Any
     rest: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def redo(self, where: fx.Node, base: fx.Node) -> fx.Node:
-        """The view of ``base``, computed right before ``where``."""
+        """Write this view op on ``base``, right before the node ``where``."""
         return call_before(where, self.target, base, *self.rest, **dict(self.kwargs))
 
     def undo(self, where: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
-        """``base`` with the part that this step shows replaced by ``new``."""
+        """Write the tensor that is ``new`` in the part of ``base`` that this view shows.
+
+        TraceError for a view op without an inverse.
+        """
         undo = UNDO.get(self.target)
         if undo is None:
             raise TraceError(
@@ -46,7 +52,9 @@ class Step:
 
 
 def step_of(node: fx.Node) -> Step:
-    """A view call as a step; a piece of a split as the slice or selection it is."""
+    """A view call as a Step; ``split(x, 3)[1]`` becomes one ``slice``, ``unbind(x)[1]`` a
+    ``select``.
+    """
     if node.args and isinstance(node.args[0], fx.Node) and _is_list_view(node.args[0]):
         return _piece(node.args[0], int(node.args[1]))  # type: ignore[arg-type]
     return Step(node.target, node.args[1:], tuple(node.kwargs.items()))
@@ -57,7 +65,7 @@ def _is_list_view(node: fx.Node) -> bool:
 
 
 def _piece(parts: fx.Node, index: int) -> Step:
-    """Element ``index`` of a split or unbind as one step from the tensor that was split."""
+    """Element ``index`` of a split or unbind as one Step from the tensor that was split."""
     dim = _argument(parts, "dim", 2 if parts.target != aten.unbind.int else 1)
     if parts.target == aten.unbind.int:
         return Step(aten.select.int, (dim, index))

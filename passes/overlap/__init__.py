@@ -1,6 +1,6 @@
-"""Transfers joined into buckets, started early and waited for late.
+"""Overlap of collectives with computing: buckets, early starts, late waits, a block in pieces.
 
-In: a local graph, or a stage's. Out: the same calls in the order in which a rank runs them, each
-transfer with a start and a wait. Start: `order_step.py`; then `place_waits.py`. Never: the stages
-of a pipeline.
+In: the local graph of a step or of one pipeline stage. Out: its calls in the order in which a rank
+runs them, with a start and a wait for each collective. Start: `order_step.py` for a step without
+stages; then `place_waits.py`. Never: which stages a pipeline has.
 """

@@ -1,15 +1,15 @@
-"""Join small collectives: the weights of one block are gathered, and its gradients reduced, in one
-transfer.
+"""Join small collectives into buckets: one all-gather for a block's weights, one reduction for its
+gradients.
 
-A transfer costs time of its own, however small it is, so that nine weights of a layer are sent
-faster together. What is big takes longer to copy next to others than a transfer takes to start,
-and goes alone, from where it lies to where it is used.
+Every transfer takes time to start, however small it is, so the nine weights of a layer are sent
+faster together. A large weight is sent alone: to copy it into a bucket takes longer than to start
+a transfer.
 
-Nothing is left to compute beside the last block's gradients when they leave together. In ``m``
-parts only the last is late, by ``t / m``, and every block has ``m - 1`` more transfers: ``t`` is
-what the links need for the bytes of a block, ``s`` what a transfer takes beside them. The whole,
-``t / m + (m - 1) blocks s``, is least for the largest m with ``m (m - 1) <= t / (blocks s)``. Where
-transfers take longer than computing, parts gain nothing (``order_step.py`` compares).
+A block's gradients can leave in ``m`` parts. In one bucket, no computing is left to overlap with
+the last block's reduction of ``t`` seconds. In ``m`` parts only the last part is exposed, for
+``t / m``, but every block starts ``m - 1`` more transfers of ``s`` seconds each. The sum
+``t / m + (m - 1) * blocks * s`` is least for the largest m with ``m (m - 1) <= t / (blocks * s)``.
+Where transfers take longer than computing, parts gain nothing (``order_step.py`` compares).
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from partc.plan.mesh import Mesh
 JOINED = {single: joined for joined, single in collectives.JOINED.items()}
 BYTES_PER_MB = 1_000_000
 
-Place = str | int  # a block's path, or how many blocks stand before what is outside of them
+Place = str | int  # a block's path; for a call outside of blocks the number of blocks before it
 ReductionChain = tuple[
     tuple[str, str], ...
 ]  # kinds and axes of the reductions up to the step's end
 
 
 def bucket_collectives(graph: Graph, limit_mb: float, mesh: Mesh, in_parts: bool = False) -> Graph:
-    """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place, where
-    the machines under ``mesh`` start one in more time than they take to copy what it moves.
+    """Join transfers of the same kind, axis, dtype and block into buckets of at most ``limit_mb``
+    MB, in place; runs before waits are placed.
 
-    ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
-    parameters of one block, or stand between the same two blocks; and likewise the reductions that
-    only the step's gradients depend on: with ``in_parts`` those of a block in parts, as suits the
-    machines. Has to run before waits are placed.
+    ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]`` for parameters of one
+    block, or between the same two blocks, and likewise for reductions of gradients. A transfer is
+    joined only if the machines of ``mesh`` copy its bytes faster than they start a transfer.
+    ``in_parts``: the gradients of a block are reduced in several parts.
     """
     block_in, stretches = stack_block_of(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
@@ -74,7 +74,7 @@ def bucket_collectives(graph: Graph, limit_mb: float, mesh: Mesh, in_parts: bool
 
 
 def leaves_in_parts(graph: Graph, mesh: Mesh) -> bool:
-    """Whether the gradients of any block would leave in parts."""
+    """Whether ``in_parts`` would reduce the gradients of any block in several parts."""
     found = _reductions(graph, stack_block_of(graph), stretch_of(graph))
     groups = list(_worth_copying(found, mesh))
     return len(list(_parts(graph, groups, mesh))) > len(groups)
@@ -82,8 +82,10 @@ def leaves_in_parts(graph: Graph, mesh: Mesh) -> bool:
 
 # what belongs together ----------------------------------------------------------------------------
 def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
-    """The block that a call stands in: the innermost entry of a list that has a sibling with equal
-    parameters, so that an MLP in an ``nn.Sequential`` belongs to its layer.
+    """The function from a call to its block: the innermost list member around the call that has a
+    sibling with equal parameters.
+
+    Thus entry ``layers.3.mlp.0`` of an ``nn.Sequential`` belongs to the block ``layers.3``.
     """
     members: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, node in graph.params.items():
@@ -97,7 +99,7 @@ def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
 
 
 def _entries(path: str) -> list[str]:
-    """The paths up to each number, innermost first."""
+    """The list members on a path, innermost first: ``h.0.mlp.2.w`` -> ``h.0.mlp.2``, ``h.0``."""
     parts = path.split(".")
     ends = [i for i, part in enumerate(parts, start=1) if part.isdigit()]
     return [".".join(parts[:end]) for end in reversed(ends)]
@@ -106,7 +108,7 @@ def _entries(path: str) -> list[str]:
 def _gathers(
     graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
 ) -> Iterable[list[fx.Node]]:
-    """Gathers of weights that are needed together, in the order of the parameters."""
+    """All-gathers of parameters grouped by block, phase, axis and dtype, in parameter order."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
     order = {node: i for i, node in enumerate(graph.params.values())}
     for node in graph.calls():
@@ -121,21 +123,24 @@ def _gathers(
 def _reductions(
     graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
 ) -> Iterable[list[fx.Node]]:
-    """Reductions of gradients that are made together, in the order in which they are made."""
+    """Reductions of gradients in groups that may share a bucket, in the order of their making."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
     ways = ways_out(graph)
     made = {node: first_operand(_first(node, ways)) for node in ways}
     order = {node: i for i, node in enumerate(graph.calls())}
     for node in sorted(ways, key=lambda n: order[made[n]]):
         if value(node).phase == "E":
-            continue  # a pipeline stage joins all of them
+            continue  # at a step's end a pipeline stage joins the gradients of all blocks
         place: Place = block_in(node) or stretches[made[node]]
         found[place, value(node).phase, ways[node], fake_of(node).dtype].append(node)
     return found.values()
 
 
 def ways_out(graph: Graph) -> dict[fx.Node, ReductionChain]:
-    """The transfers that one gradient of the step goes through last, each with what is to come."""
+    """The reductions at the end of a gradient's path, each with the (kind, axis) chain from it on.
+
+    A reduction counts only if its result is read by nothing but that one gradient.
+    """
     outputs = graph.outputs
     others = [*outputs.buffers.values(), *outputs.results.values(), *outputs.sent.values()]
     given = Counter([*outputs.grads.values(), *others])
@@ -154,7 +159,9 @@ def ways_out(graph: Graph) -> dict[fx.Node, ReductionChain]:
 
 
 def _finishes(node: fx.Node) -> bool:
-    """Whether a transfer sums up, or puts together what was summed in pieces of rows."""
+    """Whether a transfer finishes a gradient: an all-reduce, a reduce-scatter, or the last
+    all-gather of a hierarchical all-reduce.
+    """
     if node.target is collectives.all_reduce:
         return node.kwargs.get("op", "sum") == "sum"
     if node.target is collectives.all_gather:
@@ -169,15 +176,16 @@ def _is_piece(node: fx.Node) -> bool:
 
 
 def _first(node: fx.Node, ways: Container[fx.Node]) -> fx.Node:
-    """The transfer that a gradient's way out begins with."""
+    """The first reduction of the chain in ``ways`` that ``node`` belongs to."""
     while first_operand(node) in ways:
         node = first_operand(node)
     return node
 
 
 def _leading(node: fx.Node) -> fx.Node:
-    """The transfer that decides which gradients share one: where pieces of a sum are gathered
-    again, those that were scattered together.
+    """The transfer whose bytes decide the bucket: of a hierarchical all-reduce its reduce-scatter.
+
+    Its all-reduce and all-gather then join the same gradients.
     """
     way = [node, *node.users, *(u for user in node.users for u in user.users)]
     gather = next((n for n in way if n.target is collectives.all_gather), None)
@@ -187,7 +195,7 @@ def _leading(node: fx.Node) -> fx.Node:
 
 
 def _worth_copying(groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
-    """What takes less time to copy next to others of its group than to be started alone."""
+    """Per group the transfers whose bytes take less time to copy than a transfer to start."""
     for nodes in groups:
         worth = [n for n in nodes if _copy_seconds(_leading(n), mesh) < _start_seconds(n, mesh)]
         if worth:
@@ -195,11 +203,12 @@ def _worth_copying(groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list
 
 
 def _copy_seconds(node: fx.Node, mesh: Mesh) -> float:
-    """The time of the copies that a transfer needs only if it is joined to others.
+    """Seconds of the copies that a transfer needs in a bucket and does not need alone.
 
-    Weights are copied into what is sent, and whole ones out of what arrives if that is where they
-    would lie in a row; gradients are copied into what is scattered. What is summed as a whole is
-    made in place (``codegen/calls/joint_grads.py``).
+    An all-gather copies the shard into the bucket, and the whole weight out of it if a transfer of
+    its own would deliver the weight in one row. A reduce-scatter copies the gradient into the
+    bucket. An all-reduce copies nothing: its gradients are computed in the bucket
+    (``codegen/calls/joint_grads.py``).
     """
     sent_bytes, arrived_bytes = (int(fake_of(n).nbytes) for n in (first_operand(node), node))
     in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
@@ -216,7 +225,7 @@ def _start_seconds(node: fx.Node, mesh: Mesh) -> float:
 
 
 def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
-    """Split up at the limit, as DDP fills its buckets; what is over it by itself goes alone."""
+    """Fill buckets in order up to the limit, as DDP does; a larger transfer is left out."""
     members: list[fx.Node] = []
     filled = 0
     for node in nodes:
@@ -232,9 +241,9 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
 
 
 def _parts(graph: Graph, groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
-    """Reductions that are made together, in so many parts that least time is lost.
+    """Split each group of reductions into the number of parts of the module docstring's formula.
 
-    The parts have about as many bytes each, in the order in which they are made.
+    The parts have about equally many bytes, in the order in which the gradients are made.
     """
     groups = list(groups)
     forms = [[_form(node) for node in nodes] for nodes in groups]
@@ -254,12 +263,12 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterato
 
 
 def _form(node: fx.Node) -> tuple[Any, str, int]:
-    """What gradients of equal blocks have in common."""
+    """The op, axis and bytes of a reduction, which are the same for equal blocks."""
     return node.target, str(node.kwargs["axis"]), _num_bytes(_leading(node))
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """The larger of what goes in and what comes out."""
+    """The bytes of a transfer's operand or result, whichever is larger."""
     return max(int(fake_of(n).nbytes) for n in (first_operand(node), node))
 
 
@@ -268,7 +277,7 @@ def _join(
     graph: Graph, members: Sequence[fx.Node], order: Mapping[fx.Node, int],
     block_in: Callable[[fx.Node], str],
 ) -> None:  # fmt: skip
-    """One call in place of all: at the first gather of weights, at the last of other transfers."""
+    """Replace transfers by one: all-gathers at the place of the first, reductions of the last."""
     gathers = gathers_param(members[0])
     at = (min if gathers else max)(members, key=order.__getitem__)
     module = block_in(at) or value(at).module

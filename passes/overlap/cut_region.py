@@ -1,7 +1,7 @@
-"""Which calls of a block may be computed in pieces, and along which dims: a growing region of them.
+"""Find the calls of a block that can be computed in pieces, and the dims of the pieces.
 
-The rules that say how ranks may cut a call (``partc/rules``) say as well how one rank may, as
-pieces in time are like ranks of an axis of their own.
+A region grows from a collective to the calls before and behind it. The sharding rules
+(``partc/rules``) apply: pieces in time are like the ranks of one more mesh axis.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _DIMS = ("dim", "to_dim")  # of a collective: it moves these, and cannot be cut 
 
 @dataclass
 class Region:
-    """The calls of ``run``, those of one block and phase in order, that are computed in ``num``
-    pieces; ``ways`` says how each of them is cut. ``kept`` has what an earlier run of the block has
-    left in pieces, with how these lie; ``found`` the ways to cut calls like those seen before.
+    """The calls among ``run`` (one block and phase, in order) that are computed in ``num`` pieces.
+
+    ``ways`` has the strategy of each such call. ``kept`` has the values that an earlier run of the
+    block left in pieces, with their layouts. ``found`` has strategies of calls seen before.
     """
 
     run: Sequence[fx.Node]
@@ -52,8 +53,9 @@ class Region:
         self.inside = set(self.run)
 
     def grow_from(self, start: fx.Node) -> None:
-        """Take in a collective and all that can be cut with it, along the dim that takes in most;
-        nothing if no dim can be cut.
+        """Add a collective, and all calls that can be computed in pieces with it, to the region.
+
+        Of the collective's dims the one that adds most calls is taken; none if no dim allows it.
         """
         if start in self.ways:
             return
@@ -66,7 +68,7 @@ class Region:
 
     # growing ---------------------------------------------------------------------------------
     def _spread(self, ways: PieceChoices, start: fx.Node) -> PieceChoices:
-        """Pull in what makes the operands of calls that are cut, and what reads their results."""
+        """Grow ``ways`` from ``start``: add the makers of operands and the readers of results."""
         self._pull(start, ways)
         size = 0
         while size < len(ways):
@@ -79,7 +81,7 @@ class Region:
         return ways
 
     def _pull(self, node: fx.Node, ways: PieceChoices) -> None:
-        """Take in the calls that can make a call's operands in the pieces that it reads."""
+        """Add the calls that can make the operands of ``node`` in the pieces that it reads."""
         for operand, layout in zip(tensor_args(node), ways[node].ins, strict=True):
             source, result = _made_by(operand)
             if layout.kind == "cut" and source in self.inside and source not in ways:
@@ -90,7 +92,7 @@ class Region:
                     self._pull(source, ways)
 
     def _reading(self, node: fx.Node, ways: PieceChoices) -> Strategy | None:
-        """How a call may go on with pieces that it reads; None if it reads none, or cannot."""
+        """The strategy of a call that reads pieces; None if it reads none, or has no strategy."""
         if node.target is operator.getitem:
             return None
         known = {i: self.made(n, ways) for i, n in enumerate(tensor_args(node))}
@@ -101,8 +103,8 @@ class Region:
         return next(fitting, None)
 
     def made(self, node: fx.Node, ways: PieceChoices) -> Layout | None:
-        """How the pieces of a value lie that a call of the region makes, or that are at hand; None
-        of others.
+        """The layout of a value's pieces that the region makes or that were kept; None if it has
+        no pieces.
         """
         source, result = _made_by(node)
         layout = ways[source].outs[result] if source in ways else self.kept.get(node)
@@ -110,20 +112,23 @@ class Region:
 
     # how single calls may be cut -------------------------------------------------------------
     def _ways_of(self, node: fx.Node) -> list[Strategy]:
-        """The ways to compute a call piece by piece so that it is the same but for roundings."""
+        """The strategies of a call on pieces whose result differs by rounding only."""
         if node.target in (*collectives.COLLECTIVES, *collectives.LOCAL):
             through = (self._through(node, cut(dim)) for dim in range(_dims(node)))
             return [way for way in through if way is not None]
         rows = any(value(n).rows for n in (node, *node.all_input_nodes))
         if rows or draws_numbers(node):
-            return []  # of rows in an order of their own; of other numbers than the whole draws
+            return []  # sorted rows do not split by position; pieces would draw other numbers
         key = _circumstances(node)
         if key not in self.found:
             self.found[key] = [s for s in strategies(twin(node), self.num) if _is_plain(s)]
         return [s for s in self.found[key] if self._divides(node, s)]
 
     def _through(self, node: fx.Node, layout: Layout) -> Strategy | None:
-        """A collective on pieces, if it leaves the dim that they are cut along alone."""
+        """The strategy of a collective on pieces along a dim that it does not gather or scatter.
+
+        None if it does, or if it is a bucket.
+        """
         moved = [node.kwargs[name] for name in _DIMS if name in node.kwargs]
         single = node.target not in (*collectives.JOINED, collectives.accumulate)
         way = Strategy((layout,), (layout,))
@@ -131,7 +136,7 @@ class Region:
         return way if fits and self._divides(node, way) else None
 
     def _divides(self, node: fx.Node, way: Strategy) -> bool:
-        """Whether all that is cut has pieces of one size, on every rank."""
+        """Whether every value that the strategy splits gets pieces of equal size on every rank."""
         if not is_tensor(node):
             cut_values = [*zip(tensor_args(node), way.ins, strict=True)]
             results = (u for u in node.users if u.target is operator.getitem)
@@ -146,8 +151,8 @@ class Region:
 
 
 def piece_shape(node: fx.Node, dim: int, num: int, mesh: Mesh) -> tuple[int, ...] | None:
-    """The shape of the whole, over all ranks, of one of ``num`` pieces of what each rank holds;
-    None if they are not equal.
+    """The global shape of one of ``num`` pieces: ``f32[8@dp,64]`` in 2 pieces along dim 1 gives
+    (8, 32). None if the pieces would differ in size.
     """
     here, whole = list(fake_of(node).shape), list(value(node).shape)
     if dim >= len(here) or here[dim] % num or whole[dim] % num:
@@ -158,7 +163,10 @@ def piece_shape(node: fx.Node, dim: int, num: int, mesh: Mesh) -> tuple[int, ...
 
 
 def twin(node: fx.Node) -> fx.Node:
-    """A call of a local graph as the one call of a graph of wholes that have this rank's shapes."""
+    """A copy of a local call in a graph of its own, as if the local shapes were global ones.
+
+    The sharding rules expect such a call.
+    """
     graph = fx.Graph()
     twins = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
     new = graph.node_copy(node, twins.__getitem__)
@@ -170,7 +178,7 @@ def twin(node: fx.Node) -> fx.Node:
 
 
 def _made_by(node: fx.Node) -> tuple[fx.Node, int]:
-    """The call that makes a value, and which of its results it is."""
+    """The call that makes a value, and the number of the value among the call's results."""
     return picked(node) if node.target is operator.getitem else (node, 0)
 
 
@@ -179,7 +187,7 @@ def _dims(node: fx.Node) -> int:
 
 
 def _is_plain(way: Strategy) -> bool:
-    """Whether a call is written as it is on pieces, and leaves pieces or parts of a sum."""
+    """Whether a strategy runs the unchanged call on pieces, to give pieces or summands."""
     reads = any(layout.kind == "cut" for layout in way.ins)
     whole = all(layout.kind in ("cut", "R") and layout.outer == 1 for layout in way.ins)
     left = all(layout == U or (layout.kind == "cut" and layout.outer == 1) for layout in way.outs)

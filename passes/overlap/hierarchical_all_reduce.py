@@ -1,10 +1,10 @@
-"""Sum gradients over two axes in levels: inside, then across on pieces, then inside again.
+"""Hierarchical all-reduce: sum gradients over two mesh axes by reduce-scatter, all-reduce,
+all-gather.
 
-A gradient that is summed over two axes goes whole over both of them. Scattered over one it is
-smaller by that axis's size on the other, which may be the slower one by far: ranks of one machine
-add up first, each sends its piece to the other machines, and they gather what came back
-(hierarchical all_reduce, as in BlueConnect, Cho et al. 2019, MLSys; also NCCL's own between GPUs of
-one group).
+Two all-reduces, one per axis, send the whole gradient over both axes. After a reduce-scatter over
+the inner axis (the ranks of one machine) each rank sends only its shard over the outer axis
+(between machines), which is often far slower. An all-gather over the inner axis ends the sum (as in
+BlueConnect, Cho et al. 2019, MLSys).
 
     all_reduce(all_reduce(g, outer), inner)
         -->  all_gather(all_reduce(reduce_scatter(g, inner), outer), inner)
@@ -33,15 +33,17 @@ KIND = "all_reduce"
 
 @dataclass(frozen=True)
 class Levels:
-    """Which axis of two is scattered over, and which its pieces are summed over."""
+    """The axis of the reduce-scatter and all-gather (inner), and that of the all-reduce (outer)."""
 
     inner: str
     outer: str
 
 
 def hierarchical_all_reduce(graph: Graph, mesh: Mesh) -> Graph:
-    """Rewrite, in place, the sums of gradients over two axes that take less time in levels on the
-    machines of ``mesh``: those of a block alike. Has to run before transfers are joined.
+    """Rewrite pairs of all-reduces of gradients as hierarchical ones, in place, where these take
+    less time on the machines of ``mesh``.
+
+    All gradients of a block are rewritten alike, so that buckets join them: runs before bucketing.
     """
     for chains in _together(graph).values():
         levels = _fastest(chains, mesh)
@@ -52,11 +54,11 @@ def hierarchical_all_reduce(graph: Graph, mesh: Mesh) -> Graph:
     return graph
 
 
-Chain = tuple[fx.Node, fx.Node]  # two sums, one of the other's result
+Chain = tuple[fx.Node, fx.Node]  # two all-reduces, the second of the first one's result
 
 
 def _together(graph: Graph) -> dict[Any, list[Chain]]:
-    """Pairs of sums that finish gradients, by block, axes and type."""
+    """Pairs of all-reduces that finish gradients, by block, phase, axes and dtype."""
     found: dict[Any, list[Chain]] = defaultdict(list)
     block_of = stack_block_of(graph)
     for chain in _chains(graph):
@@ -68,7 +70,7 @@ def _together(graph: Graph) -> dict[Any, list[Chain]]:
 
 
 def _chains(graph: Graph) -> Iterator[Chain]:
-    """Sums over one axis that only a sum over another reads, and that a gradient ends in."""
+    """Pairs of all-reduces, over two axes, that finish one gradient."""
     ways = ways_out(graph)
     for node in graph.calls():
         way = [kind for kind, _ in ways.get(node, ())]
@@ -77,11 +79,11 @@ def _chains(graph: Graph) -> Iterator[Chain]:
 
 
 def _fastest(chains: list[Chain], mesh: Mesh) -> Levels | None:
-    """The levels that take less time than two sums one after the other, None if none do."""
+    """The fastest inner and outer axis; None if two plain all-reduces take no more time."""
     axes = [str(node.kwargs["axis"]) for node in chains[0]]
     num_bytes = sum(int(fake_of(first).nbytes) for first, _ in chains)
     best, best_s = None, sum(collective_seconds(KIND, num_bytes, mesh, axis) for axis in axes)
-    for inner, outer in permutations(axes):
+    for inner, outer in permutations(axes):  # either axis may be the one with the faster links
         piece_bytes = num_bytes / mesh.size(inner)
         seconds = (
             collective_seconds("reduce_scatter", num_bytes, mesh, inner)
@@ -94,7 +96,10 @@ def _fastest(chains: list[Chain], mesh: Mesh) -> Levels | None:
 
 
 def _scattered(node: fx.Node, axis: str, mesh: Mesh) -> Sharding | None:
-    """A sum with its rows cut over an axis as well; None if they cannot be."""
+    """The sharding of an all-reduce's operand with dim 0 sharded over ``axis`` too.
+
+    None if ``axis`` does not divide dim 0 or would not be innermost on it.
+    """
     shape, lies = value(node).shape, first_operand(node)
     scattered = value(lies).sharding.with_(axis, cut(0), mesh)
     fits = scattered.local_shape(shape, mesh) is not None and is_innermost(scattered, axis)
@@ -102,7 +107,7 @@ def _scattered(node: fx.Node, axis: str, mesh: Mesh) -> Sharding | None:
 
 
 def _rewrite(graph: Graph, chain: Chain, levels: Levels) -> None:
-    """Three transfers in place of two."""
+    """Replace two all-reduces by reduce-scatter, all-reduce, all-gather."""
     first, last = chain
     mesh = graph.mesh
     nums = {str(node.kwargs["axis"]): node.kwargs["num"] for node in chain}

@@ -1,8 +1,9 @@
-"""Whether a program sends messages in place of gloo's gathers and scattered sums.
+"""Choose whether a program on gloo sends messages instead of all-gathers and reduce-scatters.
 
-What gloo's collectives bring they copy once more, in threads that take the time of processors;
-messages arrive where they are needed (``codegen/helpers/messages.py``). A program that sends them
-has more lines: it does so where the copies take a part of the step that can be measured.
+gloo's collectives copy what arrives once more, in threads that compete with the computing for
+processors. A message (send and receive) arrives where it is needed
+(``codegen/helpers/messages.py``). A program with messages has more lines, so it uses them only
+where the copies take a measurable share of the step.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from partc.cost.step_walk import walk_phases
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 
-LEAST = 0.01  # of the step: steps of one program differ by more from run to run
+LEAST = 0.01  # of the step's time: less is lost in the noise between two runs of one program
 
 
 def with_messages(plan: Plan, tapes: Sequence[StepEvents], mesh: Mesh) -> Plan:
-    """The plan, which says that messages are sent if they are, or that it was asked for."""
+    """The plan with ``messages`` set to true where gloo's copies take long enough.
+
+    A plan that sets ``messages`` itself, or a mesh on another library, leaves the plan unchanged.
+    """
     if plan.messages is not None or mesh.hardware.library != "gloo":
         return plan
     copied_bytes = sum(_copied_bytes(move, mesh) for tape in tapes for move in _moves(tape))
@@ -29,14 +33,16 @@ def with_messages(plan: Plan, tapes: Sequence[StepEvents], mesh: Mesh) -> Plan:
 
 
 def _copied_bytes(move: Move, mesh: Mesh) -> int:
-    """What a collective copies and messages do not: of a sum, this rank's own piece."""
+    """Bytes that gloo copies and messages do not: all that an all-gather brings, or this rank's
+    shard of a reduce-scatter.
+    """
     num = dict(mesh.axes)[move.axis]
     copied = {"all_gather": move.put_in_bytes * num, "reduce_scatter": move.put_in_bytes // num}
     return copied.get(move.kind, 0)
 
 
 def _moves(tape: StepEvents) -> Iterator[Move]:
-    """All transfers of a step, or of one microbatch in a stage."""
+    """All transfers of a step, or of one microbatch on one stage."""
     for _, run in tape.unrolled():
         for event in (*run.gathers, *run.events):
             if event.code in (START, LAST):

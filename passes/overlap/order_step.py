@@ -1,6 +1,7 @@
-"""A step's local graph in; its transfers joined, and started and waited for, out.
+"""Schedule the collectives of a step without pipeline stages: buckets, order, waits.
 
-What is best is tried: the passes run on copies, and the fastest copy is taken.
+Choices are made by trial: the passes run on copies of the graph, and the copy with the least
+predicted step time is taken.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from partc.passes.overlap.take_turns import awaited_in_blocks, in_turns
 from partc.passes.runner import State, run
 from partc.plan.mesh import Mesh
 
-PIECES = (2, 4)  # a piece more is a start more for every transfer
-GAIN = 0.1  # of a step: a block in pieces has twice the lines
+PIECES = (2, 4)  # numbers to try; each more piece costs one more start of every transfer
+GAIN = 0.1  # least share of the step's time to win: a block in pieces prints twice the lines
 
 
 def order_step(state: State) -> Iterator[State]:
-    """The scheduled step, and where its blocks are computed in pieces that nobody asked for, one
-    without, should it need less memory; ``made["pieces"]`` says in how many.
+    """Yield the fastest scheduled step, with ``made["pieces"]`` as the number of pieces of a block.
 
-    They are where the step is faster so on the machines under the mesh, and a block's gradients
-    leave in parts where it is faster so.
+    If partc chose pieces, not the plan, then the step without pieces follows, as a fallback that
+    may need less memory. A block's gradients are reduced in parts where this is faster.
     """
     run(state, "share_gathers", "hierarchical_all_reduce")
     mesh, awaited = state.mesh, awaited_in_blocks(state.graph)
@@ -41,6 +41,7 @@ def order_step(state: State) -> Iterator[State]:
     if asked:
         yield _in_parts(state.beside(pieces=asked))
         return
+    # An upper bound on the gain spares the trials of steps that pieces cannot make much faster.
     more_s = start_seconds(state.graph, awaited, mesh)
     ways = {1: _in_parts(state.copied(pieces=1))}
     if most_gained(_spent(ways[1]), more_s) <= GAIN:
@@ -58,7 +59,7 @@ def order_step(state: State) -> Iterator[State]:
 
 
 def fastest(seconds: Callable[[int], float]) -> int:
-    """The number of pieces that makes a step fastest, each doubling worth its lines."""
+    """The number of pieces: doubled as long as each doubling takes at least GAIN off the time."""
     best, enough_s = 1, (1 - GAIN) * seconds(1)
     for num in PIECES:
         num_s = seconds(num)
@@ -69,7 +70,7 @@ def fastest(seconds: Callable[[int], float]) -> int:
 
 
 def _in_parts(state: State) -> State:
-    """Scheduled with a block's gradients in as many parts as make the step fastest."""
+    """Schedule a step; a block's gradients leave in one bucket or in parts, whichever is faster."""
     run(state, "take_turns")
     if not leaves_in_parts(state.graph, state.mesh):
         return _ordered(state)
@@ -82,8 +83,10 @@ def _ordered(state: State) -> State:
 
 
 def call_seconds(graph: Graph, mesh: Mesh) -> Seconds | None:
-    """How long each call and transfer takes on the machines of a mesh, where blocks are computed in
-    pieces: elsewhere all that can hide a transfer stands beside it.
+    """The function from a call or transfer to its seconds on the mesh's machines.
+
+    None for a graph without blocks in pieces: there all calls that can hide a transfer stand beside
+    it, whatever they take.
     """
     if not in_turns(graph):
         return None
@@ -104,7 +107,7 @@ def _step_s(state: State) -> float:
 
 
 def start_seconds(graph: Graph, moves: Iterable[fx.Node], mesh: Mesh) -> dict[str, float]:
-    """By axis, how long it takes to start each of some transfers once."""
+    """By axis, the seconds that the starts (a transfer of 0 bytes) of some transfers take."""
     seconds: dict[str, float] = defaultdict(float)
     for node in moves:
         axis = str(node.kwargs["axis"])
@@ -114,9 +117,11 @@ def start_seconds(graph: Graph, moves: Iterable[fx.Node], mesh: Mesh) -> dict[st
 
 
 def most_gained(parts: Iterable[Spent], more_s: Mapping[str, float]) -> float:
-    """The share of what is spent that pieces could save which take the axes ``more_s`` longer: no
-    more than waits for these axes, and neither computing nor the transfers of one axis, one after
-    the other, take less than they take.
+    """An upper bound on the share of the time that computing blocks in pieces can save.
+
+    The step cannot be shorter than its computing, than its time without the waits for the axes in
+    ``more_s``, or than all transfers of one axis one after the other. ``more_s`` is by axis the
+    time that the pieces' additional starts take.
     """
     whole, least_s = Spent(), dict(more_s)
     for part in parts:

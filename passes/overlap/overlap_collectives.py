@@ -1,8 +1,7 @@
-"""Put work between start and wait: inside each block, what does not need a collective's result
-runs while it is under way.
+"""Put computing between a collective's start and its wait, inside each block and phase.
 
-Weight gradients are the filler: nothing in the step needs them before its end, so they wait until
-a transfer is in flight and run beside it.
+Gradients of weights are the fillers: only the step's end needs them, so they are held back until a
+collective is in flight, and run beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Seconds = Callable[[fx.Node], float]
 
 _START, _REST = range(2)
 _PRODUCTS = (torch.ops.aten.matmul.default, torch.ops.aten.mm.default)
-# what only moves or reshapes a finished gradient on its way out of the step
+# calls that only move or reshape a finished gradient on its way out of the step
 _CARRY = (
     *collectives.COLLECTIVES,
     *collectives.LOCAL,
@@ -35,11 +34,10 @@ _CARRY = (
 
 
 def overlap_collectives(graph: Graph, seconds: Seconds | None = None) -> Graph:
-    """Reorder the calls of each block and phase of a scheduled graph, in place.
+    """Reorder the calls of each block and phase of a graph with waits, in place.
 
-    What is to run beside transfers stands before the first wait. With ``seconds``, of a call or a
-    transfer, as much of it stands before each wait as the transfer takes longer than what is
-    computed beside it anyway.
+    All fillers stand before the first wait. With ``seconds`` (the time of a call or a transfer)
+    each wait gets only as many fillers as the transfer outlasts the other computing beside it.
     """
     fillers = _fillers(graph)
     for segment in _segments(graph):
@@ -54,8 +52,10 @@ def overlap_collectives(graph: Graph, seconds: Seconds | None = None) -> Graph:
 
 
 def _weights_first(segment: list[fx.Node]) -> None:
-    """Move gradients of inputs behind those of weights by the same layer's result: what the latter
-    alone read is dropped before the former are made. Nodes compare by their place.
+    """Compute a layer's weight gradient before its input gradient, which saves peak memory.
+
+    The activation that only the weight gradient reads is freed before the input gradient is made.
+    fx nodes compare by graph position.
     """
     inside = set(segment)
     for grad in segment:
@@ -68,14 +68,16 @@ def _weights_first(segment: list[fx.Node]) -> None:
 
 
 def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
-    """Runs of consecutive calls of one block and phase."""
+    """The consecutive calls of one block and phase, one list after the other."""
     calls = list(graph.calls())
     for _, run in groupby(calls, key=lambda n: (innermost_block(n), value(n).phase)):
         yield list(run)
 
 
 def _fillers(graph: Graph) -> set[fx.Node]:
-    """Gradients of weights and what finishes them: only the step's results depend on them."""
+    """Backward calls that only results of the step depend on: gradients of weights, with the
+    collectives and reshapes behind them.
+    """
     carriers: set[fx.Node] = set()
     fillers: set[fx.Node] = set()
     for node in reversed(list(graph.calls())):
@@ -87,9 +89,8 @@ def _fillers(graph: Graph) -> set[fx.Node]:
 
 
 def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> Iterator[fx.Node]:
-    """Starts as soon as they can, fillers before the next wait, everything else in its order.
-
-    Where no wait is to come, fillers stay at their place.
+    """The calls of a segment in a new order: starts first, fillers before the next wait, all other
+    calls as before. Behind the last wait the fillers keep their places.
     """
     place = {node: i for i, node in enumerate(segment)}
     order = TopologicalSorter({n: [o for o in n.all_input_nodes if o in place] for n in segment})
@@ -121,7 +122,7 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
 
 @dataclass
 class _Clock:
-    """How far a segment has come, and when its transfers end; those of one axis take turns."""
+    """The time in a segment, and when its transfers end; one axis moves one transfer at a time."""
 
     seconds: Seconds | None
     now: float = 0.0
@@ -129,7 +130,7 @@ class _Clock:
     ends: dict[fx.Node, float] = field(default_factory=dict)
 
     def run(self, node: fx.Node) -> None:
-        """Execute the next call, start or wait."""
+        """Move the clock over the next call, start or wait."""
         if self.seconds is None:
             return
         if node.target in collectives.COLLECTIVES:
@@ -142,14 +143,12 @@ class _Clock:
             self.now += self.seconds(node)
 
     def is_late(self, wait: fx.Node) -> bool:
-        """Whether there would be nothing to do at a wait; always, where no times are known."""
+        """Whether the transfer of a wait is still under way; True where no times are known."""
         return self.seconds is None or self.ends.get(first_operand(wait), 0.0) > self.now
 
 
 def _waits(node: fx.Node) -> bool:
-    """Whether a call waits for what it may have to wait for: weights were gathered a block
-    ahead.
-    """
+    """Whether a call is a wait that can take time: not one for weights, gathered a block ahead."""
     return node.target is collectives.wait and _moves_activations(first_operand(node))
 
 

@@ -1,6 +1,4 @@
-"""Start every collective as soon as its operand exists and wait for it right before its first
-use.
-"""
+"""Start each collective as soon as its operand exists, and wait right before its first reader."""
 
 from __future__ import annotations
 
@@ -22,16 +20,17 @@ from partc.graph import (
 
 
 def place_waits(graph: Graph, *, phased: bool = False) -> Graph:
-    """Order the local graph in place: starts move up to their operand, waits down to the first
-    reader.
+    """Move starts up to their operands and insert waits before the first readers, in place.
 
-    Gathers of parameters are left where they are first needed: blocks gather them one block ahead.
-    Results of the step (reduced gradients) are waited for at the end. A value that a block hands
-    on is waited for outside the blocks that read it, so that equal blocks stay equal. ``phased``:
-    the phases run as functions of their own, so each waits for what it starts.
+    All-gathers of parameters stay at their first reader, as the printed loop gathers each block's
+    weights one block ahead. Reduced gradients are waited for at the step's end. A wait for another
+    block's value belongs to no reading block, so that equal blocks stay equal. ``phased``: forward
+    and backward run as separate functions, so each waits for the collectives that it starts.
     """
     for node in list(graph.calls()):
         if node.target in collectives.COLLECTIVES:
+            # A parameter exists from the start: its gathers would all start at once, and fill the
+            # memory with whole weights.
             if value(tensor_args(node)[0]).kind == "op":
                 _start_early(node)
             _wait_late(graph, node, phased)
@@ -40,12 +39,12 @@ def place_waits(graph: Graph, *, phased: bool = False) -> Graph:
 
 
 def _start_early(node: fx.Node) -> None:
-    """Move a start to right behind the last of what it moves; nodes compare by their place."""
+    """Move a start right behind the last of its operands; fx nodes compare by graph position."""
     max(tensor_args(node)).append(node)
 
 
 def _end_of_phase(node: fx.Node) -> fx.Node:
-    """What follows the last call of a node's phase."""
+    """The node behind the last call of the phase that ``node`` is in."""
     last = node
     while last.next.op == "call_function" and value(last.next).phase == value(node).phase:
         last = last.next
@@ -53,7 +52,7 @@ def _end_of_phase(node: fx.Node) -> fx.Node:
 
 
 def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
-    """Wait right before the first reader; the results of a joined transfer are picked there."""
+    """Insert a wait before the first reader; the ``getitem`` calls of a bucket move behind it."""
     picks = [] if is_tensor(node) else list(node.users)
     readers = [user for result in picks or [node] for user in result.users]
     first = min(readers)

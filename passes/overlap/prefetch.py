@@ -1,8 +1,7 @@
-"""How many blocks' weights are gathered ahead where a step turns from one loop of blocks to the
-next.
+"""Choose how many blocks ahead FSDP gathers weights where the step turns from forward to backward.
 
-One block ahead the network has nothing to do for most of the head and the loss. With two it brings
-the block after the next meanwhile, for as much memory as that block's whole weights take.
+With one block ahead the network is idle for most of the head and the loss. With two, the block
+after the next is gathered meanwhile; this costs the memory of that block's whole weights.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from partc.cost.step_walk import step_seconds
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 
-MOST = 2  # a block computes for as long as the next one's weights are on their way
+MOST = 2  # a block computes about as long as a gather takes: a third ahead gains nothing
 
 
 def prefetches(plan: Plan, tape: StepEvents, mesh: Mesh) -> tuple[int, ...]:
-    """What a plan asks for; else 2 and 1 where two make the step faster, the fallback last.
+    """The numbers of blocks to try, in order; a later one is the fallback for lack of memory.
 
-    0 for plans that gather no blocks' weights.
+    The plan's own number if it has one, (0,) if no block's weights are gathered, else (2, 1) or
+    (1,), whichever makes the predicted step faster.
     """
     if plan.prefetch or not any(run.gathers for run in tape.runs):
         return (plan.prefetch,)

@@ -1,4 +1,8 @@
-"""Gather a parameter once where forward and backward meet, between the last block and itself."""
+"""Gather an FSDP parameter outside of blocks once for forward and backward where both meet.
+
+Between the last block's forward and its backward stand the head and the loss: the backward needs
+the head's weight at once, so that the forward's gathered copy is kept for it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from partc.graph.moves import gathers_param
 
 
 def share_gathers(graph: Graph) -> Graph:
-    """Let readers that no block stands between read one gather of their parameter, in place."""
+    """Merge all-gathers of one parameter between which no block runs, in place."""
     stretches = stretch_of(graph)
     first: dict[Any, fx.Node] = {}
     for node in list(graph.calls()):
@@ -25,7 +29,10 @@ def share_gathers(graph: Graph) -> Graph:
 
 
 def stretch_of(graph: Graph) -> dict[fx.Node, int]:
-    """For each call the number of blocks that were begun before it, again by the backward too."""
+    """Per call the number of blocks begun before it; forward and backward of a block count apart.
+
+    Calls outside of blocks with the same number have no block between them.
+    """
     found: dict[fx.Node, int] = {}
     number, last = 0, ""
     for node in graph.calls():

@@ -1,11 +1,10 @@
-"""Compute blocks in pieces that take turns: while the sums of one piece are on their way, the next
-one is computed.
+"""Compute a block in pieces that take turns: the all-reduce of one piece overlaps the next piece.
 
-Tensor parallelism needs a sum right where it is made, so that no order of whole calls hides it. Of
-a block that is computed in ``k`` pieces (samples, or whatever dim its calls may be cut along by
-their rules), a piece's transfer runs beside the computing of the other ``k - 1``, and what follows
-goes on with the pieces that have arrived. This is decomposition as of Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
+Under tensor parallelism the next call reads an all-reduce's result at once, so that no order of
+whole calls hides the all-reduce. In a block of ``k`` pieces (of the batch, or of any dim that the
+sharding rules allow) a piece's all-reduce runs beside the computing of the other ``k - 1`` pieces,
+and the next calls begin with the pieces that have arrived. This is decomposition as in Wang et al.,
+"Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
 (ASPLOS 2023), with pieces as in Domino (Wang et al. 2024, arXiv 2409.15241).
 
     y = all_reduce(f(x)); z = g(y)   -->   y0 = all_reduce(f(x[:4])); y1 = all_reduce(f(x[4:]))
@@ -30,11 +29,11 @@ Place = tuple[str, str, int]  # block, phase and stage
 
 
 def take_turns(graph: Graph, num: int) -> Graph:
-    """Rewrite the blocks of a local graph that wait for activations, in place, so that they run in
-    ``num`` pieces. Has to run before waits are placed.
+    """Rewrite, in place, the blocks that wait for collectives of activations into ``num`` pieces.
 
-    What such a block hands on is whole again; its own backward reads the pieces that its forward
-    kept. A block of which no transfer can be cut stays as it is.
+    Runs before waits are placed. Other blocks read the pieces concatenated; the block's own
+    backward reads the pieces that its forward saved. A block whose collectives cannot be computed
+    in pieces stays as it is.
     """
     pieces, found = Pieces(graph, num), Found()
     for run in _runs(graph):
@@ -51,7 +50,9 @@ def take_turns(graph: Graph, num: int) -> Graph:
 
 
 def awaited_in_blocks(graph: Graph) -> list[fx.Node]:
-    """The transfers of activations, and of their gradients, that blocks wait for."""
+    """The collectives of activations and their gradients whose results a call of their own block
+    reads.
+    """
     return [node for run in _runs(graph) for node in _awaited(run)]
 
 
@@ -73,7 +74,7 @@ def _place(node: fx.Node) -> Place:
 
 
 def _awaited(run: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """The collectives of activations, and of their gradients, that calls of the block wait for."""
+    """The collectives in ``run`` of activations, or their gradients, that calls of ``run`` read."""
     inside = set(run)
     moves = (*collectives.COLLECTIVES, *collectives.LOCAL)
     for node in run:
@@ -85,8 +86,9 @@ def _awaited(run: Sequence[fx.Node]) -> Iterator[fx.Node]:
 
 # order ----------------------------------------------------------------------------------------
 def _reorder(before: fx.Node, after: fx.Node) -> None:
-    """Sort the calls between two nodes: up to the next transfers one piece after the other, then
-    what waits for them.
+    """Sort the calls between two nodes: per level first piece 0, then piece 1, and so on.
+
+    In a level the calls of piece 0 end with their collectives, which overlap with piece 1.
     """
     nodes: list[fx.Node] = []
     node = before.next
@@ -108,8 +110,9 @@ def _reorder(before: fx.Node, after: fx.Node) -> None:
 
 
 def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """How many transfers a call has to wait for, one after the other; what is read only later is
-    computed later.
+    """Per call the number of collectives that it waits for, one after the other.
+
+    A call whose result only a later level reads is moved to that level.
     """
     levels: dict[fx.Node, int] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Write the calls of a region in pieces: one call for each in place of every one."""
+"""Replace every call of a region by one call per piece, and join the pieces for other readers."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ Wanted = tuple[fx.Node, Layout]
 
 
 def joins_pieces(node: fx.Node) -> bool:
-    """Whether a call makes the whole of pieces."""
+    """Whether a call makes a whole value from its pieces: a ``cat`` or a sum."""
     return value(node).origin is Origin.PIECES and value(node).turn is None
 
 
 def taken_from(node: fx.Node) -> fx.Node | None:
-    """The value that a call takes a piece of; None for other calls."""
+    """The whole value that a call slices a piece from; None for other calls."""
     takes = value(node).origin is Origin.PIECES and value(node).turn is not None
     return node.all_input_nodes[0] if takes else None
 
 
 @dataclass
 class Pieces:
-    """Writes regions of one graph; ``kept`` has the pieces of values that are whole again."""
+    """Writes the regions of one graph.
+
+    ``kept`` has, per concatenated value, the layout and nodes of the pieces it was made from.
+    """
 
     graph: Graph
     num: int
     kept: dict[fx.Node, tuple[Layout, list[fx.Node]]] = field(default_factory=dict)
 
     def at_hand(self, block: str) -> dict[fx.Node, Layout]:
-        """How the pieces lie that earlier runs of a block have left."""
+        """The layouts of the pieces that earlier runs of a block (its forward) have left."""
         here = ((node, layout) for node, (layout, _) in self.kept.items())
         return {node: layout for node, layout in here if outermost_block(node) == block}
 
     def write(self, region: Region) -> None:
-        """Put pieces in place of a region's calls; what others read of them is joined."""
+        """Replace the region's calls by pieces; readers outside read the concatenated pieces."""
         writer = _Writer(self.graph, region, self.kept)
         for node in region.run:
             if node in region.ways:
@@ -71,7 +74,11 @@ class Pieces:
 
 @dataclass
 class _Writer:
-    """``parts`` has the pieces of a value by layout, ``wholes`` what joins those of a call."""
+    """Writes one region.
+
+    ``parts`` has the pieces of a value by layout, ``wholes`` the call that concatenates or adds the
+    pieces of a call, ``sums`` the pieces that are summands of a value, ``replaced`` the old calls.
+    """
 
     graph: Graph
     region: Region
@@ -86,7 +93,7 @@ class _Writer:
         return self.region.num
 
     def write(self, node: fx.Node) -> None:
-        """The calls that compute the pieces of one call, right before it."""
+        """Write the calls on the pieces right before the call that they replace."""
         way = self.region.ways[node]
         operands = [
             self._parts(operand, layout, node) if layout.kind == "cut" else [operand] * self.num
@@ -116,7 +123,7 @@ class _Writer:
             self._keep(user, way.outs[index], picks)
 
     def put_away(self, node: fx.Node) -> None:
-        """Erase a call that stands in pieces now; what still reads it reads the whole of them."""
+        """Erase a replaced call; its remaining readers read the concatenated pieces."""
         if node.users:
             whole = self._whole(node)
             node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
@@ -124,7 +131,7 @@ class _Writer:
 
     # pieces ----------------------------------------------------------------------------------
     def _keep(self, node: fx.Node, layout: Layout, pieces: list[fx.Node]) -> None:
-        """Note the pieces of a value, each as large as ``layout`` says."""
+        """Note the pieces of a value: shards of it, or summands if ``layout`` is a partial sum."""
         if layout.kind != "cut":
             self.sums[node] = pieces
             return
@@ -139,7 +146,7 @@ class _Writer:
         return shape
 
     def _parts(self, node: fx.Node, layout: Layout, reader: fx.Node) -> list[fx.Node]:
-        """The pieces of an operand: as they were made, or taken out of the whole."""
+        """The pieces of an operand: those that were made or kept, else slices of the whole."""
         if (node, layout) not in self.parts:
             source = self._whole(node) if node in self.replaced else node
             made_as, pieces = self.kept.get(source, (None, []))
@@ -149,7 +156,7 @@ class _Writer:
         return self.parts[node, layout]
 
     def _taken(self, node: fx.Node, layout: Layout, reader: fx.Node) -> list[fx.Node]:
-        """Slices of a value, before their first reader and where it stands."""
+        """Slices of a value, written before their first reader and in the reader's module."""
         at, known = value(reader), value(node)
         size = fake_of(node).shape[layout.dim] // self.num
         like = replace(
@@ -163,7 +170,7 @@ class _Writer:
         return found
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """The pieces of a call side by side, or their sum."""
+        """The whole value of a call: its pieces concatenated, or added if they are summands."""
         if node not in self.wholes:
             like = replace(value(node), origin=Origin.PIECES)
             if node in self.sums:
@@ -180,7 +187,7 @@ class _Writer:
 
     # calls -----------------------------------------------------------------------------------
     def _call(self, node: fx.Node, way: Strategy, operands: list[fx.Node]) -> fx.Node:
-        """The call on one piece, in place of ``node``."""
+        """Write the call on one piece, before ``node``."""
         if node.target in (*collectives.COLLECTIVES, *collectives.LOCAL):
             return self._new(node, node.target, tuple(operands), value(node), dict(node.kwargs))
         whole = twin(node)
@@ -192,7 +199,7 @@ class _Writer:
         return new
 
     def _again(self, first: fx.Node, operands: list[fx.Node], others: list[fx.Node]) -> fx.Node:
-        """The call on another piece, which is of the same size."""
+        """Copy the first piece's call for another piece, which has the same size."""
         swap = dict(zip(operands, others, strict=True))
         with self.graph.fx.inserting_after(first):
             new = self.graph.fx.node_copy(first, lambda n: swap.get(n, n))

@@ -1,5 +1,5 @@
-"""What the backward computes again instead of keeping it from the forward.
+"""Recomputation (activation checkpointing): forward values that the backward computes again.
 
 In: a local graph and the plan's `recompute`. Out: the graph with copies of forward calls in its
-backward. Start: `choose.py`; `min_cut.py` finds what to keep. Never: seconds of a machine.
+backward. Start: `choose.py`; `copy_forward.py` writes the copies. Never: how fast a machine is.
 """

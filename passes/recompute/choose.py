@@ -1,11 +1,11 @@
-"""What the backward computes again instead of keeping it, as ``plan.recompute`` says.
+"""Choose the forward values that the backward recomputes, as ``plan.recompute`` says.
 
-``cheap``: sums, products, casts, views, activations and layer norms of what is kept anyway cost
-little time and most of the activation memory; results of ``exp``, ``tanh`` and the like are kept.
-``attention`` (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198): also what stands
-between the projections of an attention, where it takes few FLOPs per byte. ``block`` (full
-recomputation, Chen et al. 2016, arXiv 1604.06174): a block of a stack keeps what enters it. A list
-of module paths does so for these modules; the rest is as with ``cheap``.
+``cheap``: pointwise sums and products, casts, views, activations and layer norms of saved
+activations, which take little time and much memory; results of ``exp`` and ``tanh`` are saved.
+``attention`` (selective recomputation, Korthikanti et al. 2022, arXiv 2205.05198): also the calls
+between an attention's projections that take few FLOPs per byte. ``block`` (full recomputation, Chen
+et al. 2016, arXiv 1604.06174): a block saves only the activations that enter it. A list of module
+paths: these modules save only what enters them, and all others follow ``cheap``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _CHEAP = frozenset(
 
 
 def recompute(graph: Graph, plan: Plan) -> Graph:
-    """Give the backward of a local graph its own copies of what ``plan`` recomputes, in place.
+    """Copy the forward calls that ``plan`` recomputes into the backward of a local graph, in place.
 
     Runs before waits are placed. PlanError where a path of the plan names no module that runs.
     """
@@ -84,10 +84,12 @@ def recompute(graph: Graph, plan: Plan) -> Graph:
 
 
 def gathered_again(graph: Graph) -> dict[fx.Node, fx.Node]:
-    """Weights that the forward gathers and drops, and the gathers of the same block's backward."""
+    """Per all-gather of a weight in the forward, the all-gather of that weight in the same block's
+    backward: under FSDP the backward gathers a weight again.
+    """
     first: dict[object, fx.Node] = {}
     found: dict[fx.Node, fx.Node] = {}
-    for node in reversed(list(graph.calls())):
+    for node in reversed(list(graph.calls())):  # backward first, to know its gathers
         if gathers_param(node):
             kwargs = tuple(sorted(node.kwargs.items()))
             key = (node.target, *tensor_args(node), kwargs, innermost_block(node), stage_of(node))
@@ -99,29 +101,32 @@ def gathered_again(graph: Graph) -> dict[fx.Node, fx.Node]:
 
 
 def recomputable(graph: Graph, gathered: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Forward values that the backward reads and that follow cheaply from what is kept anyway, and
-    from weights that it gathers.
+    """Forward values that cheap calls can compute in the backward from saved activations, from
+    parameters, and from the weights that the backward gathers again (``gathered``).
     """
     serves = Copies(graph, (), innermost_block).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
     again: set[fx.Node] = set()
 
     def at_hand(operand: fx.Node, node: fx.Node) -> bool:
-        """Whether the backward has an operand anyway, or computes it again in the same block."""
+        """Whether the backward has ``operand`` saved, or recomputes it in the block of ``node``."""
         kept = operand.op == "placeholder" or operand in saved or operand in gathered
         return kept or (operand in again and serves(operand, node))
 
     for node in graph.calls():
         cheap = value(node).phase == "F" and _is_cheap(node, saved)
         if cheap and node in saved and _widens(node):
-            saved.add(first_operand(node))  # keeping it costs less
+            saved.add(first_operand(node))  # saving bf16 and casting again costs half the bytes
         if cheap and all(at_hand(operand, node) for operand in tensor_args(node)):
             again.add(node)
     return {n for n in again if n not in saved or _pays(n)}
 
 
 def _is_cheap(node: fx.Node, saved: set[fx.Node]) -> bool:
-    """Whether a call may be made again; of several results the first has to be wanted then."""
+    """Whether a call takes little time; a layer norm only if the backward reads its output.
+
+    If the backward reads only a layer norm's mean and rstd, then these small results are saved.
+    """
     if node.target is operator.getitem:
         return _is_cheap(picked(node)[0], saved)
     if node.target is aten.native_layer_norm.default:
@@ -130,12 +135,14 @@ def _is_cheap(node: fx.Node, saved: set[fx.Node]) -> bool:
 
 
 def _pays(node: fx.Node) -> bool:
-    """Whether keeping it would cost memory, or it is a view that is written as easily again."""
+    """Whether recomputing saves memory; a single number is saved instead, but views are always
+    written again.
+    """
     return node.target in _VIEWS or not is_tensor(node) or fake_of(node).numel() > 1
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a call casts a value to a type that takes more bytes."""
+    """Whether a call casts a value to a dtype of more bytes: bf16 to f32."""
     if node.target is not aten._to_copy.default:
         return False
     return bool(fake_of(node).element_size() > fake_of(first_operand(node)).element_size())

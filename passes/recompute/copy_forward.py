@@ -1,4 +1,4 @@
-"""Copy forward calls into the backward, so that their values need not be kept in between."""
+"""Copy forward calls into the backward, so that their results are no saved activations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Home = Callable[[fx.Node], str]
 
 @dataclass
 class Copies:
-    """The backward's own copies of the forward values ``again``, one each.
+    """Writes one backward copy of each forward value in ``again``.
 
-    A copy serves the readers that have the value's ``home`` and, in a pipeline, its stage: what
-    others read is kept. ``draws`` are the dropout masks among the values, which are drawn again
-    from the generator's state; ``twins`` are backward calls that give what forward ones gave.
+    Backward calls in the value's region (``home``: the block that a call is in) and stage read the
+    copy; calls elsewhere read the saved value. ``draws`` are the dropout masks among the values: a
+    mask is drawn again from the generator's state. ``twins`` maps an all-gather of the forward to
+    the all-gather of the same weight in the backward, which copies read.
     """
 
     graph: Graph
@@ -30,7 +31,7 @@ class Copies:
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def insert(self) -> None:
-        """Let every backward call read copies, each written right before its first reader."""
+        """Let every backward call read copies; each copy stands right before its first reader."""
         self.order = {node: i for i, node in enumerate(self.graph.calls())}
         for reader in list(self.graph.calls()):
             if value(reader).phase == "B":
@@ -38,20 +39,18 @@ class Copies:
                     reader.replace_input_with(operand, self._copy(operand, reader))
 
     def _again(self, reader: fx.Node) -> list[fx.Node]:
-        """The operands of a call that are computed again where it stands."""
+        """The operands of a call that the call reads as copies; none for a mask's draw."""
         if reader in self.draws:
             return []
         return [o for o in tensor_args(reader) if o in self.again and self.serves(o, reader)]
 
     def serves(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Whether both stand in one home and, in a pipeline, on one stage: others are sent
-        values.
-        """
+        """Whether both calls are in one region and stage: other stages are sent the value."""
         stages = (ANYWHERE, stage_of(reader))
         return self.home(node) == self.home(reader) and stage_of(node) in stages
 
     def _copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """The copy of a value, those it is made of before it, in the order of the forward."""
+        """The copy of a value; the copies that it reads are written first, in forward order."""
         needed: dict[fx.Node, None] = {}
         todo = [node]
         while todo:
@@ -64,13 +63,14 @@ class Copies:
         return self.made[node]
 
     def _before(self, twin: fx.Node, reader: fx.Node) -> fx.Node:
-        """A gather, moved to where it is read if it stands behind that."""
+        """The all-gather ``twin``, moved in front of ``reader`` if the graph has it later."""
         if self.order[twin] > self.order[reader]:
             reader.prepend(twin)
             self.order[twin] = self.order[reader]
         return twin
 
     def _copied(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """Write the copy of one call before ``reader``; it reads copies and gathers again."""
         swap = {o: self.made[o] for o in self._again(node)}
         for operand in tensor_args(node):
             if twin := self.twins.get(operand):

@@ -1,4 +1,4 @@
-"""Minimum cuts of small directed graphs; of equal cuts the one that lies nearest to the sink."""
+"""Minimum cuts of small directed graphs; of several minimum cuts the one nearest to the sink."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Edges = Mapping[tuple[Hashable, Hashable], int]  # capacities
 
 
 def sink_side(capacities: Edges, source: Hashable, sink: Hashable) -> set[Hashable]:
-    """What is cut off from the source by the minimum cut that lies nearest to the sink.
+    """The nodes on the sink's side of the minimum cut that is nearest to the sink.
 
     >>> sorted(sink_side({("s", "a"): 5, ("a", "b"): 3, ("b", "t"): 3}, "s", "t"))
     ['t']

@@ -1,9 +1,9 @@
-"""Recompute what stands between the projections of an attention: large values, of few FLOPs.
+"""Recompute the values between an attention's projections: many bytes, made by few FLOPs.
 
-An attention core is all that hangs together with a product of activations with activations, up to
-calls that read a weight: scores, softmax and dropout of all pairs of positions, but also rotated
-queries. What takes many FLOPs per byte is kept, and of the rest as few bytes as can be: a minimum
-cut between what enters the core and what the backward reads.
+An attention core is a matrix product of two activations (``q @ k``) with all calls connected to it
+in the block, up to calls that read a weight: scores, softmax, dropout, but also rotary embeddings.
+Results that take many FLOPs per byte are saved. Of the other values those with the fewest bytes are
+saved: a minimum cut between the values that enter the core and the values that the backward reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLOPS_PER_BYTE = 300
 
 
 def recompute_attention(graph: Graph) -> Graph:
-    """Let the backward compute attention cores again where that keeps fewer bytes, in place."""
+    """Recompute attention cores in the backward where this saves fewer bytes, in place."""
     draws = note_draws(graph, [n for n in _cores(graph) if n.target is ops.dropout_mask])
     cores: dict[str, dict[fx.Node, None]] = {}
     for node in _cores(graph):
@@ -54,7 +54,9 @@ def recompute_attention(graph: Graph) -> Graph:
 
 # what is a core -----------------------------------------------------------------------------------
 def _cores(graph: Graph) -> dict[fx.Node, None]:
-    """The forward calls of all cores."""
+    """The forward calls of all attention cores: spread from products of activations to their
+    neighbours in the same block.
+    """
     calls = [n for n in graph.calls() if value(n).phase == "F" and innermost_block(n)]
     free = dict.fromkeys(n for n in calls if _repeats(n))
     found: dict[fx.Node, None] = {}
@@ -69,7 +71,10 @@ def _cores(graph: Graph) -> dict[fx.Node, None]:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a call may be made once more without weights or communication, and gives the same."""
+    """Whether a call gives the same result when run again, reads no weight, and is no collective.
+
+    Dropout masks count: they are drawn again from the generator's state.
+    """
     known = node.target is ops.dropout_mask or not draws_numbers(node)
     reads_weight = any(is_weight(operand) for operand in tensor_args(node))
     return known and not reads_weight and node.target not in collectives.COLLECTIVES
@@ -80,7 +85,7 @@ def _is_light(node: fx.Node) -> bool:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Bytes of all that a call gives."""
+    """Bytes of all results of a call."""
     return sum(int(fake.nbytes) for fake in results_of(node) if fake is not None)
 
 
@@ -90,22 +95,27 @@ SOURCE, SINK = "kept", "read"
 
 @dataclass(frozen=True)
 class _Cut:
-    """The choice for one core. Every value is an edge as wide as keeping it costs bytes."""
+    """The minimum cut of one core: each value is an edge whose capacity is the bytes of saving it.
+
+    ``(n, "made") -> (n, "known")`` is that edge of node n. The core's dataflow and the backward's
+    reads are edges of endless capacity.
+    """
 
     ran: Replay
     core: Collection[fx.Node]
     draws: Collection[fx.Node]
 
     def again(self) -> set[fx.Node]:
-        """The calls of the core to make again: those behind the cut."""
+        """The calls of the core to recompute: those on the sink's side of the cut."""
         behind = sink_side(self._edges(), SOURCE, SINK)
         return {node for node in self.core if (node, "made") in behind}
 
     def _edges(self) -> Mapping[tuple[Hashable, Hashable], int]:
+        """The capacity of each edge of the core's graph."""
         inside = dict.fromkeys(self.core)
         entering = dict.fromkeys(o for n in self.core for o in tensor_args(n) if o not in inside)
         costs = {n: self._cost(n) for n in (*entering, *inside) if self._can_be_kept(n)}
-        endless = 1 + sum(costs.values())
+        endless = 1 + sum(costs.values())  # more than any cut of finite edges: never cut
         edges: dict[tuple[Hashable, Hashable], int] = {}
         for node in (*entering, *inside):
             edges[(node, "made"), (node, "known")] = costs.get(node, endless)
@@ -118,8 +128,10 @@ class _Cut:
         return edges
 
     def _can_be_kept(self, node: fx.Node) -> bool:
-        """Whether a value is a tensor with memory of its own: to keep a view is to keep what it is
-        a view of, and that is in the core as well or enters it."""
+        """Whether saving a value means something: it is a tensor and, in the core, no view.
+
+        To save a view saves its base, which is in the core or enters it.
+        """
         if not is_tensor(node) or node not in self.core:
             return is_tensor(node)
         call = picked(node)[0] if node.target is operator.getitem else node
@@ -127,9 +139,7 @@ class _Cut:
         return self.ran.storages(node).keys().isdisjoint(whole)
 
     def _cost(self, node: fx.Node) -> int:
-        """The bytes of keeping a value; nothing if it is kept anyway, a share if for several
-        blocks.
-        """
+        """Bytes of saving a value: 0 if it is saved anyway, a share if several blocks read it."""
         readers = _backward_readers(node)
         elsewhere = node not in self.core or any(
             innermost_block(r) != innermost_block(node) for r in readers

@@ -1,8 +1,7 @@
-"""Recompute what stands in a region of the model, a block or a module that the plan names, from
-what enters it.
+"""Recompute whole regions of the model, a block or a module that the plan names, from their inputs.
 
-Nothing in a region is kept but random values other than dropout masks, weights that are whole for
-the step, and what others than the region read: that is at hand anyway.
+A region saves only the values that enter it, random values other than dropout masks, weights that
+are gathered once per step (ZeRO-1 and 2), and values that other regions read, which exist anyway.
 """
 
 from __future__ import annotations
@@ -22,10 +21,14 @@ from partc.plan import RECOMPUTES, Plan, fits
 
 
 def recompute_regions(graph: Graph, plan: Plan) -> Graph:
-    """Let the backward of every region begin with its forward, as far as it needs it, in place."""
+    """Recompute in every region's backward the forward values that the backward reads, in place.
+
+    PlanError if a path of ``plan.recompute`` fits no module that runs.
+    """
     home = _home(graph, plan)
     inside = [n for n in graph.calls() if value(n).phase == "F" and home(n)]
     draws = note_draws(graph, [n for n in inside if n.target is ops.dropout_mask])
+    # note_draws replaced the mask nodes by new ones, so the calls are listed once more.
     inside = [n for n in graph.calls() if value(n).phase == "F" and home(n)]
     again = {n for n in inside if n in draws or _is_made_again(n, plan)}
     again -= {n for n in again if _leaves(n, home)}
@@ -35,7 +38,7 @@ def recompute_regions(graph: Graph, plan: Plan) -> Graph:
 
 
 def _home(graph: Graph, plan: Plan) -> Home:
-    """The region of a call, "" if it stands in none."""
+    """The function from a call to the path of its region, "" for a call in no region."""
     if plan.recompute == "block":
         return _block_home(graph)
     patterns = plan.recompute_paths
@@ -50,7 +53,9 @@ def _home(graph: Graph, plan: Plan) -> Home:
 
 
 def _block_home(graph: Graph) -> Home:
-    """The outermost member of a list of alike modules, of any list if there is none."""
+    """Regions of ``recompute = "block"``: the outermost block of a stack of alike blocks around a
+    call; where the model has none, the outermost member of any list of modules.
+    """
     alike = blocks_of(graph)
 
     def home(node: fx.Node) -> str:
@@ -75,14 +80,16 @@ def _check_pattern(graph: Graph, pattern: str) -> None:
 
 
 def _is_made_again(node: fx.Node, plan: Plan) -> bool:
-    """Whether a call gives the same once more, and is not kept for the step anyway."""
+    """Whether a call gives the same result when run again, and its result is not a weight that
+    exists for the whole step.
+    """
     if node.target is operator.getitem:
         return _is_made_again(picked(node)[0], plan)
     return not draws_numbers(node) and not (is_weight(node) and _is_whole_for_step(node, plan))
 
 
 def _is_whole_for_step(weight: fx.Node, plan: Plan) -> bool:
-    """Whether a weight is made of a parameter that is gathered once per step (ZeRO-1 and 2)."""
+    """Whether a weight comes from a parameter that is gathered once per step (ZeRO-1 and 2)."""
     while weight.op == "call_function":
         if gathers_param(weight):
             return plan.gather.get(str(weight.kwargs["axis"])) == "step"
@@ -96,8 +103,9 @@ def _leaves(node: fx.Node, home: Home) -> bool:
 
 
 def _gather_once(graph: Graph, home: Home) -> None:
-    """Let a region's backward gather each weight once: for what it repeats of the forward and for
-    the gradients."""
+    """Let a region's backward gather each weight once, for the recomputed forward and the gradients
+    together.
+    """
     first: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if value(node).phase == "B" and home(node) and gathers_param(node):

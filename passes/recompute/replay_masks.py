@@ -1,6 +1,4 @@
-"""Dropout masks that the backward draws again: the forward leaves the generator's state in place
-of the mask.
-"""
+"""Dropout masks that the backward draws again: the forward saves the generator's state instead."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from partc.plan.sharding import REPLICATED
 
 @dataclass(frozen=True)
 class Draw:
-    """Where a mask came from: the generator's state before it, and the share of zeros."""
+    """The origin of a mask: the generator's state before the draw, and the probability of zero."""
 
     state: fx.Node
     p: float
 
 
 def note_draws(graph: Graph, masks: Iterable[fx.Node]) -> dict[fx.Node, Draw]:
-    """Let the forward keep the state each mask is drawn from: the new mask nodes, in place.
+    """Let the forward save the generator's state before each mask, in place; return the new masks.
 
     ``dropout_mask(x, p) --> drawn_mask(x, p)[0], [1]``
     """
@@ -51,7 +49,7 @@ def note_draws(graph: Graph, masks: Iterable[fx.Node]) -> dict[fx.Node, Draw]:
 
 
 def draws_numbers(node: fx.Node) -> bool:
-    """Whether a call gives something else each time; attention without dropout does not."""
+    """Whether a call draws random numbers; an attention op whose ``dropout_p`` is 0 does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return node.target in ops.DRAWS
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -60,6 +58,6 @@ def draws_numbers(node: fx.Node) -> bool:
 
 
 def replayed(graph: fx.Graph, mask: fx.Node, draw: Draw) -> fx.Node:
-    """The call that draws a mask again, where the graph is being written."""
+    """Write the call that draws a mask again, at the graph's insertion point."""
     fake = fake_of(mask)
     return graph.call_function(ops.same_mask, (draw.state, draw.p, tuple(fake.shape), fake.dtype))

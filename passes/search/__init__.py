@@ -1,1 +1,3 @@
-"""The search for a plan: ``shardings`` and ``plans`` pose what ``solver`` minimises."""
+"""The search for a plan: ``plans`` ranks whole plans, ``shardings`` searches shardings over ``tp``
+as a problem of cost tables, which ``solver`` minimises.
+"""

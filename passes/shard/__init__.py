@@ -1,6 +1,7 @@
-"""Joint graph and plan to one rank's local graph with its collectives.
+"""From the joint graph of the whole model to the local graph of one rank, with its collectives.
 
-In: a canonical graph and a plan. Out: the complete plan, a sharding for every value, the local
-graph. Start: `propagate.py` chooses shardings, `insert_collectives.py` writes the local graph.
-Never: the schedule of a pipeline, or where a transfer starts and is waited for.
+In: a canonical joint graph and a plan. Out: the plan with every entry filled in, a sharding for
+every value, the local graph. Start: `propagate.py` chooses the shardings, `insert_collectives.py`
+writes the local graph. Never: the schedule of a pipeline, or where in the program a collective
+begins and is waited for.
 """

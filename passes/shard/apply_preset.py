@@ -1,7 +1,8 @@
-"""Turn a preset's words, or a partial plan, into a full plan for one graph and mesh.
+"""Complete a preset (``fsdp+megatron``) or a partial plan to a full plan for one graph and mesh.
 
-Words are joined by ``+``: one of ``ddp zero1 zero2 fsdp hsdp`` for the data axes, one of ``megatron
-megatron-sp`` for the tensor axes. Axes that no word speaks of get ``ddp`` and ``megatron``.
+A preset joins words by ``+``: one of ``ddp zero1 zero2 fsdp hsdp`` for the data axes, one of
+``megatron megatron-sp`` for the tensor axes. Without a word of its kind, data axes get ``ddp`` and
+tensor axes ``megatron``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _AUTO_NOTE = (
 
 
 def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan:
-    """Fill in what ``plan`` leaves open; PlanError or ShardingError where it cannot be followed.
+    """Fill in the entries that ``plan`` leaves open.
 
-    ``rows``: whether tables may stay where they are and rows of them travel, as is faster on this
-    very mesh.
+    With ``rows``, embedding rows are exchanged instead of whole tables where this is faster on
+    ``mesh``. PlanError for a name that the model does not have, ShardingError for a dim that an
+    axis does not divide.
     """
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
@@ -55,8 +57,8 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
 
 
 def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
-    """The values of which the plan says nothing though they are named like some of which it does:
-    a pattern of those names would speak of them too.
+    """The names that a pattern over the plan's names would fit although the plan does not mean
+    them: if it names ``h.0:mul`` alone, then ``h.1:mul``, as ``h.*:mul`` fits both.
     """
     patterns = {widest_pattern(name) for name in plan.values if "*" not in name}
     names = [*value_names(graph).values(), *graph.params] if patterns else []
@@ -64,6 +66,7 @@ def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
 
 
 def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
+    """The plan with the preset's layouts, lifetimes and notes where it has no entries."""
     notes = list(plan.notes)
     if plan.preset == "auto":
         plan = plan.changed(preset=_auto(mesh))
@@ -83,6 +86,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
         for name, layout in cut_weights(graph, mesh, axis, params, pinned).items():
             params[name][axis] = layout
     nodes = graph.params
+    # After the tensor axes: a data axis shards the first dim that still divides.
     for axis in shard:
         free = {n: params[n] for n in params if n not in pinned}
         whole: dict[str, Cuts] = {
@@ -107,13 +111,14 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
 
 
 def _auto(mesh: Mesh) -> str:
-    """The presets for the axes that a mesh has."""
+    """The preset for the mesh's axis names: fsdp for data axes, megatron-sp for tensor axes."""
     words = ["fsdp"] if set(mesh.names) & set(DATA_AXES) else []
     words += ["megatron-sp"] if set(mesh.names) & set(TENSOR_AXES) else []
     return "+".join(words) or "ddp"
 
 
 def _words(preset: str) -> list[str]:
+    """The words of a preset; PlanError for an unknown word or two for the same axes."""
     words = [w.strip() for w in preset.split("+")]
     for word in words:
         if word not in PRESETS:
@@ -135,7 +140,7 @@ def _words(preset: str) -> list[str]:
 
 
 def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str) -> dict[str, Cuts]:
-    """Parameters with some cuts, cut along the data axes as well as a preset's words store them."""
+    """Add to layouts of parameters the sharding along the data axes that ``preset`` stores."""
     data = [axis for axis in mesh.names if axis in DATA_AXES]
     stored = {name: dict(cuts) for name, cuts in params.items()}
     for axis in _sharded_axes(_words(preset), data, mesh):
@@ -171,7 +176,9 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
 
 
 def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
-    """The data axes along which parameters are stored cut."""
+    """The data axes over which the preset stores parameters sharded; PlanError for hsdp without
+    ``dp_replicate`` and ``dp_shard``.
+    """
     if not {"zero1", "zero2", "fsdp", "hsdp"} & set(words):
         return []
     data = [a for a in data if a != MICROBATCH_AXIS]
@@ -186,7 +193,10 @@ def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
 
 
 def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
-    """Dim 0 of an input over every data axis that divides it."""
+    """Shard dim 0 of an input over the data axes; ShardingError if they do not divide it.
+
+    An input with a batch of 1, or without dims, stays whole.
+    """
     known = value(node)
     cuts: dict[str, Layout] = {}
     for axis in axes:
@@ -204,7 +214,7 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
 
 
 def _shard(cuts: dict[str, Layout], node: fx.Node, axis: str, mesh: Mesh) -> bool:
-    """Store a parameter cut along the first dim that the axis divides; False if there is none."""
+    """Shard a parameter on the first dim that the axis divides; False if there is none."""
     shape = value(node).shape
     for dim in range(len(shape)):
         outer = max((layout.outer for layout in cuts.values() if layout.dim == dim), default=1)
@@ -226,9 +236,7 @@ def _check_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def _check_names(plan: Plan, graph: Graph) -> None:
-    """Every name in the plan must fit something in the model: a typing slip must not pass
-    unseen.
-    """
+    """PlanError for a name in the plan that fits nothing in the model, such as a misspelt one."""
     params = [*graph.params, *graph.aliases]
     calls = [*value_names(graph).values(), *params] if plan.values else []
     named: tuple[tuple[str, Iterable[str], list[str]], ...] = (
@@ -248,7 +256,7 @@ def _check_names(plan: Plan, graph: Graph) -> None:
 
 
 def _by_first_name(plan: Plan, graph: Graph) -> Plan:
-    """The same plan with tied parameters under the name that stands in the graph."""
+    """The same plan with entries of tied parameters under the name that the graph uses."""
     params = dict(plan.params)
     for second, first in graph.aliases.items():
         named = next((cuts for pattern, cuts in params.items() if fits(pattern, second)), None)
@@ -276,7 +284,7 @@ def _all_cuts(plan: Plan, graph: Graph) -> Iterator[tuple[fx.Node, Cuts]]:
 
 
 def _check_divides(node: fx.Node, cuts: Cuts, mesh: Mesh) -> None:
-    """ShardingError in the user's terms where a cut does not divide its dim."""
+    """ShardingError, with the sizes that would do, where an axis does not divide its dim."""
     known, taken = value(node), {}
     for axis, layout in cuts.items():
         num = mesh.size(axis)

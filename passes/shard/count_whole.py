@@ -1,11 +1,10 @@
-"""Count a loss's targets where each rank has them all, not those of its columns of the scores.
+"""Count the targets of a vocabulary-parallel loss on each rank, without an all-reduce.
 
     all_reduce(nll_loss_forward(log_p, window(target))[1], axis) --> sum(target >= 0)
 
-A window that is told which class is ignored says so here too; other targets that do not count are
-negative.
-
-In place of a local graph; ``partc.passes.shard.microbatches`` does so for several microbatches.
+With the vocabulary sharded over an axis, ``window(target)`` keeps the targets of this rank's
+classes; every rank has all of ``target``. Targets that do not count are negative, or the class that
+the window's ``ignore`` names. For several microbatches ``microbatches.py`` counts the targets.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ aten = torch.ops.aten
 
 
 def count_whole(graph: Graph) -> Graph:
-    """Rewrite every count of a loss whose vocabulary is cut over one axis."""
+    """Rewrite, in place, the target count of every loss with the vocabulary sharded on one axis."""
     for node in list(graph.calls()):
         if node.target is operator.getitem and picked(node)[1] == 1:
             _count(graph, node)
@@ -33,6 +32,7 @@ def count_whole(graph: Graph) -> Graph:
 
 
 def _count(graph: Graph, node: fx.Node) -> None:
+    """Replace one count, the second result of an NLL loss, and the all-reduces behind it."""
     call = picked(node)[0]
     if call.target not in NLL:
         return
@@ -61,7 +61,7 @@ def _count(graph: Graph, node: fx.Node) -> None:
 
 
 def _pass_on(graph: Graph, sum_over: fx.Node, axis: str) -> None:
-    """Leave out the sum over an axis that a count is no longer cut on."""
+    """Drop the all-reduce over ``axis`` behind a count that is whole on every rank of it."""
     if not is_call(sum_over, collectives.all_reduce):
         return
     readers = list(sum_over.users)

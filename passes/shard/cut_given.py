@@ -1,9 +1,9 @@
-"""Compute of what follows from the step's inputs alone only the piece that is read.
+"""Shard values that depend on the step's inputs alone (masks, positions) as their readers do.
 
-Cuts spread from parameters and inputs forward, so a mask that is made of positions is whole
-although every attention reads a piece of it. Here its readers' cuts go back to where it begins:
-``keep_piece(positions) -> mask`` instead of ``positions -> keep_piece(mask)``. Such values have no
-gradients, so nothing else depends on how they lie.
+Shardings spread forward from parameters and inputs, so a mask made from positions is whole although
+every attention reads only a shard of the mask. This pass moves the readers' shardings back:
+``keep_piece(positions) -> mask`` instead of ``positions -> keep_piece(mask)``. Masks and positions
+have no gradients, so that no other value depends on their shardings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from partc.rules import strategies
 
 
 def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
-    """Cut what is whole as all its readers read it, from the last call to the first, in place."""
+    """Shard each whole input-only value as all its readers read it; ``choices`` in place.
+
+    From the last call to the first: a sharded value then asks its own operands for shards.
+    """
     known = input_only(graph)
     calls = [n for n in graph.calls() if n in known and n.target is not operator.getitem]
     for axis in graph.mesh.names:
@@ -35,7 +38,7 @@ def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
 
 
 def _wanted(node: fx.Node, choices: Choices, axis: str) -> dict[int, Layout]:
-    """Per result of a call how its readers read it; whole where they do not agree."""
+    """Per result of a call the layout in which all its readers read it; R if they differ."""
     found: dict[int, Layout] = {}
     for result, layout in _reads(node, choices, axis):
         found[result] = layout if found.get(result, layout) == layout else R
@@ -43,7 +46,7 @@ def _wanted(node: fx.Node, choices: Choices, axis: str) -> dict[int, Layout]:
 
 
 def _reads(node: fx.Node, choices: Choices, axis: str) -> Iterator[tuple[int, Layout]]:
-    """Every place where a call's results are read: which result, and in what layout."""
+    """The number and the layout of every read of a call's results."""
     for user in node.users:
         if user.target is operator.getitem:
             yield from ((picked(user)[1], layout) for _, layout in _reads(user, choices, axis))
@@ -57,7 +60,10 @@ def _reads(node: fx.Node, choices: Choices, axis: str) -> Iterator[tuple[int, La
 
 
 def _cut(node: fx.Node, wanted: dict[int, Layout], prices: Prices) -> None:
-    """Choose the strategy that gives what is wanted and reads least, if there is one."""
+    """Choose the strategy with the ``wanted`` result layouts that reads the fewest bytes, if any.
+
+    A strategy that makes a partial sum does not count: it would need a collective.
+    """
     operands = tensor_args(node)
     seen = [(len(operands) + i, layout) for i, layout in wanted.items()]
     fitting = [

@@ -1,10 +1,10 @@
-"""Choose Megatron's cuts along a tensor axis for any model: by column where the cut flows, by row
-where it arrives.
+"""Choose Megatron's tensor-parallel shardings for any model: column-wise, then row-wise.
 
-Walks the forward graph once. A weight that meets a whole activation is cut along an output dim if
-that cut then flows, without communication, to another contraction with a weight (or to the loss's
-softmax); there it is met by a row cut, whose unfinished sum is reduced once. A vocabulary table
-read by the model's inputs is cut by rows. What fits neither stays whole.
+One walk over the forward graph. A weight that meets a replicated activation is sharded by column
+(an output dim) if the sharded result reaches, without communication, another product with a weight,
+or the loss's softmax. That next weight is sharded by row (its contracted dim), and its partial sum
+is all-reduced once. An embedding table that the model's inputs index is sharded by vocabulary rows.
+All other weights stay replicated on the axis (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
 
-_LOSS_SOFTMAX = torch.ops.aten._log_softmax.default  # opened over a cut vocabulary
+_LOSS_SOFTMAX = torch.ops.aten._log_softmax.default  # decomposed where the vocabulary is sharded
 _OUTERS = (1, 3, 2)  # plain weights, fused q k v, fused k v or gate and up
 
 
@@ -33,8 +33,9 @@ def cut_weights(
     params: Mapping[str, Mapping[str, Layout]],
     pinned: Collection[str],
 ) -> dict[str, Layout]:
-    """Cuts along ``axis`` by parameter name; ``params`` has the cuts already fixed, ``pinned``
-    whose are final.
+    """Choose a layout on ``axis`` per parameter name; parameters without an entry stay replicated.
+
+    ``params`` has the layouts on other axes. Parameters in ``pinned`` keep the user's layout.
     """
     walk = _Walk(graph, mesh, axis, params)
     for name in pinned:
@@ -50,8 +51,8 @@ def cut_weights(
 
 @dataclass
 class _Walk:
-    """``at`` has the layout on the axis of every value decided so far; parameters join as they are
-    met.
+    """The walk along the forward. ``at`` has the layout on the axis of every value decided so far;
+    a parameter is decided at the first call that reads it with an activation.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class _Walk:
                 self.at[node] = R
 
     def visit(self, node: fx.Node) -> None:
+        """Decide one call: the layouts of its results and of its undecided parameters."""
         if node.target is operator.getitem:
             call, index = picked(node)
             self.at[node] = self.results[call][index]
@@ -83,6 +85,7 @@ class _Walk:
             self.at[node] = finished[0] if finished else R
 
     def _best(self, node: fx.Node) -> Strategy:
+        """The first strategy that keeps an arriving sharding or shards a weight, or whole."""
         operands = tensor_args(node)
         free = [o for o in operands if o not in self.at]
         options = [s for s in self._options(node, operands) if self._meets(operands, s)]
@@ -96,7 +99,10 @@ class _Walk:
         return Strategy((R,) * len(operands), (R,) * len(results_of(node)))
 
     def _options(self, node: fx.Node, operands: list[fx.Node]) -> list[Strategy]:
-        """Strategies for the layouts at hand, with the outer factors that weights may be cut by."""
+        """The strategies of one call for the layouts decided so far.
+
+        Also those that shard a fused q k v weight in each of its parts (``outer`` of 3 or 2).
+        """
         seen = [(i, self.at[o]) for i, o in enumerate(operands) if self.at.get(o, R) != R]
         options = list(strategies_for(node, self.num, seen))
         for i, operand in enumerate(operands):
@@ -107,7 +113,9 @@ class _Walk:
         return list(dict.fromkeys(options))
 
     def _meets(self, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """Whether what is decided fits the strategy: equal, or whole and sliced for free."""
+        """Whether each decided operand has the strategy's layout, or is replicated and can be
+        sliced without communication.
+        """
         for operand, want in zip(operands, strategy.ins, strict=True):
             have = self.at.get(operand)
             if have is None:
@@ -118,17 +126,15 @@ class _Walk:
         return True
 
     def _arrives(self, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """A cut that comes in with an activation and goes on, or ends in a sum over a weight's
-        cut.
-        """
+        """Whether the strategy keeps the sharding with which an operand arrives."""
         return any(
             self.at.get(o, R).kind == "cut" and self.at[o] == want
             for o, want in zip(operands, strategy.ins, strict=True)
         )
 
     def _spreads(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """A weight cut while all activations are whole: by column if it flows, by row for a
-        vocabulary.
+        """Whether a strategy with replicated activations may shard a weight: by column if the
+        result's sharding ``flows``, by row for a vocabulary that an input indexes.
         """
         pairs = list(zip(operands, strategy.ins, strict=True))
         if any(want.kind == "cut" for o, want in pairs if o in self.at):
@@ -144,15 +150,18 @@ class _Walk:
         )
 
     def flows(self, node: fx.Node, layout: Layout) -> bool:
-        """Whether this cut of a value reaches contractions with weights by rules alone."""
+        """Whether a value with this layout reaches products with weights without communication."""
         key = (node, layout)
         if key not in self.known_flows:
-            self.known_flows[key] = False  # while it is being found out
+            self.known_flows[key] = False  # the answer, should the walk below come back here
             users = [u for u in node.users if u.op == "output" or value(u).phase == "F"]
             self.known_flows[key] = all(self._accepts(u, node, layout) for u in users)
         return self.known_flows[key]
 
     def _accepts(self, user: fx.Node, node: fx.Node, layout: Layout) -> bool:
+        """Whether a reader ends the sharding of ``node`` in a row-wise product, or carries it on
+        to readers that do.
+        """
         if user.op == "output" or user.target is _LOSS_SOFTMAX:
             return user.op != "output"
         if user.target is operator.getitem:
@@ -172,8 +181,8 @@ class _Walk:
         return False
 
     def _plausible(self, operands: list[fx.Node], node: fx.Node, strategy: Strategy) -> bool:
-        """Whether the other operands can be had so: undecided ones may be, decided ones are equal
-        or whole.
+        """Whether the other operands can have the strategy's layouts: they are undecided, have the
+        layout, or are replicated.
         """
         return all(
             o is node or o not in self.at or self.at[o] in (R, want)
@@ -181,7 +190,9 @@ class _Walk:
         )
 
     def _ends(self, operands: list[fx.Node], node: fx.Node, strategy: Strategy) -> bool:
-        """A contraction with a weight: the row cut that takes the column cut up."""
+        """Whether a call is the row-wise product that ends a column-wise sharding: with a sharded
+        weight, and a partial sum as its result.
+        """
         return strategy.outs[0].kind == "U" and any(
             is_weight(o) and want.kind == "cut"
             for o, want in zip(operands, strategy.ins, strict=True)
@@ -204,14 +215,15 @@ class _Walk:
     # parameters, and what is made of one parameter alone (a transposed or cast weight)
     # ---------------
     def _derived(self, node: fx.Node) -> bool:
-        """A value of one undecided parameter alone: it is decided when it meets an activation."""
+        """Whether a value is made of one undecided parameter alone (``t(w)``, a cast of ``w``).
+
+        Its layout is decided where it meets an activation.
+        """
         operands = tensor_args(node)
         return len(operands) == 1 and operands[0] not in self.at and len(results_of(node)) == 1
 
     def _fix(self, node: fx.Node, layout: Layout) -> None:
-        """Decide a parameter, or the parameter behind a derived value, by the layout it is used
-        in.
-        """
+        """Set the layout of a parameter, or of a derived value and the parameter behind it."""
         self.at[node] = layout
         if node.op == "call_function":
             source = tensor_args(node)[0]
@@ -219,7 +231,10 @@ class _Walk:
                 self._fix(source, self._behind(node, layout) or R)
 
     def _behind(self, node: fx.Node, want: Layout) -> Layout | None:
-        """The operand layout from which a one-operand call makes ``want``."""
+        """The operand layout from which a one-operand call makes ``want``: of ``t``, the other dim.
+
+        None if no strategy makes ``want``.
+        """
         if want == R:
             return R
         source = tensor_args(node)[0]
@@ -229,7 +244,7 @@ class _Walk:
         )
 
     def _divides(self, operand: fx.Node, layout: Layout) -> bool:
-        """Whether a parameter's other cuts leave room for this one."""
+        """Whether the axis divides what the other axes leave of a parameter's dim."""
         if layout.kind != "cut" or operand.op != "placeholder":
             return True
         others = self.params.get(value(operand).name, {})
@@ -237,7 +252,7 @@ class _Walk:
         return sharding.local_shape(value(operand).shape, self.mesh) is not None
 
     def _reads_input(self, node: fx.Node) -> bool:
-        """Whether a table is indexed by an input of the step, through views and casts only."""
+        """Whether an input of the step, or a view or cast of one, indexes the table."""
         for operand in tensor_args(node):
             while operand.op == "call_function" and len(tensor_args(operand)) == 1:
                 operand = tensor_args(operand)[0]

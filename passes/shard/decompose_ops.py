@@ -1,8 +1,8 @@
-"""Write an op that cannot be cut as the few ops it is made of, which can.
+"""Decompose an op that cannot be sharded into simpler ops that can.
 
-Softmax over a cut dim becomes max, exp and sum with the max and the sum finished over the axis (as
-Megatron's vocabulary-parallel cross-entropy); batch normalisation of a cut batch becomes sums (as
-SyncBatchNorm).
+Softmax over a sharded dim: ``softmax -> amax, sub, exp, sum, div``, with the max and the sum
+all-reduced over the axis, as in Megatron's vocabulary-parallel cross entropy. Batch norm of a
+sharded batch: sums over the batch, all-reduced, as in SyncBatchNorm.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from partc.graph import Graph, fake_of, op_word, picked, value
 from partc.graph.graph_edits import Writer
 
 aten = torch.ops.aten
-Results = tuple[Any, ...]  # one node (or None) per result of the opened op
+Results = tuple[Any, ...]  # one node (or None) per result of the decomposed op
 
 
 def decomposes(node: fx.Node) -> bool:
-    """Whether there is an opening for this call."""
+    """Whether there is a decomposition for this call."""
     return node.target in _OPENINGS
 
 
 def decompose_op(graph: Graph, node: fx.Node) -> fx.Node:
-    """Replace a call by its opening; returns the first node of what stands there now."""
+    """Replace a call by the simpler calls it consists of; return the first of these."""
     write = Writer(graph.fx, node, replace(value(node), decomposed_from=op_word(node.target)))
     before = node.prev
     results = _OPENINGS[node.target](write, *node.args, **node.kwargs)
@@ -45,7 +45,7 @@ def decompose_op(graph: Graph, node: fx.Node) -> fx.Node:
 
 
 def _log_softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
-    """x - max - log(sum(exp(x - max))), contiguous: kernels of losses in two dims ask for it."""
+    """x - max - log(sum(exp(x - max))), of a contiguous x, as the kernels of 2d losses require."""
     if not fake_of(x).is_contiguous():
         x = write(aten.clone.default, x, memory_format=torch.contiguous_format)
     if half_to_float:
@@ -87,18 +87,18 @@ def _cast(write: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _others(x: fx.Node) -> list[int]:
-    """All dims of a batch-norm operand but the channels."""
+    """All dims of a batch-norm operand but dim 1, the channels."""
     return [d for d in range(fake_of(x).dim()) if d != 1]
 
 
 def _per_channel(write: Writer, stat: fx.Node, like: fx.Node) -> fx.Node:
-    """A value per channel, shaped to broadcast over ``like``."""
+    """View ``stat`` (one number per channel) so that it broadcasts over ``like``: [1, C, 1, 1]."""
     return write(aten.view.default, stat, [1, -1, *[1] * (fake_of(like).dim() - 2)])
 
 
 def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Node, fx.Node, int]:
-    """Mean, biased variance, 1 / sqrt(variance + eps) per channel, and how many values each is
-    of.
+    """Per channel the mean, the biased variance and 1 / sqrt(variance + eps); then the number of
+    values per channel.
     """
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     mean = write(aten.div.Tensor, write(aten.sum.dim_IntList, x, _others(x)), count)
@@ -124,7 +124,7 @@ def _batch_norm(
     write: Writer, x: fx.Node, weight: Any, bias: Any, running_mean: Any, running_var: Any,
     training: bool, momentum: float, eps: float,
 ) -> Results:  # fmt: skip
-    """Out, mean, rstd and the new running statistics, of the whole batch (SyncBatchNorm)."""
+    """Output, mean, rstd, new running mean and variance, with statistics of the whole batch."""
     mean, var, rstd, count = _batch_stats(write, x, eps)
     y = _normalised(write, x, mean, rstd)
     if weight is not None:
@@ -143,8 +143,8 @@ def _batch_norm_backward(
     write: Writer, d_y: fx.Node, x: fx.Node, weight: Any, running_mean: Any, running_var: Any,
     mean: fx.Node, rstd: fx.Node, train: bool, eps: float, mask: list[bool],
 ) -> Results:  # fmt: skip
-    """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), and the two
-    sums.
+    """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), then the two sums:
+    d_weight = sum(d_y * x_hat) and d_bias = sum(d_y).
     """
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     x_hat = _normalised(write, x, mean, rstd)

@@ -1,12 +1,12 @@
-"""Embeddings of which the rows travel, not the table or its gradient.
+"""Embeddings that send the rows of the batch's tokens instead of the table or its gradient.
 
-Under fsdp, to gather a table and to reduce-scatter its gradient sends the whole table twice, for
-the rows of a few tokens. Stored cut along its columns it need not be gathered: each rank looks up
-its columns for the tokens of all ranks, and one all_to_all gives each its own tokens' rows, whole.
-Their gradients go back the same way, and each rank then has all that its columns' gradient is made
-of. The gradient of a table that lies whole need not be summed: every rank gathers the gradients of
-all tokens' rows and makes it itself, as a sparse gradient (Horovod; Parallax, Kim et al. 2019).
-Done where these transfers take less time.
+Under FSDP the all-gather of a table and the reduce-scatter of its gradient send the whole table
+twice, for the rows of a few tokens. A table sharded by columns (``f32[V,H@dp]``) is not gathered:
+each rank looks up its columns for the tokens of all ranks, and one all-to-all gives every rank the
+whole rows of its own tokens. The gradients of the rows go back by a second all-to-all. The gradient
+of a replicated table is not all-reduced: ranks all-gather the gradients of the rows, and each
+adds them up, as for sparse gradients (Horovod; Parallax, Kim et al. 2019). Both are chosen only
+where their transfers take less time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ COLUMNS = cut(1)
 
 @dataclass(frozen=True)
 class Lookup:
-    """The calls that read a table and make its gradient; ``batch`` is how its tokens are cut."""
+    """An embedding table with its look-up and the call that makes its gradient.
+
+    ``batch`` is the layout of the tokens on the axis in question.
+    """
 
     table: fx.Node
     call: fx.Node
@@ -43,7 +46,7 @@ class Lookup:
 
     @property
     def strategies(self) -> Iterator[tuple[fx.Node, Strategy]]:
-        """How its calls are cut where rows are exchanged: along the columns."""
+        """The strategies of both calls where rows are exchanged: sharded by the columns."""
         columns = cut(len(value(self.call).shape) - 1)
         yield self.call, Strategy((COLUMNS, R), (columns,))
         if self.grad is not None:
@@ -53,8 +56,10 @@ class Lookup:
 def with_travelling_rows(
     plan: Plan, graph: Graph, mesh: Mesh, pinned: set[str], data: list[str], shard: list[str]
 ) -> Plan:
-    """The plan with tables of which rows travel, other than those whose cuts the user ``pinned``.
-    ``data`` are the axes that cut the batch, ``shard`` those along which parameters are stored cut.
+    """The plan in which rows of tables are sent where this takes less time.
+
+    Tables that the user ``pinned`` stay as they are. ``data`` are the axes that shard the batch,
+    ``shard`` the axes over which parameters are stored sharded.
     """
     params, values, notes = dict(plan.params), dict(plan.values), [*plan.notes]
     free = {name: cuts for name, cuts in params.items() if name not in pinned}
@@ -82,8 +87,9 @@ def with_travelling_rows(
 def _exchanged(
     graph: Graph, params: Mapping[str, Cuts], inputs: Mapping[str, Cuts], axis: str, mesh: Mesh
 ) -> dict[str, dict[str, Lies]]:
-    """Tables, of the parameters given with their cuts on other axes, whose rows are exchanged over
-    ``axis``: per table what the plan then says of it, and of its calls, on this axis.
+    """The tables among ``params`` whose rows an all-to-all over ``axis`` exchanges in less time.
+
+    Per table the plan's entries, on this axis, for the table and its calls.
     """
     found = {name: _lookup(graph, name, inputs, axis) for name in params}
     better = {
@@ -103,9 +109,10 @@ def _gathered(
     mesh: Mesh,
     sums: int,
 ) -> dict[str, dict[str, Lies]]:
-    """Tables, of the parameters given with all their cuts, of which the gradients of rows are
-    gathered over some of ``axes``: per such gradient what the plan then says of it. ``sums`` is how
-    often per step the gradient would be summed.
+    """The tables among ``params`` for which all-gathering the rows' gradients takes less time than
+    reducing the table's gradient, over some of ``axes``.
+
+    Per gradient the plan's entry by axis. ``sums``: how often per step the gradient is reduced.
     """
     found: dict[fx.Node, dict[str, Lies]] = {}
     for name, cuts in params.items():
@@ -127,8 +134,9 @@ def _values(lookup: Lookup, name: str, names: Mapping[fx.Node, str]) -> Iterator
 
 
 def _lookup(graph: Graph, name: str, inputs: Mapping[str, Cuts], axis: str) -> Lookup | None:
-    """The one call that reads a parameter, if it looks up tokens of the batch that ``axis`` cuts;
-    None where something else is done with it.
+    """The look-up of a table, if it is the table's only reader and ``axis`` shards its tokens.
+
+    None for any other parameter.
     """
     table, grad = graph.params[name], graph.grads.get(name)
     call = next(iter(table.users), None)
@@ -143,7 +151,7 @@ def _lookup(graph: Graph, name: str, inputs: Mapping[str, Cuts], axis: str) -> L
 
 
 def _first(tokens: fx.Node) -> fx.Node:
-    """What tokens are made of, without what only reshapes or casts a batch."""
+    """The value behind reshapes and casts of ``tokens`` that keep the batch dim."""
     while tokens.op == "call_function" and len(made_of := tensor_args(tokens)) == 1:
         if value(made_of[0]).shape[:1] != value(tokens).shape[:1]:
             break
@@ -152,7 +160,7 @@ def _first(tokens: fx.Node) -> fx.Node:
 
 
 def _cut_free(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
-    """Whether the columns can be cut so: nothing else cuts them, and the rules allow it."""
+    """Whether ``axis`` can shard the table's columns: no other axis does, and rules allow it."""
     num = mesh.size(axis)
     if any(layout.dim == 1 for each, layout in cuts.items() if each != axis):
         return False
@@ -166,8 +174,8 @@ def _cut_free(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
 
 
 def _faster(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
-    """Whether rows travel in less time than the table and its gradient; tokens do not travel, as
-    every rank is given the batch of all.
+    """Whether the all-to-alls of rows take less time than the table's all-gather and its gradient's
+    reduce-scatter. Tokens cost nothing: every rank is given the whole batch.
     """
     num, ways = mesh.size(axis), 1 if lookup.grad is None else 2
     turns = {each: mesh.size(each) for each in {*lookup.over, *(MICROBATCH_AXIS,)} & {*mesh.names}}
@@ -182,8 +190,10 @@ def _faster(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
 def _fewer(
     lookup: Lookup, cuts: Cuts, whole: Iterable[str], axis: str, mesh: Mesh, sums: int
 ) -> bool:
-    """Whether gathering the gradients of rows takes less time than the sum of the table's, which
-    leaves with others: no start is saved. Over the axes in ``whole`` rows have been gathered.
+    """Whether all-gathering the rows' gradients takes less time than reducing the table's gradient.
+
+    The reduction's start is not counted: it shares a bucket with other gradients. Over the axes in
+    ``whole`` the rows are gathered already.
     """
     turns = {MICROBATCH_AXIS} & {*mesh.names}
     pieces = prod(mesh.size(a) for a in {*lookup.over, *turns} - {*whole})

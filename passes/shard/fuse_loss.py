@@ -1,11 +1,11 @@
-"""Write the gradient of a cross entropy by its logits as one call, which may overwrite the
-log-probabilities: of three tensors as large as the logits one is left.
+"""Write the gradient of a cross entropy by its logits as one call, ``cross_entropy_grad``.
 
     nll_loss_backward(d, log_p, target) -> g; _log_softmax_backward_data(g, log_p)
-    = d exp(log_p), less d at each row's target; nothing in rows that do not count
+    = d * (exp(log_p) - one_hot(target)) in rows that count, 0 in rows of ignored targets
 
-Of a vocabulary that is cut each rank has some columns, and knows this of them without the others:
-what torch's two calls would sum over a row is -d, or 0 where the row does not count.
+The call may overwrite ``log_p``, so that one tensor of the logits' size is left of three. With a
+sharded vocabulary each rank computes its columns alone: torch's two calls would sum ``g`` over a
+whole row, but that sum is known to be -d, or 0 in an ignored row.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ SUM = 2  # torch's code for a loss's reduction; means are open by now
 
 
 def fuse_loss(graph: Graph) -> None:
-    """Join the two backward calls."""
+    """Replace the two backward calls of each cross entropy by one, in place."""
     for node in list(graph.calls()):
         if node.target is aten._log_softmax_backward_data.default:
             _fuse(graph, node)
 
 
 def _fuse(graph: Graph, node: fx.Node) -> None:
+    """Fuse one softmax backward with the NLL backward before it, where the two form such a pair."""
     scores, log_p, dim, dtype = node.args
     assert isinstance(scores, fx.Node)
     assert isinstance(log_p, fx.Node)
@@ -48,7 +49,10 @@ def _fuse(graph: Graph, node: fx.Node) -> None:
 
 
 def _is_picked(scores: fx.Node, log_p: Any) -> bool:
-    """Whether a gradient has something at one place of each row only."""
+    """Whether ``scores`` is the backward of a summed, unweighted NLL loss of ``log_p``.
+
+    Such a gradient is zero but at each row's target.
+    """
     if scores.target is not aten.nll_loss_backward.default:
         return False
     _, picked_from, _, weight, reduction, *_ = scores.args

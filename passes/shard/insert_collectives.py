@@ -1,5 +1,7 @@
-"""Turn a graph with shardings into one rank's graph: local sizes, and collectives where layouts
-differ.
+"""Turn a graph with shardings into the local graph of one rank.
+
+Values get the size of this rank's shard. Where a call reads a value in another sharding than it was
+made in, collectives are inserted: ``f32[8@dp,64] -> all_gather -> f32[8,64]``.
 """
 
 from __future__ import annotations
@@ -39,17 +41,19 @@ from partc.rules.local_batch_norm import VARIANT, keeps_first
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
-    """The local graph: ``value`` of each node keeps the whole's shape, ``fake_of`` is what one rank
-    has.
+    """Write the local graph: ``value`` of a node has the global shape, ``fake_of`` the local one.
+
+    PlanError if a call needs all microbatches at once.
     """
     return _Partition(graph, plan, choices).build()
 
 
 @dataclass
 class _Partition:
-    """``copies`` has, per node of the whole graph, its local nodes by sharding, the produced one
-    first;
-    ``gathered`` those of a parameter as it is computed with, per phase or for the whole step.
+    """Writes the local graph ``out``.
+
+    ``copies`` has per node of the whole graph its local nodes by sharding, the produced one first.
+    ``gathered`` has the all-gathered copies of a parameter, per phase (FSDP) or per step (ZeRO-1).
     """
 
     graph: Graph
@@ -64,10 +68,11 @@ class _Partition:
     moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
 
     def build(self) -> Graph:
+        """Write placeholders, calls and results; the graph without the calls that nothing reads."""
         mesh = self.graph.mesh
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
-        self.given = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
+        self.input_only = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
@@ -88,6 +93,7 @@ class _Partition:
         return local
 
     def _place(self, node: fx.Node) -> None:
+        """Write a placeholder: a parameter as this rank stores it, an input as the whole batch."""
         known = value(node)
         cuts = self.plan.stored(known.name) if known.kind == "param" else {}
         stored = self.plan.sharding(cuts)
@@ -100,15 +106,14 @@ class _Partition:
         self.copies[node] = {stored: new}
 
     def _call(self, node: fx.Node) -> None:
-        """Write one call on local operands, bringing each operand into the layout its strategy
-        asks for.
-        """
+        """Write one call on local operands, each resharded to the layout of the call's strategy."""
         known = value(node)
         new = self._localized(node, self.choices.get(node, {}))
         set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
 
     def _localized(self, node: fx.Node, chosen: dict[str, Strategy]) -> fx.Node:
+        """Write one call with the strategies ``chosen`` by axis, its operands resharded."""
         operands = tensor_args(node)
         local_of: list[fx.Node] = []
         for i, operand in enumerate(operands):
@@ -126,7 +131,7 @@ class _Partition:
         return new
 
     def _first_only(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """Where local batch statistics are kept, only the first rank's count."""
+        """With ``batch_norm="local"`` keep the running statistics of the axis's first rank only."""
         if node.target is operator.getitem:
             call, index = picked(node)
             for axis, strategy in self.choices.get(call, {}).items():
@@ -140,11 +145,11 @@ class _Partition:
         return new
 
     def _get(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
-        """A local node that holds ``node`` as wanted: at hand, or resharded from the cheapest copy
-        at hand.
+        """The local node of ``node`` in the sharding ``want``, resharded from the cheapest copy if
+        there is none yet.
         """
         copies = self._copies(node, reader)
-        if want not in copies and node in self.given:
+        if want not in copies and node in self.input_only:
             return self._get_given(node, want, reader)
         if want not in copies:
             source = min(copies, key=lambda have: self._cost(have, want))
@@ -153,8 +158,9 @@ class _Partition:
         return copies[want]
 
     def _get_given(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
-        """Another copy of what follows from the inputs alone: for all microbatches at once, or
-        taken from one that is whole in every respect."""
+        """A copy of an input-only value: computed for all microbatches at once, or sliced from a
+        copy that is whole on every axis.
+        """
         copies, sharding = self.copies[node], Sharding()
         if want.on(MICROBATCH_AXIS) == R and node.op != "placeholder":
             sharding = value(node).sharding.with_(MICROBATCH_AXIS, R, self.graph.mesh)
@@ -169,8 +175,9 @@ class _Partition:
         return copies[want]
 
     def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
-        """The copies a reader may use. A parameter that is gathered lives for one phase or for the
-        step.
+        """The copies that a reader may use.
+
+        An all-gathered parameter exists for one phase (FSDP, ``gather = "use"``) or for the step.
         """
         if value(node).kind != "param":
             return self.copies[node]
@@ -196,8 +203,8 @@ class _Partition:
         return node
 
     def _step(self, node: fx.Node, step: Step, made_by: Value, reader: Value) -> fx.Node:
-        """One collective. A reduction stands with what made the value, a gather with what reads
-        it.
+        """Write one collective: a reduction in the module that made the value, a gather in the
+        module that reads it.
         """
         reduces = step.target in (collectives.all_reduce, collectives.reduce_scatter)
         at = made_by if reduces and made_by.kind == "op" else reader
@@ -211,7 +218,9 @@ class _Partition:
         return new
 
     def _finish(self, outputs: Outputs) -> Outputs:
-        """Bring every result of the step into the layout it has to end in."""
+        """Reshard every result of the step: gradients as their parameters are stored, the loss and
+        buffers replicated.
+        """
         grads = {
             n: self._sum(g, self.plan.sharding(self.plan.stored(n)), self.plan.reduce)
             for n, g in outputs.grads.items()
@@ -224,8 +233,10 @@ class _Partition:
         )
 
     def _sum(self, node: fx.Node, want: Sharding, when: str) -> fx.Node:
-        """Bring a sum over microbatches into its final layout: over ranks once per step, or per
-        microbatch."""
+        """Accumulate ``node`` over microbatches and reshard it to ``want``.
+
+        ``when`` says when ranks reduce: ``"step"`` after the last microbatch, or each microbatch.
+        """
         mesh = self.graph.mesh
         if MICROBATCH_AXIS not in mesh.names:
             return self._final(node, want)
@@ -238,7 +249,7 @@ class _Partition:
         return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
 
     def _collected(self, node: fx.Node) -> fx.Node:
-        """A result of the model for the whole batch, on every rank."""
+        """A result of the model, replicated, with the microbatches' parts concatenated."""
         layout = value(node).sharding.on(MICROBATCH_AXIS)
         if layout.kind != "cut":
             return self._final(node, Sharding())
@@ -262,8 +273,9 @@ SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_a
 
 
 def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
-    """How a gradient lies until the last microbatch, after which sums are finished; what else it
-    takes to the end is done with each.
+    """The sharding in which a gradient accumulates if ranks reduce once, after the last microbatch.
+
+    If resharding to ``want`` takes other collectives than sums, each microbatch does those.
     """
     sums = have.with_(MICROBATCH_AXIS, R, mesh)
     if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
@@ -273,8 +285,9 @@ def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
 
 
 def _in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
-    """How a gradient is kept from one microbatch to the next: cut as it is stored, while a sum over
-    axes that all store it alike can wait for the last one.
+    """The sharding in which a gradient accumulates if each microbatch reduce-scatters it (ZeRO-2).
+
+    Axes that store the gradient replicated still all-reduce after the last microbatch only.
     """
     waits = [axis for axis in mesh.names if have.on(axis) == U and want.on(axis) == R]
     return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
@@ -288,9 +301,7 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def settle_modules(local: Graph) -> None:
-    """A resharded copy that several modules read belongs to none of them: it stands with its
-    value.
-    """
+    """Move a resharded copy that several blocks read into the module of the value it is made of."""
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(first_operand(node)).kind == "op":

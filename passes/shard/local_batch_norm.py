@@ -1,8 +1,7 @@
-"""``batch_norm="local"``: each rank normalises with the statistics of its own piece of the batch,
+"""``batch_norm="local"``: each rank normalises with the statistics of its own shard of the batch,
 as DDP does.
 
-The running statistics kept are those of the first rank of the axis (DDP broadcasts them from
-there).
+The running statistics of the axis's first rank are kept, as DDP broadcasts buffers from rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from partc.rules.local_batch_norm import FORWARD, VARIANT, local_batch_norm
 
 
 def of_each_microbatch(node: fx.Node, arriving: Layout) -> Strategy | None:
-    """As ``local_batch_norm`` along microbatches: each updates the running statistics in turn."""
+    """The strategy of ``local_batch_norm`` on the microbatch axis: each microbatch in turn updates
+    the running statistics.
+    """
     local = local_batch_norm(node, arriving)
     if local is None or node.target is not FORWARD:
         return local
@@ -27,8 +28,9 @@ def of_each_microbatch(node: fx.Node, arriving: Layout) -> Strategy | None:
 
 
 def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
-    """PlanError where one of the ``ranks`` that share a microbatch has one value per channel, which
-    torch refuses to train with.
+    """PlanError if each of the ``ranks`` that share a microbatch has one value per channel only.
+
+    torch refuses to train a batch norm on one value per channel.
     """
     pieces = ranks * microbatches
     of = f"{ranks} pieces of each of " if ranks > 1 else ""
@@ -47,4 +49,5 @@ def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
 
 
 def has_batch_norm(graph: Graph) -> bool:
+    """Whether a graph has a batch norm in training mode."""
     return any(node.target is FORWARD for node in graph.calls())

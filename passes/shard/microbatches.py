@@ -1,10 +1,10 @@
-"""Microbatches as a mesh axis that runs in time: the same rules that cut a batch over ranks cut it
-over turns.
+"""Microbatches as a mesh axis in time: the rules that shard a batch over ranks also split it into
+microbatches, which one rank computes one after the other.
 
-Along the axis ``mb`` inputs are cut on their batch, parameters are whole, and what is summed over
-it is accumulated. Values that follow from the inputs alone exist whole as well, since a rank has
-its whole batch from the start; any other value that would need all microbatches at once is
-refused.
+Along the axis ``mb`` the inputs are sharded on their batch dim, parameters are replicated, and a
+partial sum (``{U:mb}``) is accumulated. A value that depends on the inputs alone is also at hand
+for the whole batch, as a rank has its whole batch from the start. Any other value that needs all
+microbatches at once is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def check_microbatches(local: Graph) -> None:
-    """PlanError if a value in the middle of the step needs all microbatches at once."""
+    """PlanError if a call would need a collective over microbatches: all of them at once."""
     for node in local.calls():
         if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MICROBATCH_AXIS:
             known = value(node)
@@ -39,16 +39,17 @@ def check_microbatches(local: Graph) -> None:
 
 
 def count_targets(graph: Graph) -> None:
-    """Count what a loss averages over from its targets alone, so that it is known from the start.
+    """Compute the number of targets that a mean loss divides by from the targets alone, in place.
 
-    ``nll_loss_forward`` gives the weight of its targets beside the loss, and so only once the
-    scores are there.
+    ``nll_loss_forward`` returns that number beside the loss, too late: each microbatch's gradient
+    is divided by the count of the whole batch.
     """
     for node in list(graph.calls()):
         if node.target is operator.getitem and picked(node)[1] == 1:
             call = picked(node)[0]
             if call.target in NLL:
-                # names of other calls, by which plans know them, must not be counted on
+                # ``value_names`` numbers the calls of one name: the new calls have a name of their
+                # own, so that a plan's names for the other calls stay valid.
                 update(node, decomposed_from=op_word(call.target))
                 node.replace_all_uses_with(_count(call, node))
                 graph.fx.erase_node(node)

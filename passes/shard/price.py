@@ -1,7 +1,8 @@
-"""What a strategy for one call costs on one axis, given how its operands lie.
+"""The price of a strategy for one call on one mesh axis, given the layouts of its operands.
 
-Network bytes to bring operands into place, network bytes to finish what results leave open, and a
-share of the bytes that each rank reads and writes. What the plan forbids has no price.
+Network bytes to reshard the operands, plus network bytes to finish partial sums of the results,
+plus a share of the bytes that each rank reads and writes. A strategy that the plan forbids has no
+price. No machine is needed: prices are in bytes, not seconds.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from partc.rules import Strategy
 # how a call is cut, per axis; a missing axis is replicated
 Choices = dict[fx.Node, dict[str, Strategy]]
 
-# What a transfer costs beside its bytes, in bytes: a collective's latency. What is replicated
-# although it could be cut is charged a share of its bytes: local memory is about this much faster
-# than the network.
+# A collective's latency, as if it were so many bytes. And the price of a byte read or written in
+# the rank's own memory, per byte on the network: about the ratio of their speeds. It charges what
+# is replicated although it could be sharded.
 _LATENCY_BYTES, _LOCAL_SHARE = 1024.0, 0.05
-# Decisions of the plan that propagation must not undo to save a few bytes: parameters are used as
-# the plan says, and what the inputs cut (the batch) stays cut.
+# Factors on the price of an all-gather, so that propagation does not undo the plan to save a few
+# bytes: parameters are used as the plan says, and the batch that the inputs shard stays sharded.
 _UNDO_PARAM, _UNDO_INPUT_CUT = 1e6, 1e3
-_JOIN_MICROBATCHES = 1e9  # they run one after the other: what joins them will be refused
+# A value of all microbatches cannot exist in the middle of a step, as they run one after the other:
+# ``check_microbatches`` refuses it.
+_JOIN_MICROBATCHES = 1e9
 
 
 @dataclass
 class Prices:
-    """``made`` has the layouts of each value that are at hand, the produced one first; ``choices``
-    what is decided, on the axes before this one too.
+    """Prices on one axis.
+
+    ``made`` has the layouts in which each value exists, the produced one first; ``choices`` the
+    strategies chosen so far, on earlier axes too.
     """
 
     graph: Graph
@@ -51,6 +56,7 @@ class Prices:
         self.final = _final_layouts(self.graph, self.plan, self.axis)
 
     def price(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float | None:
+        """The price of a strategy in bytes; None if the call cannot have it."""
         if not self.fits(node, operands, strategy):
             return None
         cost = 0.0
@@ -64,9 +70,7 @@ class Prices:
     def _move(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
     ) -> float | None:
-        """Bytes to bring one operand into the layout that the strategy wants; None if it may
-        not.
-        """
+        """The price of resharding one operand to the layout ``want``; None if that is ruled out."""
         rows = value(operand).rows
         parts = self.axis == MICROBATCH_AXIS or (
             rows is not None and rows.counted
@@ -80,9 +84,11 @@ class Prices:
         return min(costs, default=None)
 
     def shared(self, node: fx.Node) -> bool:
+        """Whether several calls read a value."""
         return sum(user.op != "output" for user in node.users) > 1
 
     def _leave(self, operand: fx.Node, have: Layout, want: Layout) -> float | None:
+        """The price of resharding an operand from ``have`` to ``want``; None if impossible."""
         ratio = transition_cost(have, want, self.num)
         if ratio == 0.0 and want.kind == "U" and have != want:
             return _LATENCY_BYTES  # it moves nothing, and is no way to go without need
@@ -101,11 +107,12 @@ class Prices:
     def _sources(
         self, operand: fx.Node, want: Layout, operands: list[fx.Node], strategy: Strategy
     ) -> list[Layout]:
-        """The layouts at hand from which the wanted one may be made.
+        """The existing layouts of an operand from which the wanted one may be made.
 
-        What is whole is cut only where something that is cut already asks for it. Sums go straight
-        into a cut only where the plan scatters them, or the inputs are cut so. What microbatches
-        have in common, as a penalty of weights, counts in the first where all of them add to it.
+        A replicated value is sliced only if another operand is sharded so. A partial sum is
+        reduce-scattered only if the plan scatters on this axis (sequence parallelism) or the inputs
+        are sharded on it. A replicated value may be counted as a partial sum, whole on the first
+        rank or microbatch: a weight penalty that every microbatch's loss would add.
         """
         made = self.made[operand]
         if want.kind in "UM":
@@ -121,7 +128,9 @@ class Prices:
         return [layout for layout in made if layout.kind == "cut"]
 
     def _driven(self, operand: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """Whether another operand is cut as the strategy wants it, or a sum is scattered so."""
+        """Whether another operand already has the strategy's sharding, or is a partial sum that is
+        scattered to it.
+        """
         return any(
             (layout.kind == "cut" and layout in self.made[other])
             or (self.made[other][0].kind == "U" and self._scatters(other, layout))
@@ -130,14 +139,17 @@ class Prices:
         )
 
     def _scatters(self, node: fx.Node, layout: Layout) -> bool:
-        """Whether the plan's sequence parallelism scatters this unfinished activation so."""
+        """Whether the plan's sequence parallelism scatters an activation's partial sum like this.
+
+        Only tensors of more than 2 dims are activations with a sequence.
+        """
         return (
             self.scatter is not None and layout == cut(self.scatter) and len(value(node).shape) > 2
         )
 
     def _finishing(self, node: fx.Node, strategy: Strategy) -> float:
-        """Bytes that the results will still cost: unfinished sums, and gradients not yet as
-        stored.
+        """The price of finishing the results: partial sums, and gradients not yet in the layout in
+        which their parameters are stored.
         """
         cost = 0.0
         for fake, layout in zip(results_of(node), strategy.outs, strict=True):
@@ -148,15 +160,15 @@ class Prices:
             if ratio is None:
                 ratio = 0.0 if layout.kind not in "UM" else 1.0 if self.scatter is not None else 2.0
             if self.axis == MICROBATCH_AXIS and final is not None and layout.kind == "U":
-                ratio = 0.0  # turns add to it
-            # among equals: a sum that only sums feed stays unfinished, any other is finished at
-            # once
+                ratio = 0.0  # accumulated by the microbatches, without a transfer
+            # Breaks ties: a partial sum of partial sums stays unfinished, any other is finished at
+            # once.
             tilt = 0.999 if all(i.kind == "U" for i in strategy.ins) else 1.001
             cost += ratio * tilt * self._bytes(node) if layout.kind in "UM" or final else 0.0
         return cost
 
     def local(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float:
-        """The bytes read and written on each rank, as a share of network bytes."""
+        """The price of the bytes that each rank reads and writes, in network bytes."""
         cost = 0.0
         for other, layout in zip(operands, strategy.ins, strict=True):
             cost += self._bytes(other) / (self.num if layout.kind == "cut" else 1)
@@ -165,15 +177,15 @@ class Prices:
         return _LOCAL_SHARE * cost
 
     def _bytes(self, node: fx.Node) -> float:
-        """Bytes of a value (the first result of several) on one rank of the axes decided before."""
+        """Bytes of a value, or of a call's first result, on one rank, as earlier axes shard it."""
         fake = next((f for f in results_of(node) if f is not None), None)
         if fake is None:
             return 0.0
         return fake.numel() * fake.element_size() / self.cut_before(node)
 
     def cut_before(self, node: fx.Node) -> int:
-        """Into how many ranks' pieces the axes decided before have cut a value; of microbatches
-        each rank computes all.
+        """The number of shards into which earlier axes divide a value; ``mb`` does not count, as
+        each rank computes all microbatches.
         """
         return prod(
             self.graph.mesh.size(axis)
@@ -184,9 +196,7 @@ class Prices:
         )
 
     def fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:
-        """Whether the cuts divide what the axes decided before have left of each operand and
-        result.
-        """
+        """Whether the axis divides what earlier axes leave of each operand and result."""
         mesh, before = self.graph.mesh, self.choices.get(node, {})
         for i, operand in enumerate(operands):
             if not _divides(
@@ -219,12 +229,12 @@ def _divides(
 
 
 def _final_layouts(graph: Graph, plan: Plan, axis: str) -> dict[fx.Node, Layout]:
-    """How the step's results must lie in the end: gradients as their parameters are stored."""
+    """The layouts of the step's results on ``axis``; gradients as their parameters are stored."""
     return {node: final.on(axis) for node, final in wanted_results(graph.outputs, plan)}
 
 
 def wanted_results(outputs: Outputs, plan: Plan) -> Iterator[tuple[fx.Node, Sharding]]:
-    """Each result of the step and the sharding it has to end in."""
+    """Each result of the step with the sharding that it must end in."""
     for name, node in outputs.grads.items():
         yield node, plan.sharding(plan.stored(name))
     for result in (outputs.loss, *outputs.buffers.values(), *outputs.results.values()):

@@ -1,10 +1,10 @@
-"""Decide how every value lies on the mesh, given how parameters and inputs do.
+"""Choose the sharding of every value, given the shardings of parameters and inputs.
 
-Axis by axis, in order of execution, each node takes the strategy of its rule that costs least: the
-network bytes its operands need, the network bytes its result will need to be finished, and the
-work that stays replicated. Cuts spread from parameters and inputs; they do not appear by
-themselves, but the plan may say of any value how it lies. What one gradient of a parameter needs is
-decided last: it may read what others have gathered.
+Mesh axis by mesh axis, in order of execution, each call takes the cheapest strategy of its sharding
+rule: network bytes to reshard its operands, network bytes to finish its result's partial sum, and a
+share of the bytes that each rank reads and writes. Shardings spread from parameters and inputs, or
+from a value that the plan names; a replicated value is not sharded without such a cause. Calls that
+one parameter's gradient alone needs come last, since they may read copies gathered for other calls.
 """
 
 from __future__ import annotations
@@ -49,21 +49,20 @@ from partc.rules.table import name_of
 
 aten = torch.ops.aten
 
-Pins = dict[fx.Node, Mapping[str, Lies]]  # a call -> axis -> how it lies
+Pins = dict[fx.Node, Mapping[str, Lies]]  # a call -> axis -> the layout that the plan asks for
 
 
 def propagate(
     graph: Graph, plan: Plan, *, strict: bool = False, warnings: list[str] | None = None
 ) -> Choices:
-    """Choose a strategy for every call; writes each node's sharding and returns the choices.
+    """Choose a strategy for every call; write each node's sharding and return the choices.
 
-    An op without a rule, that experiments do not show how to cut either, is computed whole on every
-    rank and told to ``warnings``; with ``strict`` it is a RuleError.
-
-    Ops that no axis may cut as they stand, though their operand arrives cut (softmax over a cut
-    vocabulary, batch statistics of a cut batch), are decomposed into several that may.
+    An op without a rule, for which discovery finds none either, is replicated on every rank, with a
+    line in ``warnings``; with ``strict`` it is a RuleError. An op whose operand is sharded where no
+    strategy allows it (softmax over a sharded vocabulary, batch statistics of a sharded batch) is
+    decomposed into ops that allow it. PlanError if a call cannot be as the plan says.
     """
-    while True:
+    while True:  # a decomposition adds calls that every axis has to decide: begin again
         choices: Choices = {}
         decomposed = False
         pins = pinned(graph, plan)
@@ -77,8 +76,10 @@ def propagate(
 
 
 def _in_turn(names: Sequence[str]) -> list[str]:
-    """The axes as they are decided: microbatches go before axes that may cut samples or something
-    else, so that these leave enough samples.
+    """The axes in the order in which they are decided: data axes, microbatches, then the others.
+
+    Tensor axes may shard samples or another dim; after the microbatches they see how few samples
+    are left in one.
     """
     axes = [axis for axis in names if axis != MICROBATCH_AXIS]
     data = len(list(takewhile(DATA_AXES.__contains__, axes)))
@@ -86,7 +87,7 @@ def _in_turn(names: Sequence[str]) -> list[str]:
 
 
 def pinned(graph: Graph, plan: Plan) -> Pins:
-    """The calls of which the plan says how they lie."""
+    """Per call that the plan names in ``[values]`` its layouts by axis."""
     if not plan.values:
         return {}
     found = {node: plan.lies(name) for node, name in value_names(graph).items()}
@@ -94,14 +95,16 @@ def pinned(graph: Graph, plan: Plan) -> Pins:
 
 
 class OwnOrderFailsError(Exception):
-    """On this axis something has to see whole what ranks have in an order of their own."""
+    """On this axis a call needs whole rows that each rank has sorted by itself (``permuted``)."""
 
 
 @dataclass
 class AxisWalk:
-    """``made`` has the layouts of each value that are at hand, the produced one first; ``decided``
-    the strategies chosen so far, by circumstances; ``own_orders`` says whether ranks may sort
-    their own rows by themselves.
+    """One walk over the graph, which chooses every call's strategy on one mesh axis.
+
+    ``made`` has the layouts in which each value exists so far, the produced one first. ``decided``
+    has the strategies chosen so far, which equal calls take again. ``own_orders`` says whether a
+    rank may sort its shard of the rows alone.
     """
 
     graph: Graph
@@ -119,13 +122,14 @@ class AxisWalk:
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.graph, self.plan, self.axis, self.choices, self.made)
-        self.given = input_only(self.graph) if self.axis == MICROBATCH_AXIS else set()
+        self.input_only = input_only(self.graph) if self.axis == MICROBATCH_AXIS else set()
 
     def run(self) -> bool:
-        """Walk the graph once; True if an op was decomposed and the walk has to be repeated on all
-        axes.
+        """Choose all strategies; True if an op was decomposed, so that all axes must be walked
+        again.
         """
         try:
+            # Weight gradients alone come last: they may read copies that other calls have gathered.
             self._walk(_for_one_grad(self.graph))
             self._walk(set())
         except OwnOrderFailsError:
@@ -134,7 +138,7 @@ class AxisWalk:
         return self.decomposed
 
     def _forget(self) -> None:
-        """Begin anew, with sorts of the whole only."""
+        """Drop this axis's choices and allow only sorts of all rows together."""
         self.own_orders = False
         self.made.clear()
         self.decided.clear()
@@ -142,7 +146,7 @@ class AxisWalk:
             chosen.pop(self.axis, None)
 
     def _walk(self, later: set[fx.Node]) -> None:
-        """Decide what is not yet decided, in order, and leave out what comes ``later``."""
+        """Decide the calls in order of execution, without those in ``later`` and decided ones."""
         node = next(iter(self.graph.fx.nodes))
         while node.op != "output":
             if node in later or node in self.made:
@@ -164,13 +168,13 @@ class AxisWalk:
             node = node.next
 
     def _at_hand_too(self, node: fx.Node) -> None:
-        """Layouts that cost nothing: what follows from the inputs is there for all microbatches,
-        and what the plan says.
+        """Add to ``made`` the layouts that cost no transfer: the one that the plan moves the value
+        to, on ``mb`` the whole batch of an input-only value, and zeros as a sum of zeros.
         """
         lies = self._pin(node)
         if lies is not None and lies.then is not None:
             self.made[node].append(lies.then)
-        if node in self.given and R not in self.made[node]:
+        if node in self.input_only and R not in self.made[node]:
             self.made[node].append(R)
         if is_zero(node):
             self.made[node].append(U)  # zeros are the sum of zeros
@@ -189,7 +193,7 @@ class AxisWalk:
                 self.made[operand].append(layout)
 
     def choose(self, node: fx.Node) -> Strategy:
-        """The cheapest admissible strategy; all-replicated if nothing else will do."""
+        """The strategy of one call: pinned by the plan, local batch norm, else the cheapest."""
         operands = tensor_args(node)
         whole = whole_strategy(node)
         lies = self._pin(node)
@@ -208,6 +212,7 @@ class AxisWalk:
         return self.decided[key]
 
     def _cheapest(self, node: fx.Node, operands: list[fx.Node], whole: Strategy) -> Strategy:
+        """The strategy with the least price, of equal ones the first; ``whole`` if none has one."""
         seen = [
             (i, layout) for i, o in enumerate(operands) for layout in self.made[o] if layout != R
         ]
@@ -217,7 +222,7 @@ class AxisWalk:
         options = [whole, *known]
         if not self.own_orders:
             options = [s for s in options if not any(out.permuted for out in s.outs)]
-        if node in self.given:
+        if node in self.input_only:  # a mask or position is at hand whole: no need of a partial sum
             options = [s for s in options if not any(out.kind in "UM" for out in s.outs)]
         priced = [
             (cost, i)
@@ -229,7 +234,7 @@ class AxisWalk:
         return options[min(priced)[1]] if priced else whole
 
     def as_pinned(self, node: fx.Node, lies: Lies) -> Strategy:
-        """The cheapest strategy that does as the plan says; PlanError if there is none."""
+        """The cheapest strategy with the plan's layouts ``lies``; PlanError if there is none."""
         operands, own = tensor_args(node), len(tensor_args(node))
         at = [(i if lies.ins else own, layout) for i, layout in lies.layouts]
         known = strategies_for(node, self.prices.num, at, strict=self.strict)
@@ -241,11 +246,11 @@ class AxisWalk:
         return options[min(priced)[1] if priced else 0]
 
     def _pin(self, node: fx.Node) -> Lies | None:
-        """What the plan says of a call on this axis; microbatches are none of its affair."""
+        """The plan's layouts of a call on this axis; None on ``mb``, which plans do not pin."""
         return None if self.axis == MICROBATCH_AXIS else lies_on(self.pins.get(node), self.axis)
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
-        """All that a decision depends on: equal calls of equal blocks are decided once."""
+        """A key of all that a decision depends on, so that equal calls are decided only once."""
         known = tuple(
             (
                 value(o).shape, value(o).dtype, tuple(self.made[o]), self.prices.shared(o),
@@ -256,13 +261,13 @@ class AxisWalk:
         results = tuple(
             None if fake is None else (tuple(fake.shape), fake.dtype) for fake in results_of(node)
         )
-        before = (*self.choices.get(node, {}).items(), node in self.given)
+        before = (*self.choices.get(node, {}).items(), node in self.input_only)
         orders = alike(rows_known(node))
         final = self.prices.final.get(node)
         return node.target, literals(node), known, results, before, orders, final
 
     def _gathers(self, node: fx.Node, best: Strategy) -> bool:
-        """Whether the best there is undoes a cut that an operand arrives with."""
+        """Whether even the best strategy has to reshard an operand that arrives sharded."""
         return any(
             self.made[o][0].kind == "cut" and want not in self.made[o]
             for o, want in zip(tensor_args(node), best.ins, strict=True)
@@ -270,7 +275,7 @@ class AxisWalk:
 
 
 def _for_one_grad(graph: Graph) -> set[fx.Node]:
-    """The calls that one gradient of a parameter needs and nothing else."""
+    """The calls whose results only one parameter's gradient depends on."""
     grads, found = set(graph.grads.values()), set[fx.Node]()
     for node in reversed(list(graph.calls())):
         reader = next(iter(node.users), None)
@@ -281,7 +286,7 @@ def _for_one_grad(graph: Graph) -> set[fx.Node]:
 
 
 def whole_strategy(node: fx.Node) -> Strategy:
-    """Everything replicated."""
+    """The strategy with every operand and result replicated."""
     return Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
 
 
@@ -295,7 +300,7 @@ def _impossible(node: fx.Node, axis: str, lies: Lies) -> PlanError:
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Whether a call makes zeros, or keeps some of them."""
+    """Whether a call makes zeros, or keeps a shard of zeros."""
     while node.target in collectives.LOCAL:
         node = node.all_input_nodes[0]
     fills = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
@@ -305,7 +310,7 @@ def is_zero(node: fx.Node) -> bool:
 
 
 def placed(node: fx.Node, plan: Plan) -> Sharding:
-    """How a placeholder lies when computation begins."""
+    """The sharding of a placeholder as calls read it: a parameter after its FSDP all-gather."""
     known = value(node)
     if known.kind == "param":
         return plan.sharding(plan.used(known.name))
@@ -315,7 +320,7 @@ def placed(node: fx.Node, plan: Plan) -> Sharding:
 
 
 def write_shardings(graph: Graph, plan: Plan, choices: Choices) -> None:
-    """Note on every value how it lies."""
+    """Write the chosen sharding on every node."""
     for node in graph.fx.nodes:
         if node.op == "placeholder":
             update(node, sharding=placed(node, plan))

@@ -1,4 +1,8 @@
-"""The steps that turn one sharding of a value into another, cheapest collectives first."""
+"""The collectives that turn one sharding of a value into another.
+
+``f32[8,64]{U:tp} -> f32[8@tp,64]`` is one reduce-scatter, ``f32[8@tp,64] -> f32[8,64@tp]`` one
+all-to-all.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from partc.graph import collectives
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding
 
-# Bytes that cross the network, in units of the whole value's bytes, for axes of many ranks (ring
-# algorithms).
+# Bytes that cross the network, in units of the whole value's bytes, for axes of many ranks: a ring
+# all-gather or reduce-scatter over n ranks moves (n - 1) / n of them, an all-reduce twice that.
 _COST = {("U", "R"): 2.0, ("M", "R"): 2.0, ("U", "cut"): 1.0, ("cut", "R"): 1.0, ("R", "cut"): 0.0}
 
 
@@ -27,7 +31,7 @@ class Step:
 
 
 def transition_cost(have: Layout, want: Layout, num: int) -> float | None:
-    """Network bytes per byte of the value on one axis; None where there is no way."""
+    """Network bytes per byte of the value, to reshard one axis; None if that is impossible."""
     if have == want:
         return 0.0
     if have.permuted or want.permuted:
@@ -42,15 +46,16 @@ def transition_cost(have: Layout, want: Layout, num: int) -> float | None:
 def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
     """The collectives from ``have`` to ``want``, in order.
 
-    Sums are finished first, straight into a cut where that cut ends up innermost. Then cuts that
-    ``want`` does not share are gathered from the inside out, and new ones taken from the outside
-    in.
+    Partial sums are finished first: by reduce-scatter where the new shard ends up innermost on its
+    dim, else by all-reduce. Then shards that ``want`` does not have are all-gathered, the innermost
+    axis first, and new ones are sliced off locally, the outermost axis first.
     """
+    # Sums first: a reduce-scatter leaves fewer bytes for the steps behind it.
     for axis in _unfinished(have, want, mesh):
         step = _finish(have, want, axis, mesh)
         yield step
         have = step.after
-    swap = _swap(have, want, mesh)
+    swap = _swap(have, want, mesh)  # one all-to-all moves 1/n of what an all-gather would
     if swap is not None:
         yield swap
         have = swap.after
@@ -85,14 +90,16 @@ def _step(
 
 
 def _unfinished(have: Sharding, want: Sharding, mesh: Mesh) -> list[str]:
-    """Axes with a sum to finish; those that end in a cut first, in the order the cuts are taken."""
+    """Axes with a partial sum to finish; first those that end sharded, outermost axis first."""
     order = [axis for axis, _ in want.cuts()]
     axes = [*order, *(axis for axis in mesh.names if axis not in order)]
     return [a for a in axes if have.on(a).kind in "UM" and have.on(a) != want.on(a)]
 
 
 def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
-    """Reduce the unfinished ``axis``: scattered if ``want`` cuts it innermost, else to all."""
+    """Finish the partial sum on ``axis``: by reduce-scatter if the resulting shard is innermost on
+    its dim, else by all-reduce.
+    """
     layout = want.on(axis)
     scattered = have.with_(axis, layout, mesh)
     cuts = _on_dim(scattered, layout.dim)
@@ -111,8 +118,9 @@ def _finish(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> Step:
 
 
 def is_innermost(sharding: Sharding, axis: str) -> bool:
-    """Whether the cut on ``axis`` is the last that its dim gets, so that adding or dropping it
-    moves no other.
+    """Whether ``axis`` is the innermost axis that shards its dim.
+
+    Only then can its shards be scattered or gathered without moving those of another axis.
     """
     return _on_dim(sharding, sharding.on(axis).dim)[-1][0] == axis
 
@@ -122,9 +130,7 @@ def _on_dim(sharding: Sharding, dim: int) -> list[tuple[str, Layout]]:
 
 
 def _swap(have: Sharding, want: Sharding, mesh: Mesh) -> Step | None:
-    """One all_to_all where a single axis moves its cut between dims that nothing else cuts
-    differently.
-    """
+    """One all-to-all, if the only change is that one axis shards another dim, innermost on both."""
     moved = [a for a in mesh.names if have.on(a) != want.on(a)]
     if len(moved) != 1 or have.on(moved[0]).kind != "cut" or want.on(moved[0]).kind != "cut":
         return None
@@ -140,7 +146,9 @@ def _swap(have: Sharding, want: Sharding, mesh: Mesh) -> Step | None:
 
 
 def _leaving(have: Sharding, want: Sharding) -> list[str]:
-    """Axes to gather, inside out: on each dim all cuts from the first that the two do not share."""
+    """Axes to all-gather, innermost first: on each dim all axes from the first on in which ``have``
+    and ``want`` differ.
+    """
     leaving = []
     for dim in sorted({layout.dim for _, layout in have.cuts()}):
         old, new = _on_dim(have, dim), _on_dim(want, dim)

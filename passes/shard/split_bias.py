@@ -1,7 +1,7 @@
-"""Write linears with a bias as a product and an addition while shardings are decided, and join
-them again after.
+"""Split a linear with a bias into product and addition while shardings are chosen; fuse it later.
 
-A product cut along its contracted dim is an unfinished sum: the bias is added once it is finished.
+Under row-wise tensor parallelism the product is a partial sum (``{U:tp}``). The bias must be added
+once, after the all-reduce, not by each rank.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def split_bias(graph: Graph) -> Graph:
 
 
 def fuse_bias(graph: Graph) -> Graph:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` where nothing else reads the product, in
-    place.
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)``, in place, where only the addition reads the
+    product and the product is no partial sum.
     """
     for node in list(graph.calls()):
         if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:

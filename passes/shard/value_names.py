@@ -1,9 +1,9 @@
 """Names of a graph's calls that a plan may use: the module's path and the op, ``model.norm:mul``.
 
-They hold as long as the model's text does: they do not depend on which equal blocks are left out,
-nor on the layouts. What stands in the backward has ``d_`` before the op; several calls of one op
-in one module are numbered, ``mul``, ``mul_1``. Calls that an op was opened into have its name
-before theirs: ``:log_softmax.exp``.
+The names change only with the model's code; neither the sharding nor which equal blocks were
+dropped changes a name. Calls of the backward have ``d_`` before the op. Several calls of one op in
+one module are numbered: ``mul``, ``mul_1``. Calls of a decomposed op have that op's name in front:
+``:log_softmax.exp``.
 """
 
 from __future__ import annotations

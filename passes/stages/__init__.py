@@ -1,5 +1,6 @@
-"""Where the stages of a pipeline begin, one graph for each, and in what order they run.
+"""Pipeline parallelism: where each stage begins, one graph per stage, and the schedule of all.
 
-In: a local graph of all stages and the plan. Out: stage graphs, their costs, the planned step.
-Start: `schedule_stages.py`; `split_stages.py` cuts the graph. Never: printed text.
+In: the local graph of all stages together, and the plan. Out: one graph per stage, its cost, and
+the simulated step. Start: `schedule_stages.py`; `split_stages.py` splits the graph. Never: printed
+text.
 """

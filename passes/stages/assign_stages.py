@@ -1,9 +1,8 @@
-"""Say for every value which pipeline stage computes it, and give each stage its own copy of a tied
-parameter.
+"""Assign every call to a pipeline stage, and give each stage its own copy of a tied parameter.
 
-Stages cut the forward in the order in which the model runs it. A backward call stands with its
-forward; gradients only flow down. What follows from the inputs alone, and a parameter's casts and
-transposes, stand wherever they are read: every stage computes them for itself.
+Stages split the forward in the order in which the model runs. A backward call is on the stage of
+its forward call, and gradients go to earlier stages only. Input-only values (masks, positions), and
+casts and transposes of parameters, have no stage: each stage that reads them computes them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ COPY = "#"  # between a tied parameter's name and the stage of a copy
 def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
     """Set ``stage`` of every call; ``points`` are the module paths at which stages 1, 2, ... begin.
 
-    PlanError where a path names nothing that runs, or the points are out of order.
+    PlanError if a path names no module that runs, if the points are out of order, or if a backward
+    call would need values of stages that cannot send them.
     """
     starts = [_first_call(graph, point) for point in points]
     free = input_only(graph)
@@ -80,7 +80,7 @@ def _first_call(graph: Graph, point: str) -> fx.Node:
 
 
 def _blocks(graph: Graph) -> list[str]:
-    """A few module paths that could be named."""
+    """Up to 8 module paths for an error message: blocks, or any modules if there are none."""
     paths = dict.fromkeys(value(n).module for n in graph.calls() if value(n).phase == "F")
     numbered = [p for p in paths if p.rpartition(".")[2].isdigit()]
     return (numbered or [p for p in paths if p])[:8]
@@ -100,8 +100,10 @@ def _check_order(points: Sequence[str], starts: Sequence[fx.Node]) -> None:
 
 
 def _backward_stage(node: fx.Node, wish: int, last: int) -> int:
-    """Where its forward stands, the ``wish``, as far as its operands allow: saved values and
-    gradients must be there. PlanError if they are nowhere at once.
+    """The stage of a backward call: that of its forward (``wish``) if its operands allow it.
+
+    Saved values can only be sent to later stages, gradients only to earlier ones. PlanError if no
+    stage can have all operands.
     """
     placed = [o for o in node.all_input_nodes if o.op == "call_function" and stage_of(o) >= 0]
     saved = max((stage_of(o) for o in placed if value(o).phase == "F"), default=None)
@@ -129,9 +131,10 @@ def _apart(node: fx.Node, saved: int, flowing: int) -> PlanError:
 
 # tied parameters ----------------------------------------------------------------------------------
 def untie(graph: Graph) -> Graph:
-    """A placeholder of its own for each further stage that reads a parameter, in place.
+    """Give each further stage that reads a tied parameter a placeholder of its own, in place.
 
-    Its gradient is the part of the sum that this stage makes.
+    ``wte.weight`` on stages 0 and 3 becomes ``wte.weight`` and ``wte.weight#3``. The gradient of a
+    copy is the summand that its stage makes. PlanError if a stage without a copy makes a summand.
     """
     for name, node in graph.params.items():
         stages = sorted(set(_stages_reading(node)))
@@ -143,7 +146,7 @@ def untie(graph: Graph) -> Graph:
 
 
 def _stages_reading(node: fx.Node) -> Iterator[int]:
-    """The stages that read a parameter, through its casts and transposes too."""
+    """The stages that read a parameter, or a cast or transpose of it."""
     for user in node.users:
         if user.op == "call_function":
             if stage_of(user) == ANYWHERE:
@@ -162,7 +165,7 @@ def _copy_placeholder(graph: Graph, node: fx.Node, name: str) -> fx.Node:
 
 
 def _move_readers(old: fx.Node, new: fx.Node, stage: int) -> None:
-    """Let the readers on one stage read the copy; casts in between are copied with it."""
+    """Let the readers on ``stage`` read ``new`` for ``old``; casts and transposes are copied."""
     for user in list(old.users):
         if user.op != "call_function":
             continue
@@ -177,6 +180,7 @@ def _move_readers(old: fx.Node, new: fx.Node, stage: int) -> None:
 
 
 def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
+    """Give each stage's copy of a tied parameter its stage's summand of the gradient."""
     outputs = graph.outputs
     parts = _parts(graph, outputs.grads[name])
     strange = [stage for stage in parts if stage not in stages]
@@ -197,7 +201,7 @@ def _share_gradient(graph: Graph, name: str, stages: Sequence[int]) -> None:
 
 
 def _parts(graph: Graph, node: fx.Node) -> dict[int, fx.Node]:
-    """A gradient's summands by the stage that makes them, each stage's added up there."""
+    """The summands of a gradient by stage; several summands of one stage are added up."""
     if node.target is aten.add.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs:
         first, second = (_parts(graph, operand) for operand in node.all_input_nodes)
         if {*first, *second} == {stage_of(node)}:

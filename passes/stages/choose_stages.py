@@ -1,5 +1,6 @@
-"""The schedule of a pipeline and where its stages begin, if the plan does not say: stages so that
-the slowest rank is fastest."""
+"""Choose the schedule of a pipeline, and the stages that make the slowest rank fastest, unless the
+plan names them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ AUTO = "auto"  # the schedule is made for the stages' costs
 
 
 def is_pipeline(plan: Plan, mesh: Mesh) -> bool:
-    """Whether the step has stages or microbatches, were it only one of them."""
+    """Whether a step is compiled as a pipeline: it has stages, microbatches, or an axis ``pp``.
+
+    A pipeline may have one stage, or one microbatch.
+    """
     return bool(plan.stages or plan.order) or plan.microbatches > 1 or PP in mesh.names
 
 
 def choose_schedule(graph: Graph, plan: Plan) -> Plan:
-    """The plan with ``schedule``, if it is of a pipeline; a plan that names one stays as it is."""
+    """The plan with ``schedule`` set (1f1b, or forward-only for inference) if it is a pipeline's.
+
+    A plan that names a schedule stays as it is.
+    """
     assert plan.mesh is not None
     if plan.schedule or not is_pipeline(plan, plan.mesh):
         return plan
@@ -33,7 +40,7 @@ def choose_schedule(graph: Graph, plan: Plan) -> Plan:
 
 
 def choose_stages(graph: Graph, plan: Plan) -> Plan:
-    """The plan with ``stages``, for a graph as traced; a plan that names them stays as it is.
+    """The plan with ``stages`` set for an unsharded graph; a plan that names them stays as it is.
 
     PlanError if the model has too few units, or if no cut fits ``plan.memory_bytes``.
     """
@@ -53,9 +60,9 @@ def choose_stages(graph: Graph, plan: Plan) -> Plan:
 
 
 def named_schedule(plan: Plan) -> Schedule:
-    """The schedule that the plan names, for its stages; for ``auto`` one with as many.
+    """The schedule that the plan names; for ``auto`` one with the same number of stages.
 
-    PlanError if there is none of this name, or if it does not take so many stages.
+    PlanError if there is no such schedule, or if it does not allow the plan's number of stages.
     """
     if plan.order:
         return _own_schedule(plan)
@@ -70,8 +77,10 @@ def named_schedule(plan: Plan) -> Schedule:
 
 
 def _own_schedule(plan: Plan) -> Schedule:
-    """The order that stands in the plan; PlanError if it never finishes or is not one of the
-    plan's ranks, stages and microbatches."""
+    """The schedule that the plan itself lists action by action.
+
+    PlanError if it deadlocks, or has another number of ranks, stages or microbatches than the plan.
+    """
     order = read_csv(plan.order, plan.schedule)
     ranks = pipeline_ranks(plan)
     stages = len(plan.stages) + 1 if plan.stages else ranks * plan.chunks or order.stages
@@ -93,7 +102,10 @@ def _own_schedule(plan: Plan) -> Schedule:
 
 
 def chunks_of(plan: Plan) -> int:
-    """Stages per pipeline rank: as many as the plan names, or the number it asks for."""
+    """Virtual stages per pipeline rank, from the stages that the plan names or from ``chunks``.
+
+    PlanError if the named stages cannot be divided evenly among the ranks.
+    """
     ranks, stages = pipeline_ranks(plan), len(plan.stages) + 1
     if not plan.stages:
         return plan.chunks or 1
@@ -111,6 +123,7 @@ def chunks_of(plan: Plan) -> int:
 
 
 def pipeline_ranks(plan: Plan) -> int:
+    """The size of the axis ``pp``, 1 without it."""
     assert plan.mesh is not None
     return plan.mesh.pipeline_ranks
 

@@ -1,7 +1,7 @@
 """Cut a chain of units into pipeline stages so that the slowest stage is as fast as possible.
 
-Goes in: what each unit of the model costs. Comes out: before which units the later stages begin.
-The result is exact (dynamic programming over all cuts), and the same on every machine.
+In: the cost of each unit of the model. Out: the first unit of every stage but the first. The result
+is exact (dynamic programming over all cuts) and the same on every machine.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from partc.errors import MemoryLimitError, PlanError
 
 Ints = NDArray[np.int64]
-_NEVER = np.iinfo(np.int64).max // 4  # room to add a few of them
+_NEVER = np.iinfo(np.int64).max // 4  # stands for infinity; a quarter, so that sums do not overflow
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of the model that is not cut: a block, the embedding, the head, or glue between.
+    """A part of the model that stays on one stage: a block, the embedding, the head.
 
-    Times and ``activation_bytes`` are of one microbatch; ``parameter_bytes`` is all that stays for
-    the whole step (parameters, gradients, optimizer state). ``boundary_bytes`` is what the next
-    unit needs from here; going back, its gradient is as large.
+    Times and ``activation_bytes`` are of one microbatch. ``parameter_bytes`` are parameters,
+    gradients and optimizer states. ``boundary_bytes`` are the activations sent if a stage ends
+    behind this unit; their gradients, which come back, are as large.
     """
 
     name: str
@@ -41,7 +41,7 @@ Exposed = Callable[[int], float]
 
 
 def all_hidden(num_bytes: int) -> float:
-    """Transfers that computing hides wholly cost a stage no time."""
+    """The ``exposed_us`` of transfers that computing hides entirely: 0 microseconds."""
     return 0.0
 
 
@@ -72,6 +72,7 @@ def balance(
     windows = [chain.first_that_fits(*at) for at in zip(in_flight, limits, strict=True)]
     if not chain.can_cut(_NEVER, windows):
         raise _too_little(chain, in_flight, limits)
+    # Bisection finds the least time of the slowest stage; then the best cut with that time.
     slowest = least(lambda ns: chain.can_cut(ns, windows), 0, chain.total_ns)
     return _cheapest_cut(chain, slowest, windows)
 
@@ -83,7 +84,7 @@ class Chain:
     """
 
     def __init__(self, there: Sequence[Sequence[Unit]], exposed_us: Exposed) -> None:
-        """``there``: the units as each stage has them."""
+        """``there`` has per stage all units with their costs on the stage's devices."""
         self.there, self.units = there, (units := there[0])
         crossing = [unit.boundary_bytes for unit in units[:-1]]
         exposed = _row([0, *(round(1000 * exposed_us(b)) for b in crossing), 0])
@@ -97,19 +98,21 @@ class Chain:
         self.total_ns = max(int(until[-1] + 2 * exposed.max()) for until in self.until)
 
     def loads(self, edges: Sequence[int], in_flight: Sequence[int]) -> tuple[Ints, Ints]:
-        """Nanoseconds and bytes of every stage between two neighbouring edges."""
+        """The nanoseconds and the bytes of memory of every stage of a cut."""
         at = _row(edges)
         pairs = zip(self.since, self.until, pairwise(edges), strict=True)
         times = _row([int(until[end] - since[first]) for since, until, (first, end) in pairs])
         return times, np.diff(self.state[at]) + _row(in_flight) * np.diff(self.saved[at])
 
     def first_that_fits(self, in_flight: int, limit: int) -> Ints:
-        """For each end of a stage the first cut it may begin at without needing more memory."""
+        """Per end of a stage the earliest beginning with which the stage fits ``limit`` bytes."""
         held = self.state + in_flight * self.saved
         return np.searchsorted(held, held - limit)
 
     def can_cut(self, slowest_ns: int, windows: Sequence[Ints]) -> bool:
-        """Whether a cut exists in which every stage fits its window and is fast enough."""
+        """Whether a cut exists in which every stage takes at most ``slowest_ns`` nanoseconds and
+        begins no earlier than its window (``first_that_fits``) allows.
+        """
         reached = np.zeros(len(self.units) + 1, dtype=bool)
         reached[0] = True
         for since, until, first in zip(self.since, self.until, windows, strict=True):
@@ -118,8 +121,9 @@ class Chain:
         return bool(reached[-1])
 
     def short(self, stage: int, slowest_ns: int, windows: Sequence[Ints]) -> _Stages:
-        """All that a stage may be without being slower than that, by its end; what no window
-        leaves is left out.
+        """All (end, begin) pairs with which a stage takes at most ``slowest_ns``, sorted by end.
+
+        Pairs that no stage's window allows are left out.
         """
         times = self.until[stage][:, None] - self.since[stage][None, :]
         allowed = np.tril(times <= slowest_ns, -1)
@@ -129,7 +133,7 @@ class Chain:
 
 
 class _Stages(NamedTuple):
-    """Stages that end and begin at cuts, those with the same end together, and their times."""
+    """Possible stages as parallel arrays: end, begin and nanoseconds of each, sorted by end."""
 
     ends: Ints
     begins: Ints
@@ -137,7 +141,10 @@ class _Stages(NamedTuple):
 
 
 def least(works: Callable[[int], bool], low: int, high: int) -> int:
-    """The least number from ``low`` that works, given that ``high`` and all above work."""
+    """The least number from ``low`` to ``high`` that works, by bisection.
+
+    If a number works, then all larger ones must work too.
+    """
     while low < high:
         middle = (low + high) // 2
         if works(middle):
@@ -148,17 +155,17 @@ def least(works: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def per_stage(memory_bytes: int | Sequence[int] | None, stages: int) -> list[int]:
-    """One limit per stage; without a limit one that nothing reaches."""
+    """The memory limit of each stage; without a limit, a number that no stage reaches."""
     if memory_bytes is None:
         return [_NEVER] * stages
     return [memory_bytes] * stages if isinstance(memory_bytes, int) else list(memory_bytes)
 
 
 def _cheapest_cut(chain: Chain, slowest_ns: int, windows: Sequence[Ints]) -> list[int]:
-    """Of the cuts without a slower stage the one with the fewest bytes, then the most even.
+    """The cut with the fewest boundary bytes, then the slowest fastest stage, among the cuts in
+    which no stage takes more than ``slowest_ns``.
 
-    Only stages that are fast enough are looked at. They are listed by their end, hence those with
-    the same end stand together and one ``reduceat`` finds the best beginning for every end.
+    Possible stages are sorted by their end, so that one ``reduceat`` finds the best for every end.
     """
     num = len(chain.crossing)
     best = _Best(np.full(num, _NEVER), np.full(num, -1))
@@ -175,13 +182,15 @@ def _cheapest_cut(chain: Chain, slowest_ns: int, windows: Sequence[Ints]) -> lis
 
 @dataclass(frozen=True)
 class _Best:
-    """For every cut the best way there with some number of stages: bytes and fastest stage."""
+    """Per cut point the best division of the units before it into a given number of stages, as its
+    boundary bytes and the nanoseconds of its fastest stage.
+    """
 
     num_bytes: Ints  # _NEVER where there is no way
     fastest: Ints
 
     def one_more_stage(self, chain: Chain, first: Ints, stages: _Stages) -> _Best:
-        """The same with a further stage, which may be any of those."""
+        """The best way to every cut with one stage more; ``stages`` are the possible last ones."""
         ends, begins, times = stages
         paid = (self.num_bytes + chain.crossing)[begins]  # a stage pays for its front
         paid[begins < first[ends]] = _NEVER
@@ -193,7 +202,7 @@ class _Best:
 
 
 def _per_end(reduce: np.ufunc, values: Ints, ends: Ints, result: Ints) -> Ints:
-    """Fill in ``result[end]`` from all values of that end; ``ends`` ascend."""
+    """Reduce the values of each end into ``result[end]``; ``ends`` must be sorted."""
     used, groups = np.unique(ends, return_index=True)
     if len(used):
         result[used] = reduce.reduceat(values, groups)
@@ -203,7 +212,10 @@ def _per_end(reduce: np.ufunc, values: Ints, ends: Ints, result: Ints) -> Ints:
 def _walk_back(
     chain: Chain, slowest_ns: int, windows: Sequence[Ints], history: Sequence[_Best]
 ) -> list[int]:
-    """From the last stage to the first the earliest beginning that gave the best for its end."""
+    """The first units of the later stages of the best cut, found from the last stage back.
+
+    Of equally good beginnings the earliest is taken.
+    """
     end, points = len(chain.units), []
     for stage in reversed(range(len(windows))):
         before, here = history[stage], history[stage + 1]
@@ -218,9 +230,9 @@ def _walk_back(
 
 
 def _window_max(values: Ints, first: Ints) -> Ints:
-    """For each ``j`` the largest of ``values[first[j]:j]``; the least number where that is empty.
+    """For each ``j`` the maximum of ``values[first[j]:j]``; ``-_NEVER`` for an empty window.
 
-    Two overlapping runs of a power of two cover any window (a sparse table).
+    Two overlapping runs whose length is a power of two cover any window (a sparse table).
     """
     here = np.arange(len(values))
     sizes = here - first
@@ -260,7 +272,9 @@ def _check(units: Sequence[Unit], stages: int, in_flight: Sequence[int]) -> None
 
 
 def _too_little(chain: Chain, in_flight: Sequence[int], limits: Sequence[int]) -> PlanError:
-    """Says how much more every stage needs at least, and who holds most where it is tightest."""
+    """The error for limits that no cut fits: the least limit that works, and the units that take
+    most memory on the tightest stage.
+    """
 
     def windows(extra: int) -> list[Ints]:
         pairs = zip(in_flight, limits, strict=True)
@@ -284,7 +298,7 @@ def _too_little(chain: Chain, in_flight: Sequence[int], limits: Sequence[int]) -
 
 
 def too_little_memory(where: str, limit: int, needed: int, why: str) -> MemoryLimitError:
-    """``needed`` is the least limit that works."""
+    """The error for a memory ``limit`` in bytes; ``needed`` is the least limit that works."""
     return MemoryLimitError(
         where=where,
         what=f"no cut fits {limit:,} bytes of memory; the least that works is {needed:,} bytes",
@@ -295,7 +309,9 @@ def too_little_memory(where: str, limit: int, needed: int, why: str) -> MemoryLi
 
 
 def top_holders(holders: Sequence[tuple[Unit, int]]) -> str:
-    """The three units with most memory; each comes with its microbatches in flight."""
+    """The three units with most memory as text; ``holders`` pairs a unit with the number of
+    microbatches in flight.
+    """
     rows = [(u.parameter_bytes + n * u.activation_bytes, u.name) for u, n in holders]
     rows.sort(key=lambda row: -row[0])
     return ", ".join(f"{name} {num_bytes:,}" for num_bytes, name in rows[:3])

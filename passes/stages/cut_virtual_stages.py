@@ -1,7 +1,8 @@
-"""Cut a chain of units into more stages than ranks, so that no rank has more work than it must.
+"""Cut a chain of units into several virtual stages per pipeline rank, so that the slowest rank is
+fast (interleaved schedules).
 
-Goes in: what each unit costs and which rank runs which stage. Comes out: before which units the
-later stages begin, as from ``cut_stages``, which this starts from.
+In: the cost of each unit, and the rank of each stage. Out: the first unit of every later stage, as
+in ``cut_stages``, whose result is the starting point.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ def balance_ranks(
     there: Sequence[Sequence[Unit]] = (),
     tries: int = 20_000,
 ) -> list[int]:
-    """The first unit of every stage but the first; ``rank_of[stage]`` says who runs a stage.
+    """The first unit of every stage but the first; ``rank_of[stage]`` is the rank of a stage.
 
-    With one stage per rank this is ``balance`` and exact. With more, it starts from cuts whose
-    slowest *stage* is exactly the least, and moves units between stages while that makes the
-    slowest *rank* faster (then the next slowest and so on, then the slowest stage, then the bytes
-    over all boundaries): a local optimum, found with at most ``tries`` cuts looked at per start.
-    ``memory_bytes``, one number or one per rank, is for all stages of a rank together; ``there``
-    has the units as each rank's devices run them, where these differ. PlanError if no cut that was
-    looked at fits.
+    With one stage per rank the result is that of ``balance``, which is exact. With more, descent
+    starts from the cut with the fastest slowest *stage* and moves units between stages as long as
+    the slowest *rank* becomes faster (then the next slowest, then the slowest stage, then the bytes
+    over all boundaries). The result is a local optimum; each start looks at ``tries`` cuts at most.
+    ``memory_bytes`` limits all stages of a rank together, one number or one per rank. ``there`` has
+    the units as each rank's devices run them. PlanError if no cut that was looked at fits.
     """
     stages, ranks = len(rank_of), max(rank_of) + 1
     limits = [memory_bytes] * ranks if isinstance(memory_bytes, int) else memory_bytes
@@ -68,7 +68,7 @@ def balance_ranks(
 
 
 class _Cut(NamedTuple):
-    """``edges`` are 0, the cut points and the number of units."""
+    """A cut with its score; ``edges`` are 0, the cut points and the number of units."""
 
     score: tuple[int, ...]  # bytes too many, ranks from slow to fast, slowest stage, boundary bytes
     edges: list[int]
@@ -85,7 +85,7 @@ class _Search:
         self.rank_of = np.array(rank_of)
 
     def descend(self, edges: list[int], limits: Sequence[int] | None) -> _Cut:
-        """Take the first better neighbour until there is none, or no tries are left."""
+        """Go to the first better neighbour until there is none, or ``tries`` are used up."""
         best, left = self.rate(edges, limits), self.tries
         improved = True
         while improved:
@@ -101,6 +101,7 @@ class _Search:
         return best
 
     def rate(self, edges: list[int], limits: Sequence[int] | None) -> _Cut:
+        """Score a cut; a cut that needs too much memory is worse than any that fits."""
         times, held = self.chain.loads(edges, self.in_flight)
         per_rank = self.per_rank(times)
         crossing = int(self.chain.crossing[edges].sum())
@@ -119,10 +120,10 @@ class _Search:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     def neighbours(self, cut: _Cut) -> Iterator[list[int]]:
-        """Cuts in which a rank hands on one or two units, and another stage gets them.
+        """Cuts in which a stage gives one or two units to another stage; worst ranks give first.
 
-        The stages between take as many as they give, so all cut points from the one stage to the
-        other move together.
+        Each stage between them passes as many units on, so that all cut points between them move
+        together.
         """
         edges = cut.edges
         for giver in (stage for rank in cut.worst_ranks for stage in self.stages_of(rank)):
@@ -133,7 +134,7 @@ class _Search:
                     yield from _shifted(edges, giver + 1, end, -moved)
 
     def least_memory_per_stage(self) -> list[int]:
-        """The cut whose stage with most memory has least: a start where memory is short."""
+        """The cut whose stage with most memory needs least: a start where memory is short."""
         stages = len(self.in_flight)
 
         def windows(limit: int) -> list[Ints]:
@@ -151,7 +152,7 @@ class _Search:
         ]
 
     def too_little(self, limits: Sequence[int], cut: _Cut) -> PlanError:
-        """``cut`` has the least memory that was found."""
+        """The error for limits that no cut fits; ``cut`` needs the least memory that was found."""
         rated = self.rate(cut.edges, limits)
         edges, rank = rated.edges, rated.worst_ranks[0]
         holders = [
@@ -168,7 +169,7 @@ class _Search:
 
 
 def _shifted(edges: list[int], first: int, end: int, by: int) -> Iterator[list[int]]:
-    """``edges[first:end]`` moved by so many units, if that leaves no stage empty."""
+    """The edges with ``edges[first:end]`` moved by ``by`` units, unless a stage would be empty."""
     moved = [*edges[:first], *(edge + by for edge in edges[first:end]), *edges[end:]]
     if moved[first - 1] < moved[first] and moved[end - 1] < moved[end]:
         yield moved

@@ -1,9 +1,9 @@
-"""Which sums over ranks that end a step begin beside its last backward.
+"""Choose which gradients are reduced over ranks early, beside the last microbatch's backward.
 
-What microbatches add up is summed over ranks once. In the last backward of a stage a block's
-gradients are final as soon as the block is done: their sum runs beside the blocks before it.
-That is a transfer for each block in place of a few large ones, so it is done where less time is
-left when the backward ends (``early_cost.py``).
+Gradients accumulate over the microbatches and are reduced over ranks once. In the stage's last
+backward a block's gradients are final once the block is done, so that their reduction can overlap
+with the backward of the next block. That is one transfer per block instead of a few large ones; it
+is chosen where less time is left to wait after the backward (``early_cost.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
 
 
 def early_of(end: fx.Node, last: int) -> EarlyReduction:
-    """The sums that this collective finishes, leaving in microbatch ``last``."""
+    """The kind of early reduction that collective ``end`` is, begun in microbatch ``last``."""
     dim, outer = int(str(end.kwargs.get("dim", 0))), int(str(end.kwargs.get("outer", 1)))
     return EarlyReduction(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
 
@@ -43,8 +43,10 @@ def with_early_sums(
     mesh: Mesh,
     tied: Sequence[str],
 ) -> tuple[StageCost, ...]:
-    """Note on the graphs of stages which sums begin early, and what is then left of the costs of
-    ending the step. Where a block has parameters of several stages, ``tied``, none do.
+    """Set ``early`` of each stage graph to its early reduction, or None; return the new costs.
+
+    A stage with a block that owns one of the ``tied`` parameters (shared by several stages) reduces
+    no gradient early: the stages first add up their gradients.
     """
     found = []
     for stage, (graph, cost) in enumerate(zip(graphs, costs, strict=True)):
@@ -62,7 +64,10 @@ def _last(order: Schedule, stage: int) -> int:
 
 
 def closing_chain(node: fx.Node) -> tuple[fx.Node, Chain]:
-    """The value that each microbatch adds to a sum, and what the sum passes after that."""
+    """The value that a microbatch adds to a gradient, and the collectives after the last one.
+
+    CheckError if another call follows the accumulation.
+    """
     chain: list[fx.Node] = []
     while value(node).phase == "E":
         operand = node.all_input_nodes[0]
@@ -83,8 +88,8 @@ def closing_chain(node: fx.Node) -> tuple[fx.Node, Chain]:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Parameters by when the sums of their gradients begin: ``first`` before the blocks' backward,
-    ``blocks`` each behind its own block, ``rest`` at the end.
+    """Parameter names by when the reduction of their gradients begins: ``first`` before the blocks'
+    backward, ``blocks`` each behind its own block's backward, ``rest`` after the whole backward.
     """
 
     first: tuple[str, ...]
@@ -95,8 +100,9 @@ class Leaving:
 def leaving(
     graph: Graph, early: EarlyReduction, chains: Mapping[str, tuple[fx.Node, Chain]]
 ) -> Leaving:
-    """When gradients leave that such a collective alone finishes; ``chains`` has what each
-    microbatch adds to every gradient's sum, and the collectives after it.
+    """Sort by time the gradients that one collective of the kind ``early`` finishes.
+
+    ``chains`` has ``closing_chain`` of every gradient.
     """
     first: list[str] = []
     blocks: list[str] = []
@@ -119,7 +125,7 @@ def leaving(
 
 
 def _first_of_blocks(graph: Graph, phase: str) -> fx.Node | None:
-    """The first call of a phase that a block makes."""
+    """The first call of a phase that is inside of a block."""
     mine = (n for n in graph.calls() if value(n).phase == phase)
     return next((n for n in mine if list_member(value(n).module)[0]), None)
 
@@ -127,7 +133,10 @@ def _first_of_blocks(graph: Graph, phase: str) -> fx.Node | None:
 def _early(
     graph: Graph, cost: StageCost, last: int, mesh: Mesh, tied: Sequence[str]
 ) -> tuple[EarlyReduction | None, StageCost]:
-    """What leaves early of the collectives that move most, if less time is left so."""
+    """The early reduction of a stage and its new cost; None and the old cost if it saves no time.
+
+    One kind of collective can run early: the one that moves most bytes.
+    """
     chains = {name: closing_chain(grad) for name, grad in graph.grads.items()}
     sizes: dict[EarlyReduction, int] = defaultdict(int)
     for _, chain in chains.values():
@@ -136,6 +145,7 @@ def _early(
             sizes[early] += graph.times(chain[0]) * put_in_bytes(chain[0])
     if not sizes or last < 0 or "E" not in cost.spent:
         return None, cost
+    # Axis and dim decide between equal sizes, so that the choice does not depend on an order.
     early = max(sizes, key=lambda one: (sizes[one], one.axis, one.dim))
     groups = leaving(graph, early, chains)
     if not groups.blocks or {*groups.first, *groups.blocks} & {*tied}:
@@ -162,7 +172,7 @@ def _bytes(
 
 
 def _share(graph: Graph, phase: Phase) -> float:
-    """The part of a phase's arithmetic that its blocks do."""
+    """The share of a phase's FLOPs that are inside of blocks."""
     flops = {n: graph.times(n) * node_flops(n) for n in graph.calls() if value(n).phase == phase}
     inside = sum(f for n, f in flops.items() if list_member(value(n).module)[0])
     return float(inside / max(sum(flops.values()), 1))

@@ -1,9 +1,8 @@
-"""Which stages of a pipeline stand for the others: those in the middle of a stack of equal blocks
-differ in nothing but the numbers of their layers.
+"""Choose the stages to compile: stages in the middle of a stack of equal blocks differ only in the
+indices of their layers, so that one stands for all.
 
-In: a folded joint graph, and where the plan's stages begin. Out: which blocks need not be traced,
-inside of stages and whole stages of them; ``repeat_stages`` makes these of those that were
-compiled.
+In: a joint graph without its dropped blocks, and the paths at which stages begin. Out: the blocks,
+and the whole stages, that need not be traced. ``repeat_stages`` copies the compiled stages later.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from partc.graph import Graph
 from partc.graph.folds import RepeatedBlocks, StageLike, TracedStages, list_member
 from partc.passes.stages.stage_units import chain_names
 
-MARGIN = 2  # blocks that stay at each end of a stage: what moves between them and others differs
+MARGIN = 2  # blocks that stay at each end of a stage: their sends and receives differ
 
 
 def keep_stages(graph: Graph, points: Sequence[str]) -> TracedStages | None:
-    """What to trace for stages that begin at ``points``.
+    """The stages and blocks to trace, for stages that begin at the module paths ``points``.
 
-    None where nothing can be left out, as where a stage begins inside of a unit.
+    None where no block can be left out, such as where a stage begins inside of a unit.
     """
     names = chain_names(graph)
     if not graph.folds or not set(points) <= set(names):
@@ -40,7 +39,7 @@ def keep_stages(graph: Graph, points: Sequence[str]) -> TracedStages | None:
 
 
 def _likes(stages: Sequence[Sequence[str]], folds: Sequence[RepeatedBlocks]) -> list[StageLike]:
-    """Per stage the one that stands for it: the first of as many blocks of the same span."""
+    """Per stage the stage that stands for it: the first with equally many blocks of one stack."""
     found: list[StageLike] = []
     first_of: dict[tuple[RepeatedBlocks, int], tuple[int, int]] = {}
     num = 0
@@ -59,7 +58,7 @@ def _likes(stages: Sequence[Sequence[str]], folds: Sequence[RepeatedBlocks]) -> 
 
 
 def _consists_of(units: Sequence[str], fold: RepeatedBlocks) -> bool:
-    """Whether these are blocks of a fold: those left out, the one before them, the one behind."""
+    """Whether all units are blocks of one stack: dropped ones, or the kept ones at its ends."""
     places = range(fold.first - 1, fold.last + 2)
     return all(_is_member(unit, fold.path) and list_member(unit)[1] in places for unit in units)
 
@@ -75,7 +74,7 @@ def _whole(units: Sequence[str]) -> RepeatedBlocks:
 
 
 def _middles(units: Sequence[str], folds: Sequence[RepeatedBlocks]) -> Iterator[RepeatedBlocks]:
-    """The equal blocks of a stage but those at its ends."""
+    """The blocks of a stage that can be left out: equal ones, MARGIN away from its ends."""
     for fold in folds:
         own = [list_member(unit)[1] for unit in units if _is_member(unit, fold.path)]
         if own:

@@ -1,7 +1,7 @@
-"""The graphs of all stages of a pipeline from those of the stages that were compiled.
+"""Make the graphs of all stages from those of the distinct stages, which alone were compiled.
 
-A stage that is like another computes the same with the parameters of its own layers; what it is
-sent and sends on bears the names of the stages around it.
+A stage that is like another one has a copy of its graph, with the parameters of its own layers. The
+activations that it receives and sends are named after the stages around it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def repeat_stages(compiled: Sequence[Graph], whole: Graph) -> list[Graph]:
         for number, like in enumerate(whole.kept.stages)
     ]
     _name_links(graphs, "F")
-    _name_links(graphs[::-1], "B")
+    _name_links(graphs[::-1], "B")  # gradients are sent the other way
     return graphs
 
 
 def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
-    """A copy for another stage, whose layers have other numbers."""
+    """A copy of a stage's graph for stage ``number``, whose layers have other indices."""
     copies: dict[fx.Node, fx.Node] = {}
     nodes = fx.Graph()
     for node in graph.fx.nodes:
@@ -71,7 +71,7 @@ def _moved_fold(fold: RepeatedBlocks, like: StageLike) -> RepeatedBlocks:
 
 
 def _name_links(graphs: Iterable[Graph], phase: Phase) -> None:
-    """Call what a stage receives as the stage before it, in the order of ``graphs``, sends it."""
+    """Name each received value as the sender names it; ``graphs`` are in the order of sending."""
     sent: list[str] = []
     for number, graph in enumerate(graphs):
         received = [n for n in graph.placeholders("received").values() if value(n).phase == phase]

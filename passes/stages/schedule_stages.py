@@ -1,4 +1,4 @@
-"""The local graph of all stages in; stage graphs, their costs and the planned step out."""
+"""From the local graph of all stages to stage graphs, their costs and the simulated step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TURNS = ("F", "B", "W")  # the phases of each microbatch
 
 @dataclass(frozen=True)
 class Stages:
-    """What is known of all stages before any program is printed."""
+    """All stages of a pipeline: graphs, costs, and the simulated step; nothing is printed yet."""
 
     state: State  # whose ``stages`` are the scheduled graphs
     tied: list[Tied]
@@ -57,8 +57,10 @@ class Stages:
 
 
 def stage_ways(state: State) -> Iterator[Stages]:
-    """The stages as the step is fastest, and where their blocks are in pieces that nobody asked
-    for, as they are without, should that need less memory.
+    """Yield the stages of the fastest step.
+
+    If partc chose to compute blocks in pieces, not the plan, then the stages without pieces follow,
+    as a fallback that may need less memory.
     """
     plan = state.plan
     whole = schedule_stages(state)
@@ -79,8 +81,10 @@ def stage_ways(state: State) -> Iterator[Stages]:
 
 
 def _may_gain(state: State, whole: Stages) -> bool:
-    """Whether to try blocks in pieces in all stages: not where too little time is left to save, or
-    too little is saved in the stage that most are like.
+    """Whether to try blocks in pieces on all stages.
+
+    Not if even the upper bound on the gain is below GAIN, or if a trial with 2 pieces on the most
+    frequent stage gains less.
     """
     mesh = _mesh(state.plan)
     if _most_gained(whole, mesh) <= GAIN:
@@ -105,7 +109,7 @@ def _turn_seconds(cost: StageCost) -> float:
 
 
 def _most_gained(stages: Stages, mesh: Mesh) -> float:
-    """The share of what all stages spend on a microbatch that blocks in pieces could save."""
+    """An upper bound on the share of a microbatch's time that blocks in pieces can save."""
     more_s: Counter[str] = Counter()
     for graph in stages.graphs:
         more_s.update(start_seconds(graph, awaited_in_blocks(graph), mesh))
@@ -114,7 +118,10 @@ def _most_gained(stages: Stages, mesh: Mesh) -> float:
 
 
 def schedule_stages(state: State) -> Stages:
-    """Cut the graph at the plan's stages and prove that the plan's schedule of them finishes."""
+    """Split the graph at the plan's stages, and simulate the plan's schedule to its end.
+
+    PlanError for a schedule with backwards for an inference graph, or without for a training step.
+    """
     order = named_schedule(state.plan)
     if state.plan.schedule == AUTO:
         return _auto(state)
@@ -124,7 +131,7 @@ def schedule_stages(state: State) -> Stages:
 
 
 def stage_graphs(state: State, split_backward: bool) -> State:
-    """A state with the scheduled graph of each stage."""
+    """A state with one graph per stage, its collectives bucketed, overlapped and waited for."""
     pieces = max(state.plan.pieces, 1)
     copy = state.copied if pieces > 1 else state.beside
     trial = copy(pieces=pieces, split_backward=split_backward, phased=True)
@@ -132,7 +139,7 @@ def stage_graphs(state: State, split_backward: bool) -> State:
 
 
 def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
-    """The costs of every stage on its own devices; those that are alike compute the same there."""
+    """The cost of every stage on its own devices; equal stages on equal devices are costed once."""
     graphs, mesh = cut.stages, _mesh(cut.plan)
     meshes = [mesh.at_place(rank) for rank in rank_of]
     alike = list(
@@ -144,7 +151,7 @@ def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
 
 
 def planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:
-    """Lower and simulate a schedule of stages with these costs."""
+    """Add sends and receives to a schedule, and simulate it with the costs of its stages."""
     mesh = _mesh(cut.plan)
     tied = [one.name for one in tied_parameters(cut.stages)]
     costs = with_early_sums(cut.stages, costs, order, mesh, tied)
@@ -164,7 +171,10 @@ def _planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stage
 
 
 def _auto(state: State) -> Stages:
-    """The best order for what the stages cost; whether split backwards pay is its choice."""
+    """Make the schedule ``auto`` for the costs of the stages, with or without split backwards.
+
+    The stages are built with split backwards first; without, if the schedule does not use them.
+    """
     plan = state.plan
     cut = stage_graphs(state, True)
     rank_of = named_schedule(plan).rank_of
@@ -175,6 +185,7 @@ def _auto(state: State) -> Stages:
     )  # fmt: skip
     if "W" in order.kinds:
         return planned(cut, costs, order)
+    # Without split backwards the stages' graphs differ, and so do their costs.
     cut = stage_graphs(state, False)
     return planned(cut, _costs(cut, rank_of), order)
 
@@ -186,8 +197,11 @@ def _mesh(plan: Plan) -> Mesh:
 
 
 def _left_for_activations(graphs: Sequence[Graph], plan: Plan) -> float | None:
-    """What the memory of a rank leaves beside parameters, gradients, optimizer and inputs, taking
-    the ranks as alike."""
+    """Bytes of a rank's memory left for activations beside parameters, gradients, optimizer states
+    and inputs; None without a limit. Taken from the ranks with the largest stages and least memory.
+
+    PlanError if nothing is left.
+    """
     limits = memory_limits(_mesh(plan), plan.memory_bytes)
     if limits is None:
         return None
@@ -207,7 +221,7 @@ def _left_for_activations(graphs: Sequence[Graph], plan: Plan) -> float | None:
 
 
 def _check_kinds(local: Graph, order: Schedule) -> None:
-    """A training step needs backwards, an inference none."""
+    """PlanError unless a training step has a schedule with backwards, and inference one without."""
     trains = bool(local.grads)
     if trains != bool(order.kinds - {"F"}):
         raise PlanError(

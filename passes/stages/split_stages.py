@@ -1,9 +1,10 @@
-"""One graph per pipeline stage from the local graph of all of them.
+"""Split the local graph of all stages into one graph per pipeline stage.
 
-A stage's graph receives what the stages before it (forward) and behind it (backward) make, and
-sends on what the next one reads; a value that a later stage reads passes through those in between.
-Calls are sorted into phases: ``S`` once before all microbatches, ``F`` and ``B`` per microbatch,
-``W`` the part of the backward that no other stage waits for, ``E`` once after all microbatches.
+A stage receives activations from the stage before (forward) and gradients from the stage behind
+(backward). A value that a later stage reads passes through all stages between. The calls of a stage
+have phases: ``S`` once before all microbatches, ``F`` forward and ``B`` backward per microbatch,
+``W`` the weight gradients that no other stage waits for (zero bubble), ``E`` once after all
+microbatches.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R
 
 ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
-Crossing = dict[int, list[fx.Node]]  # by number: what passes between this stage and the next
+Crossing = dict[int, list[fx.Node]]  # by stage number: values sent between it and the next stage
 
 
 def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
-    """The graphs of stages 0, 1, ... that stand in the graph; ``split_backward`` keeps weight
-    gradients apart (``W``).
+    """The graphs of the stages in ``local``, in order; ``split_backward`` makes the phase ``W``.
+
+    Unfolded if a list of dropped blocks belongs to no stage; PlanError if a stage needs a value
+    that another one computes for a buffer.
     """
     free = input_only(local)
     once = _made_once(local)
@@ -73,7 +76,7 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
 def _phases(
     local: Graph, plan: Plan, free: set[fx.Node], once: set[fx.Node]
 ) -> dict[fx.Node, Phase]:
-    """The phase of every call, ``W`` not told from ``B`` yet."""
+    """The phase of every call: S, F, B or E; ``W`` is split off from ``B`` later."""
     phases: dict[fx.Node, Phase] = {}
     for node in local.calls():
         operands = [phases[o] for o in node.all_input_nodes if o in phases]
@@ -87,9 +90,10 @@ def _phases(
 
 
 def _made_once(local: Graph) -> set[fx.Node]:
-    """The calls that new values of buffers are made of which do not follow from the batch (counts,
-    spectral norms, averages of weights): a step gives each buffer one new value. Batches that are
-    normalised one by one are counted one by one.
+    """The calls of new buffer values that do not depend on the batch, which run once per step.
+
+    Examples are counters, spectral norms and averages of weights. The counter of a batch norm with
+    local statistics is no such buffer: each microbatch counts.
     """
     local_statistics = (n for n in local.calls() if value(n).origin is Origin.LOCAL_STATISTICS)
     one_by_one = {value(node).module for node in local_statistics}
@@ -103,12 +107,12 @@ def _made_once(local: Graph) -> set[fx.Node]:
 
 
 def _of_weights(node: fx.Node) -> bool:
-    """Whether a parameter has a part in a value."""
+    """Whether a value depends on a parameter."""
     return any(o.op == "placeholder" and value(o).kind == "param" for o in ancestors(node))
 
 
 def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
-    """Whether a call gives the same for all microbatches and may be kept for the whole step."""
+    """Whether a call's result is the same for all microbatches and is kept for the whole step."""
     if value(node).sharding.on(MICROBATCH_AXIS) != R:
         return False
     if node.target in collectives.COLLECTIVES and is_weight(node):
@@ -117,8 +121,10 @@ def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
 
 
 def _of_a_block(node: fx.Node) -> bool:
-    """Whether a value is made of what one block of a list owns: a loop over the blocks would have
-    to be given each one's, so that blocks make it themselves, a view or a cast, in every turn.
+    """Whether a value depends on a parameter or buffer of one block in a list.
+
+    The printed loop over blocks would need a list of such values, one per block; each block makes
+    the view or cast anew instead.
     """
     held_by = (value(o) for o in ancestors(node) if o.op == "placeholder")
     return any(list_member(v.name)[0] for v in held_by if v.kind in ("param", "buffer"))
@@ -128,7 +134,11 @@ def _of_a_block(node: fx.Node) -> bool:
 def _crossings(
     local: Graph, phases: dict[fx.Node, Phase], everywhere: set[fx.Node]
 ) -> tuple[Crossing, Crossing]:
-    """What passes on in the forward, and back in the backward, by the stage before the boundary."""
+    """The values sent ahead (forward) and back (backward), by the number of the stage before the
+    boundary.
+
+    PlanError for a value of phase S that a later stage reads: nothing is sent before microbatches.
+    """
     ahead: Crossing = {}
     back: Crossing = {}
     for node in local.calls():
@@ -148,9 +158,10 @@ def _crossings(
 
 @dataclass
 class _Stage:
-    """Copies one stage's calls into a graph of their own; ``copies`` from node to its copy.
+    """Copies the calls of one stage into a graph of their own.
 
-    What is ``everywhere`` each stage computes for itself.
+    ``copies`` maps a node to its copy. Calls in ``everywhere`` are copied to each stage that reads
+    them.
     """
 
     local: Graph
@@ -161,9 +172,10 @@ class _Stage:
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def graph(self, received: Sequence[fx.Node], sent: Sequence[fx.Node]) -> Graph:
+        """The stage's graph, with placeholders for ``received`` and outputs for ``sent``."""
         calls = self._calls()
         wanted = {o for node in calls for o in node.all_input_nodes}
-        news = self.local.outputs.buffers  # where they go to stands here though nobody reads it
+        news = self.local.outputs.buffers  # a buffer is placed where it is written, read or not
         wanted |= {self.local.buffers[name] for name, new in news.items() if new in calls}
         for node in self.local.fx.nodes:
             if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
@@ -191,7 +203,7 @@ class _Stage:
         )
 
     def _calls(self) -> list[fx.Node]:
-        """The stage's own calls, and those that every stage makes for itself, in order."""
+        """The stage's own calls and the calls of ``everywhere`` that they need, in order."""
         calls = list(self.local.calls())
         own = {n for n in calls if n not in self.everywhere and stage_of(n) == self.number}
         needed = own | self._news()
@@ -201,7 +213,9 @@ class _Stage:
         return [n for n in calls if n in needed]
 
     def _news(self) -> set[fx.Node]:
-        """New values of buffers that any stage can make, where they stand in the model or first."""
+        """New values of buffers that are in ``everywhere`` and are written by this stage: that of
+        their module, or stage 0.
+        """
         news = self.local.outputs.buffers.values()
         return {n for n in news if n in self.everywhere and max(stage_of(n), 0) == self.number}
 
@@ -221,7 +235,7 @@ class _Stage:
         self.copies[node] = copy
 
     def _outputs(self, sent: Sequence[fx.Node]) -> Outputs:
-        """The results that this stage makes, and what it sends."""
+        """The step's results that this stage computes, and the values that it sends."""
         whole, copies = self.local.outputs, self.copies
         here = {n for n in copies if n.op == "call_function" and stage_of(n) == self.number}
         here |= {n for n in whole.buffers.values() if n in copies}
@@ -246,10 +260,13 @@ def _read_elsewhere(node: fx.Node, stage: int) -> PlanError:
 
 # weight gradients apart ---------------------------------------------------------------------------
 def _set_weights_apart(graph: Graph) -> None:
-    """Move to ``W`` what only gradients of parameters need: their last contraction or sum, with
-    the cheap calls that feed it alone."""
+    """Move to phase ``W`` the calls that only parameter gradients need.
+
+    These are a gradient's last matrix product or sum, the calls behind it, and the cheap calls that
+    feed it alone. See zero bubble pipeline parallelism (Qi et al. 2023, arXiv 2401.10241).
+    """
     apart: set[fx.Node] = set()
-    works: set[fx.Node] = set()  # of those apart, the contractions and what leads to one
+    works: set[fx.Node] = set()  # those of ``apart`` that are a product, or lead to one
     sent = {*graph.outputs.sent.values()}
     for node in reversed(list(graph.calls())):
         if value(node).phase != "B" or node in sent:
@@ -264,23 +281,25 @@ def _set_weights_apart(graph: Graph) -> None:
             if not is_last or _is_heavy(node):
                 works.add(node)
     for node in graph.calls():
-        picks = node.target is operator.getitem  # what one call gives stays together
+        picks = node.target is operator.getitem  # stays in the phase of the call that it picks from
         if node in apart and not (picks and node.all_input_nodes[0] not in apart):
             set_value(node, replace(value(node), phase="W"))
-    for node in graph.calls():  # one of several results is made where the others are
+    for node in graph.calls():  # and the other way round: a moved call takes its getitem along
         if node.target is operator.getitem and node in apart:
             made = value(node.all_input_nodes[0]).phase
             set_value(node, replace(value(node), phase=made))
 
 
 def _stands_with(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
-    """Whether the readers are of the same block: what runs between blocks stays in the backward,
-    so that the first block is as the others."""
+    """Whether all readers are in the block of ``node``.
+
+    Calls between blocks stay in ``B``, so that the first block's graph equals the others'.
+    """
     return all(innermost_block(reader) == innermost_block(node) for reader in readers)
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    """A contraction, or anything else that is not elementwise, a view or a sum."""
+    """Whether a call is a matrix product or another costly op: not pointwise, no view, no sum."""
     tags = getattr(node.target, "tags", ())
     name = getattr(node.target, "__name__", "")
     views = getattr(node.target, "is_view", False)
@@ -294,7 +313,7 @@ def _is_heavy(node: fx.Node) -> bool:
 
 
 def _once(graph: Graph) -> Graph:
-    """Compute once what several blocks compute alike from what all microbatches share."""
+    """Merge equal calls of phase S, which several blocks compute alike, in place."""
     known: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if value(node).phase == "S" and node.target not in collectives.COLLECTIVES:
@@ -307,7 +326,7 @@ def _once(graph: Graph) -> Graph:
 
 
 def _in_phase_order(graph: Graph) -> Graph:
-    """Phase after phase, each in its own order."""
+    """Sort the calls by phase in place; within a phase the order stays."""
     anchor = next(n for n in reversed(list(graph.fx.nodes)) if n.op == "placeholder")
     for node in sorted(graph.calls(), key=lambda n: ORDER.index(value(n).phase)):
         anchor.append(node)

@@ -1,7 +1,7 @@
-"""The joint graph as a chain of units that pipeline stages are made of.
+"""The joint graph as a chain of units; a pipeline stage is a run of consecutive units.
 
-A unit is one of several alike blocks, or a module between them (embedding, norm, head), in the
-order in which the forward runs. Its name is the module path at which a stage may begin.
+A unit is a block of a stack, or a module beside the stack (embedding, norm, head), in forward
+order. A unit's name is its module path, at which a stage may begin.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from partc.plan import Plan
 
 
 def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[list[Unit]]:
-    """The chain of a traced graph, before it is cut, as each pipeline rank's devices run it: the
-    same list for those that are alike. ``plan`` is complete.
+    """Per pipeline rank the units of an unsharded joint graph with their costs on its devices.
 
-    Costs are those of one rank and microbatch. They take compute as even over a stage's ranks, and
-    activations as cut along the axes that cut the batch or the sequence. A unit holds its
-    parameters, their gradients and the optimizer's states.
+    Equal devices share one list. ``plan`` is complete. Costs are of one rank and microbatch:
+    computing divided evenly by a stage's ranks, activations by the axes that shard the batch or
+    the sequence. A unit's ``parameter_bytes`` are parameters, gradients and optimizer states.
     """
     if plan.recompute != "none" and graph.loss is not None:
         graph = recompute(copied(graph), plan)
@@ -68,33 +67,33 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[l
 
 
 def chain_names(graph: Graph) -> list[str]:
-    """The names of all units, in order."""
+    """The names of all units in forward order, dropped blocks included."""
     units = _Chain(graph, replay(graph)).units
     return [name for unit in units for name in unit_names(graph, unit.name)]
 
 
 def unit_names(graph: Graph, name: str) -> list[str]:
-    """A unit, and those like it that the graph leaves out."""
+    """The name of a unit and those of the dropped blocks that the unit stands for."""
     folds = (f for f in graph.folds if f.like == name)
     return [name, *(f"{f.path}.{i}" for f in folds for i in range(f.first, f.last + 1))]
 
 
 @dataclass
 class _Calls:
-    """A unit's calls."""
+    """The forward and backward calls of one unit."""
 
     name: str
     forward: list[fx.Node] = field(default_factory=list)
     backward: list[fx.Node] = field(default_factory=list)
 
     def params(self) -> dict[str, None]:
-        """The parameters that its forward reads."""
+        """The names of the parameters that the unit's forward reads."""
         read = (o for node in self.forward for o in node.all_input_nodes if is_weight(o))
         return dict.fromkeys(value(_root(node)).name for node in read)
 
 
 class _Chain:
-    """The units of a graph, and what their calls cost."""
+    """The units of a graph in forward order, with the costs of their calls."""
 
     def __init__(self, graph: Graph, ran: Replay) -> None:
         self.ran = ran
@@ -104,8 +103,9 @@ class _Chain:
         self._backward(graph)
 
     def _forward(self, graph: Graph) -> None:
-        """A unit begins where the first call of its module runs; what has no such place belongs to
-        the unit before it."""
+        """Begin a unit at the first forward call of its module; a call without a module of its own
+        belongs to the unit before it.
+        """
         free, blocks = input_only(graph), blocks_of(graph)
         entered: set[str] = set()
         for node in graph.calls():
@@ -131,11 +131,14 @@ class _Chain:
                 self.units[here].backward.append(node)
 
     def seconds(self, calls: list[fx.Node], device: Device, pieces: int) -> float:
-        """Of one piece of each call: small ones are less than a part as fast as large ones."""
+        """Seconds of the calls on one of ``pieces`` pieces.
+
+        A small call runs at a lower rate, so this is more than the whole's seconds / ``pieces``.
+        """
         return sum(piece_seconds(node, self.ran, device, pieces) for node in calls)
 
     def saved(self, unit: _Calls) -> int:
-        """Bytes that a unit's forward makes and any backward reads."""
+        """Bytes of a unit's saved activations: forward values that a backward call reads."""
         memory: dict[Storage, int] = {}
         for node in unit.forward:
             if any(value(u).phase == "B" for u in node.users if u.op == "call_function"):
@@ -143,7 +146,9 @@ class _Chain:
         return sum(memory.values())
 
     def crossing(self) -> list[int]:
-        """Per unit, the bytes that later forwards read of it and of those before it."""
+        """Per unit the bytes that would be sent at its end: forward values of this and earlier
+        units that later units read.
+        """
         change = [0] * (len(self.units) + 1)
         for node, unit in self.unit_of.items():
             last = max((self.unit_of.get(user, unit) for user in node.users), default=unit)
@@ -158,7 +163,7 @@ class _Chain:
 
 
 def _root(weight: fx.Node) -> fx.Node:
-    """The parameter that a weight is made of."""
+    """The parameter behind casts and transposes of a weight."""
     while weight.op == "call_function":
         weight = tensor_args(weight)[0]
     return weight

@@ -1,4 +1,4 @@
-"""What a chosen plan was preferred to, choice by choice, and what other machines would change."""
+"""The next best plan for each choice of the chosen plan, and the best plan on other machines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _recompute(one: Candidate) -> str:
     return one.recompute
 
 
-# By name, what a candidate chooses. The axes come first: other choices are compared on the same.
+# The choices of a candidate by name. The axes come first: others are compared on equal axes.
 CHOICES: dict[str, Callable[[Candidate], str]] = {
     "axes": _axes,
     "data sharding": _data,
@@ -52,7 +52,7 @@ CHOICES: dict[str, Callable[[Candidate], str]] = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """The next best for one choice, or None where nothing else can be: what it changes."""
+    """The best candidate that makes one choice otherwise; ``instead`` says how it differs."""
 
     choice: str
     taken: str
@@ -62,7 +62,10 @@ class Alternative:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best plan on a machine with one change, None where none fits; whether it is another."""
+    """The best plan on machines with one change (None if none fits).
+
+    ``instead`` says how it differs from the chosen plan, "" if it does not.
+    """
 
     change: str
     ranked: Ranked | None
@@ -70,7 +73,7 @@ class WhatIf:
 
 
 def alternatives(search: Search, chosen: Candidate) -> list[Alternative]:
-    """For every choice that there was, the best candidate that differs in it."""
+    """Per choice the best candidate that makes this choice otherwise, if there is one."""
     found = []
     for name, say in CHOICES.items():
         other = _next_best(search, chosen, name)
@@ -81,7 +84,10 @@ def alternatives(search: Search, chosen: Candidate) -> list[Alternative]:
 
 
 def only_changed(search: Search, chosen: Candidate) -> Iterator[tuple[str, Ranked]]:
-    """Per choice the best that fits and differs in it alone, on the same axes, and how."""
+    """Per choice, without the axes, the best fitting candidate that differs in this choice alone.
+
+    Each with the difference in words.
+    """
     for name in list(CHOICES)[1:]:
         best = search.best(_differs_in(name, chosen))
         if best is not None:
@@ -89,9 +95,10 @@ def only_changed(search: Search, chosen: Candidate) -> Iterator[tuple[str, Ranke
 
 
 def _next_best(search: Search, chosen: Candidate, name: str) -> Ranked | None:
-    """The best that differs in this alone, fitting or not; else the best that fits.
+    """The best candidate that differs in this choice alone, whether it fits or not.
 
-    Axes that the user has given are compared with all others of so many devices.
+    If there is none, the best that differs in other choices too. The axes that a user gave are
+    compared with all other axes of the same number of devices.
     """
     if name == "axes" and search.mesh.axes:
         search = replace(search, mesh=Mesh((), search.mesh.hardware))
@@ -108,7 +115,7 @@ def _next_best(search: Search, chosen: Candidate, name: str) -> Ranked | None:
 
 
 def _differs_in(name: str, chosen: Candidate) -> Callable[[Candidate], bool]:
-    """Whether a candidate differs from another in this alone."""
+    """The function that says whether a candidate differs from ``chosen`` in this choice alone."""
     return lambda one: list(_changed(one, chosen)) == [name]
 
 
@@ -120,18 +127,18 @@ def _changed(one: Candidate, chosen: Candidate) -> Iterator[str]:
 
 
 def _sizes(one: Candidate) -> tuple[int, int, int, int]:
-    """Of the axes, whatever their names."""
+    """The axis sizes of a candidate, whatever the axes' names."""
     return one.pp, one.replicate, one.shard, one.tp
 
 
 def _differences(one: Candidate, chosen: Candidate, first: str = "") -> str:
-    """What a candidate does otherwise, one choice before the others; "" if nothing."""
+    """The choices that differ from ``chosen``, in words, the choice ``first`` before the others."""
     names = sorted(_changed(one, chosen), key=lambda name: name != first)
     return "; ".join(CHOICES[n](one) if n == first else _said(n, one) for n in names)
 
 
 def _said(name: str, one: Candidate) -> str:
-    """A choice in words that stand by themselves."""
+    """A choice in words that need no heading: ``4 microbatches`` instead of ``4``."""
     text = CHOICES[name](one)
     if name == "microbatches":
         return f"{text} microbatch" + ("es" if text != "1" else "")
@@ -143,8 +150,9 @@ def _said(name: str, one: Candidate) -> str:
 
 
 def what_ifs(taken: Taken) -> list[WhatIf]:
-    """What more memory, faster parts or more devices would buy: the best plan there if one was
-    searched, or the same plan by hand, which has no use for more memory.
+    """The best plan with more memory, faster parts or more devices.
+
+    For a user's own plan, the same plan there; changes of memory are left out, as it fits already.
     """
     search, chosen, found = taken.search, taken.candidate, []
     for change in changes_to_try(search.mesh.hardware):
@@ -161,8 +169,9 @@ def what_ifs(taken: Taken) -> list[WhatIf]:
 
 
 def grown(chosen: Candidate, there: Search) -> Ranked | None:
-    """The same plan on the axes of another search, where a data axis may be longer; None where the
-    batch cannot be cut so.
+    """The chosen candidate on the axes of another search, where a data axis may be larger.
+
+    None if the batch is not divisible by the data ranks times the microbatches.
     """
     if not there.mesh.axes:
         return there.estimate(chosen)

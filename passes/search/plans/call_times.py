@@ -1,4 +1,7 @@
-"""The seconds of all calls of a profile at some axis sizes, as ``cost/roofline.py`` has them."""
+"""The seconds of all calls of a scaling model at given axis sizes, by the roofline model.
+
+The formulas are those of ``cost/roofline.py`` for one call, here for arrays of calls.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ ARITHMETIC, TRAFFIC = ("attention", "matmul"), ("functions", "pointwise")
 
 
 def call_seconds(calls: Calls, device: Device, dp: int, tp: int) -> Floats:
-    """``Device.seconds`` of every call's local part."""
+    """Seconds of every call's shard on one rank; ``dp`` counts microbatches too.
+
+    The larger of arithmetic and memory traffic, at least the launch of a kernel, plus the call.
+    """
     cuts = np.array([dp, tp])
     flops = calls.flops / np.where(calls.cut, cuts, 1).prod(axis=-1)
     shares = np.array([1.0, 1 / tp, 1 / dp, 1 / (dp * tp)])
@@ -32,14 +38,14 @@ def call_seconds(calls: Calls, device: Device, dp: int, tp: int) -> Floats:
 def _reached(
     work: NDArray[np.str_], device: Device, amounts: Floats, kinds: tuple[str, str]
 ) -> Floats:
-    """``Device.fraction`` of each call: of the first kind if it is that, else of the second."""
+    """``Device.fraction`` (the share of the peak) per call, for its kind of work in ``kinds``."""
     first, other = (_fractions(device, kind, amounts) for kind in kinds)
     found: Floats = np.where(work == kinds[0], first, other)
     return found
 
 
 def _fractions(device: Device, work: str, amounts: Floats) -> Floats:
-    """``Device.fraction`` of many amounts."""
+    """``Device.fraction`` of an array of FLOPs or bytes, for one kind of work."""
     like = "pointwise" if work == "functions" else work
     points = device.efficiency.get(work) or device.efficiency.get(like) or ((1.0, 1.0),)
     at = np.array([amount for amount, _ in points])

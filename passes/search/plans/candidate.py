@@ -1,4 +1,4 @@
-"""One way to train: what the search enumerates, estimates and hands on."""
+"""A candidate: one way to train, which the search enumerates, estimates and turns into a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train: axis sizes, what the data axes shard, how weights are cut over ``tp``."""
+    """One way to train: axis sizes, ZeRO level (``data``), tensor preset (``word``), microbatches,
+    schedule, virtual stages per rank (``chunks``), recomputation.
+    """
 
     replicate: int = 1
     shard: int = 1
@@ -34,14 +36,15 @@ class Candidate:
     schedule: str = "1f1b"
     chunks: int = 1
     recompute: Recompute = "cheap"
-    given: Mesh | None = None  # axes that the user has named
+    given: Mesh | None = None  # the user's own axes; None: the candidate names its axes
 
     @property
     def data_ranks(self) -> int:
+        """The number of data-parallel ranks on both data axes."""
         return self.replicate * self.shard
 
     def mesh(self, topology: Topology | None) -> Mesh:
-        """Its axes, the pipeline outermost and tensor ranks next to each other."""
+        """The mesh of the candidate: ``pp`` is outermost, ``tp`` innermost, on adjacent ranks."""
         if self.given is not None:
             return self.given
         data = [(REPLICATE, self.replicate), (SHARD, self.shard)]
@@ -53,6 +56,7 @@ class Candidate:
 
     @property
     def num_ranks(self) -> int:
+        """The number of devices that the candidate uses."""
         return self.given.num_ranks if self.given else self.data_ranks * self.tp * self.pp
 
     @property
@@ -61,19 +65,21 @@ class Candidate:
         return NAMES[self.schedule].rank_of(self.pp, self.chunks)
 
     def of_rank(self, stages: Sequence[T], rank: int) -> list[T]:
-        """Those of a pipeline rank."""
+        """The elements of ``stages`` that belong to a pipeline rank."""
         return [each for each, its in zip(stages, self.rank_of, strict=True) if its == rank]
 
     @property
     def preset(self) -> str:
-        """The words of its plan: shardings that were searched are entries beside those of data."""
+        """The preset of the candidate's plan; searched shardings are entries of the plan, so that
+        only the data axes' word is left.
+        """
         if not is_searched(self.word):
             return self.words
         return self._data_word or "megatron"  # which has nothing left to cut
 
     @property
     def words(self) -> str:
-        """What is sharded over data axes, and how weights are cut over ``tp``."""
+        """The preset words of the data axes and of ``tp``: ``fsdp+megatron-sp``."""
         return "+".join(filter(None, [self._data_word, self.word if self.tp > 1 else ""]))
 
     @property
@@ -91,12 +97,12 @@ class Candidate:
 
 @lru_cache(maxsize=256)
 def _part(topology: Topology, devices: int) -> Topology:
-    """So many of the machines."""
+    """The topology with this number of devices."""
     return topology if topology.num_devices == devices else topology.resized(devices)
 
 
 def can_have(topology: Topology, devices: int) -> bool:
-    """Whether so many of the machines are a topology."""
+    """Whether this number of devices forms a topology: whole machines, or part of one."""
     try:
         return _part(topology, devices).num_devices == devices
     except PlanError:

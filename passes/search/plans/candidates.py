@@ -1,6 +1,6 @@
-"""Every way to train that the search looks at: axes, sharding of weights, microbatches, order.
+"""Enumerate the candidates: axis sizes, presets, microbatches, schedules, recomputation.
 
-What the user's plan or mesh already says is a pin: only candidates that agree with it come out.
+Entries of the user's plan and mesh are pins: every candidate agrees with them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from partc.schedules import needs_of
 
 WORDS = ("megatron-sp", "megatron")
 DATA: tuple[Data, ...] = ("ddp", "zero1", "fsdp")
-SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")  # where none is pinned
-MOST_MICROBATCHES = 8  # times the pipeline's ranks; more gain less than a percent each
+SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")  # tried where the user pins none
+MOST_MICROBATCHES = 8  # per pipeline rank; more microbatches gain less than a percent each
 
 
 @dataclass(frozen=True)
 class Space:
-    """What candidates have to respect; sizes of axes are fixed where the mesh has axes."""
+    """The limits of the candidates: pins, the number of devices, and the sizes that axes must
+    divide. A mesh with axes fixes their sizes.
+    """
 
     mesh: Mesh
     microbatches: int | None
@@ -40,10 +42,10 @@ class Space:
     tp_divides: Mapping[str, int]  # by tensor preset
     units: int
     trains: bool = True
-    fewer: bool = False  # an open mesh may be used in part
+    fewer: bool = False  # candidates may leave devices of an open mesh unused
 
     def candidates(self) -> Iterator[Candidate]:
-        """All of them, in a fixed order."""
+        """All candidates, in a fixed order."""
         for pp, replicate, shard, tp in self._sizes():
             for word in self._words(tp):
                 for data in self._data(replicate, shard):
@@ -54,7 +56,7 @@ class Space:
                     yield from self._in_time(base)
 
     def _sizes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Sizes of ``pp``, of both data axes and of ``tp``."""
+        """The possible sizes of ``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``."""
         if self.mesh.axes:
             yield sizes_of(self.mesh)
             return
@@ -62,7 +64,7 @@ class Space:
             yield from self._sizes_of(devices)
 
     def _numbers(self) -> Iterator[int]:
-        """How many devices may be used; a part of them has to be whole machines, or inside one."""
+        """The numbers of devices that may be used; fewer than all must form a topology."""
         yield self.devices
         for number in reversed(divisors(self.devices)[1:-1] if self.fewer else []):
             if can_have(self.mesh.hardware, number):
@@ -77,7 +79,7 @@ class Space:
                         yield pp, data // shard, shard, tp
 
     def _shard_sizes(self, data: int, tp: int) -> Iterator[int]:
-        """All data ranks shard, or those that stand within one unit of the hardware."""
+        """The sizes of ``dp_shard``: all data ranks, or those inside one hardware unit (HSDP)."""
         units = self.mesh.hardware.unit_sizes
         within = {unit // tp for unit in units if unit % tp == 0 and data % (unit // tp or 1) == 0}
         yield from sorted({size for size in within if 1 < size < data} | {data}, reverse=True)
@@ -99,7 +101,7 @@ class Space:
             yield from DATA
 
     def _in_time(self, base: Candidate) -> Iterator[Candidate]:
-        """The same with every number of microbatches, and with every schedule of a pipeline."""
+        """The candidate with every number of microbatches, recomputation and schedule."""
         left = self.dp_divides // base.data_ranks
         for count in [self.microbatches] if self.microbatches else divisors(left):
             if left % count or not (self.microbatches or _pays(base.pp, count)):
@@ -108,7 +110,7 @@ class Space:
                 yield from self._in_order(replace(base, microbatches=count, recompute=again))
 
     def _in_order(self, here: Candidate) -> Iterator[Candidate]:
-        """The same under the schedules that may be taken, with the stages per rank of each."""
+        """The candidate with every allowed schedule and its numbers of virtual stages per rank."""
         pinned = self.schedule not in ("", "auto")
         if here.pp == 1:
             yield here
@@ -122,23 +124,23 @@ class Space:
 
 
 def _pays(pp: int, count: int) -> bool:
-    """Whether so many microbatches are worth a look: a pipeline wants one for each rank."""
+    """Whether to try ``count`` microbatches: a pipeline needs one per rank at least."""
     return (pp == 1 or count >= pp) and count <= MOST_MICROBATCHES * max(pp, 4)
 
 
 def sizes_of(mesh: Mesh) -> tuple[int, int, int, int]:
-    """Sizes of ``pp``, of both data axes and of ``tp`` of a mesh that has axes."""
+    """The sizes of ``pp``, ``dp_replicate``, the sharding data axis and ``tp`` of a mesh."""
     size = dict(mesh.axes)
     shard = size.get(SHARD, 1) * size.get("dp", 1) * size.get("fsdp", 1)
     return size.get(PP, 1), size.get(REPLICATE, 1), shard, size.get(TP, 1)
 
 
 def names_axes(mesh: Mesh) -> bool:
-    """Whether every axis is one that candidates know."""
+    """Whether candidates know every axis name of the mesh."""
     return all(name in (*DATA_AXES, TP, PP) for name in mesh.names)
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the least first."""
+    """All divisors of a number, the least first."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return [*small, *(number // i for i in reversed(small) if i * i != number)]

@@ -1,8 +1,8 @@
-"""``plan="auto"``: the fastest way to train a traced model on a mesh that fits its memory.
+"""``plan="auto"``: the fastest plan for a joint graph that fits the memory of the machines.
 
-In: a joint graph and a mesh, open or with axes, and the user's pins. Out: the mesh with its axes
-and a partial plan, and the candidates that came next. Everything is estimated from one profile per
-tensor preset.
+In: a joint graph, a mesh (open or with axes), and the user's pins. Out: a mesh with axes and a
+partial plan for each of the best candidates. All candidates are estimated from one scaling model
+per tensor preset and recomputation.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from partc.plan import Plan, fits
 from partc.plan.mesh import Mesh
 
 AUTO_PLAN = "auto"
-KEPT = 5  # candidates that a report names
-# What is looked at where the plan says what to recompute; what no estimate knows counts as cheap.
+KEPT = 5  # candidates that a search returns, and a report names
+# Estimates know the recomputations cheap and block; a plan with any other is estimated as cheap.
 ONLY: tuple[Recompute, ...] = ("cheap",)
 _RECOMPUTE: dict[object, tuple[Recompute, ...]] = {"cheap": RECOMPUTE, "block": ("block",)}
 _SUPERLATIVES = {"time": "best", "dollars": "cheapest", "energy": "least energy"}
@@ -37,8 +37,10 @@ _SUPERLATIVES = {"time": "best", "dollars": "cheapest", "energy": "least energy"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found: the best candidates that fit, the best first. By size of ``tp``, how far
-    they are from the best shardings; by word, the entries of shardings that were searched.
+    """The result of a search: the best candidates that fit, the best first.
+
+    ``lines`` says, by size of ``tp``, how far the preset is from the best sharding. ``entries`` has
+    the plan's entries of searched shardings, by the candidate's word.
     """
 
     ranked: tuple[Ranked, ...]
@@ -47,7 +49,7 @@ class Choice:
     entries: Mapping[str, Plan] = field(default_factory=dict)
 
     def ways(self, graph: Graph, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
-        """Mesh and plan of each candidate, the best first; what the plan pins stays."""
+        """The mesh and plan of each candidate, the best first; entries of ``plan`` stay."""
         knows = mesh.topology is not None and not mesh.topology.is_mixed
         limit = plan.memory_bytes or (round(self.search.limit) if knows else 0)
         found = []
@@ -70,7 +72,7 @@ class Choice:
         return found
 
     def note(self) -> str:
-        """One line for the plan: how it was chosen."""
+        """One line for the plan's notes: how the plan was chosen, and the next best candidates."""
         search, best = self.search, self.ranked[0]
         others = (
             f"{each.candidate} +{search.cost(each) / search.cost(best) - 1:.0%}"
@@ -82,9 +84,10 @@ class Choice:
 
 
 def can_search(mesh: Mesh, plan: Plan) -> bool:
-    """Whether there is something to choose, every axis is one that the search knows, and the plan
-    does not cut the stages itself. For one device there is where its memory is known: how many
-    turns the batch takes, and what is computed again.
+    """Whether a search makes sense: the mesh is open, or has axes that candidates know.
+
+    Not if the plan names stages itself. On one device microbatches and recomputation are chosen, if
+    the device's memory is known.
     """
     if plan.stages or plan.order or plan.chunks:
         return False
@@ -98,8 +101,8 @@ def choose_plan(
 ) -> Choice:  # fmt: skip
     """The best candidates for one training step; PlanError if none fits the memory.
 
-    ``microbatches`` pins their number, as does a plan that names more than one. PlanError if money
-    is to be saved on machines without a price.
+    ``microbatches``, or a plan with more than one, pins the number of microbatches. PlanError if
+    ``objective`` is money and the machines have no price.
     """
     check_price(objective, mesh.hardware)
     pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
@@ -127,8 +130,9 @@ def choose(search: Search) -> Choice | None:
 
 
 def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: str) -> Plan:
-    """A user's plan, and where it says nothing entries over ``tp``; parameters are stored cut along
-    the data axes as the preset has it.
+    """The user's plan, with searched ``entries`` over ``tp`` where it has none.
+
+    Parameters are stored sharded over the data axes as the preset has it.
     """
     own = store_cut({name: entries.stored(name) for name in graph.params}, graph, mesh, preset)
     pinned = {name: plan.stored(name) for name in own if any(fits(p, name) for p in plan.params)}
@@ -143,8 +147,9 @@ def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: st
 
 
 def _all_profiles(graph: Graph, known: ScalingModels, table: Table) -> ScalingModels:
-    """Those of all ways to recompute, and of the tensor presets as well that a mesh has no use for,
-    if the model can be cut.
+    """Scaling models for all recomputations and all tensor presets that the model can have.
+
+    Also those that the user's pins rule out: an error then says which pin to give up.
     """
     found = dict(known)
     for word in ("", *WORDS):

@@ -1,8 +1,8 @@
-"""The best shardings over ``tp`` as candidates beside the presets' words, and how far these are
-from them.
+"""Compare the presets with searched shardings over ``tp``, and take those where they gain enough.
 
-In: a search over presets and the best that it found. Out: the same with what was searched, where
-that is worth its entries in a plan, and a line for every size of ``tp`` that was looked at.
+In: a search over presets and its best candidates. Out: the search and its best candidates, with
+searched shardings among them if these gain more than MARGIN; and per size of ``tp`` a line of text
+that says how far the preset is from the best sharding.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search
 from partc.passes.search.shardings.tensor_shardings import TensorRanks, TensorShardings
 from partc.plan import Plan
 
-MOST_SIZES = 2  # of tp that are looked at: each takes about as long as a preset's profile
-# A preset says in a word what entries say in many lines, and the estimates of two plans of a model
-# may be 1.5 % further apart than what their programs are predicted to take.
+MOST_SIZES = 2  # sizes of tp that are searched: each takes as long as a preset's scaling model
+# A preset is one word, searched shardings are many lines of a plan. And the estimates of two plans
+# may be 1.5 % further apart than the predictions of their programs.
 MARGIN = 0.02
-KNOWN = 0.5  # the part of a model's FLOPs that words have to cut to know it
-_MANY = 20  # candidates whose sizes of tp are looked at where none is among the best
+KNOWN = 0.5  # the share of a model's FLOPs that a preset must shard to count as knowing the model
+_MANY = 20  # candidates whose sizes of tp are searched where none of the best has a tp
 _MODEL = "calls and transfers one after the other"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """``ranked`` are the best that fit; those with searched shardings are among them, and in
-    ``search``, if one of these is the best. ``lines`` by size of ``tp``, ``entries`` by word.
+    """The outcome of the comparison.
+
+    ``ranked`` are the best candidates that fit. Candidates with searched shardings are in
+    ``ranked`` and ``search`` only if one of them is the best by more than MARGIN. ``lines`` are by
+    size of ``tp``, ``entries`` (of a plan) by the word of the candidate.
     """
 
     search: Search
@@ -45,20 +48,21 @@ class Compared:
 
 @dataclass(frozen=True)
 class Looked:
-    """The best shardings for the tensor ranks of one candidate; ``entries`` where they may be
-    faster than its preset by more than the margin.
+    """The best shardings for one candidate's size of ``tp``, beside its preset, in seconds.
+
+    ``entries`` of a plan are present if the shardings may be more than MARGIN faster.
     """
 
     candidate: Candidate
     best_s: float
     bound_s: float
     exact: bool
-    preset_s: float | None  # None: the preset does what the search has no model of, or cuts nothing
+    preset_s: float | None  # None: no preset, or one with strategies that the search does not have
     entries: Plan | None
 
     @classmethod
     def at(cls, one: Candidate, graph: Graph, search: Search, plan: Plan) -> Looked | None:
-        """Search at a candidate's sizes; None if the plan's pins leave nothing."""
+        """Search shardings for a candidate's sizes; None if the plan's pins allow none."""
         mesh, pieces = one.mesh(search.mesh.hardware), one.data_ranks * one.microbatches
         ranks = TensorRanks(mesh, pieces, max(1, search.space.dp_divides))
         shardings = TensorShardings(graph, ranks, plan)
@@ -69,7 +73,7 @@ class Looked:
         near = preset_s is not None and preset_s <= (1 + MARGIN) * found.cost
         entries = None if near else shardings.entries()
         if entries and graph.folds and entries.names_blocks:
-            entries = None  # blocks that a fold takes for equal would not be
+            entries = None  # entries for single blocks: dropped blocks would no longer be equal
         return cls(one, found.cost, found.bound, found.how == "exact", preset_s, entries)
 
     @property
@@ -78,7 +82,7 @@ class Looked:
 
     @property
     def near(self) -> str:
-        """How far the preset is from the best, as a line; "" if that is not known."""
+        """A line that says how far the preset is from the best sharding; "" if not known."""
         if self.preset_s is None:
             return ""
         how = "exact" if self.exact else "bounded"
@@ -87,13 +91,13 @@ class Looked:
         return f"{self.candidate.word} over tp={self.tp} is {best}"
 
     def kept(self, gain: float) -> str:
-        """The same where an estimate says what is gained by the best."""
+        """The line for a preset that is kept, with the estimated gain of the best sharding."""
         more = "faster" if gain >= 0 else "slower"
         said = f"the best sharding is estimated {_percent(abs(gain))} {more}"
         return f"{self.near}; {said}" if self.near else f"over tp={self.tp} {said}"
 
     def taken(self, faster: str) -> str:
-        """That the best was taken."""
+        """The line that says that the searched shardings were taken."""
         gap = _percent(1 - self.bound_s / self.best_s)
         best = f"at most {gap} from the best ({_MODEL})"
         return f"shardings over tp={self.tp}: searched, {faster}; {best}"
@@ -102,13 +106,15 @@ class Looked:
 def compare_shardings(
     graph: Graph, plan: Plan, search: Search, ranked: Sequence[Ranked], table: Table
 ) -> Compared:
-    """Look at the sizes of ``tp`` that are worth it; ``plan`` has the user's pins."""
+    """Search shardings for up to MOST_SIZES sizes of ``tp``; ``plan`` has the user's pins."""
     looked = (Looked.at(one, graph, search, plan) for one in _worth_a_look(search, ranked))
     return _Comparison(graph, search, tuple(ranked), tuple(filter(None, looked)), table).outcome()
 
 
 @dataclass(frozen=True)
 class _Comparison:
+    """The best candidates with presets, beside those with the searched shardings in ``looked``."""
+
     graph: Graph
     presets: Search
     ranked: tuple[Ranked, ...]
@@ -116,7 +122,7 @@ class _Comparison:
     table: Table
 
     def outcome(self) -> Compared:
-        """The presets alone, unless what was searched is worth its entries."""
+        """The presets alone, unless searched shardings gain more than MARGIN."""
         gain = self._gain()
         lines = {each.tp: self._line(each, gain) for each in self.looked}
         lines = {tp: line for tp, line in lines.items() if line}
@@ -134,7 +140,7 @@ class _Comparison:
 
     @cached_property
     def _profiles(self) -> ScalingModels:
-        """Of what was searched."""
+        """The scaling models of the searched shardings, by word and recomputation."""
         found: dict[tuple[str, Recompute], ScalingModel] = {}
         ways = self.presets.recompute
         for each in self.looked:
@@ -148,7 +154,7 @@ class _Comparison:
 
     @cached_property
     def _best(self) -> list[Ranked]:
-        """The best that fit with searched shardings, as many as with presets."""
+        """The best fitting candidates with searched shardings, as many as those with presets."""
         if not self._entries:
             return []
         uncut = {key: law for key, law in self.presets.scaling_models.items() if not key[0]}
@@ -157,8 +163,9 @@ class _Comparison:
         return list(islice(filter(own.is_wanted, ascending), max(1, len(self.ranked))))
 
     def _gain(self) -> float | None:
-        """By what part the best of what was searched is faster than the best preset; None if there
-        is no such pair.
+        """The cost of the best preset over that of the best searched shardings, less 1.
+
+        None if nothing fits on one of the two sides.
         """
         if not (self._best and self.ranked):
             return None
@@ -182,8 +189,10 @@ class _Comparison:
 
 
 def _worth_a_look(search: Search, ranked: Sequence[Ranked]) -> Iterator[Candidate]:
-    """The best candidate of each of the first sizes of ``tp``: of those that are among the best; if
-    there is none, and words do not know the model or the mesh has the axis, of all.
+    """The candidates to search shardings for, one per size of ``tp``, at most MOST_SIZES.
+
+    They are among the best. If none of the best has a ``tp``, then others are taken where the mesh
+    has the axis ``tp`` or no preset knows the model.
     """
     near = [each.candidate for each in ranked if each.candidate.tp > 1]
     given = sizes_of(search.mesh)[-1] if search.mesh.axes else 1
@@ -199,7 +208,7 @@ def _worth_a_look(search: Search, ranked: Sequence[Ranked]) -> Iterator[Candidat
 
 
 def _know(search: Search) -> bool:
-    """Whether a preset's words cut most of the model's arithmetic."""
+    """Whether a tensor preset shards at least the share KNOWN of the model's FLOPs."""
     return any(
         float(law.calls.flops[law.calls.cut[:, 1]].sum()) >= KNOWN * float(law.calls.flops.sum())
         for (word, _), law in search.scaling_models.items()

@@ -1,9 +1,10 @@
-"""The time and memory of a step at given axis sizes, from a profile: what the search compares.
+"""Estimate time and memory of a step at given axis sizes from a scaling model.
 
-A unit's compute is a roofline over its calls. Its tensor collectives wait where they stand, but
-for what weight gradients hide of those that sum gradients. Weights and gradients move beside the
-compute, one unit ahead, on a stream of their own. A pipeline's bubble is that of its schedule's
-formula. The plan that is chosen is then compiled, and simulated from its real program.
+The search compares candidates by these estimates. A unit's compute is the roofline time of its
+calls. Collectives over ``tp`` are exposed, but weight gradients hide those that sum gradients. FSDP
+all-gathers and reductions run beside the compute, one unit ahead, on a stream of their own. A
+pipeline's bubble is that of its schedule's formula. The plan that is chosen is later compiled, and
+predicted from its real program.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from partc.plan.mesh import PP, TP, Mesh
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by what they go to, and bytes of the fullest rank by what holds them; its
-    device has ``memory_bytes``.
+    """Seconds of a step by cause, and bytes of the fullest rank by kind; its device has
+    ``memory_bytes``.
     """
 
     seconds: dict[str, float] = field(hash=False)
@@ -54,25 +55,23 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class UnitTimes:
-    """Seconds of each unit and phase, ``[unit, phase]``, of one microbatch."""
+    """Seconds of one microbatch on a rank, by unit and phase: f64[unit, phase], or f64[unit]."""
 
     compute: Floats
-    weight_grads: Floats  # of the backward, part of ``compute``
+    weight_grads: Floats  # f64[unit], the part of the backward's ``compute``
     tensor: Floats  # collectives over ``tp``
-    sums: Floats  # of the backward, those of them that sum gradients
+    sums: Floats  # f64[unit], the part of ``tensor`` in the backward that sums gradients
 
     @cached_property
     def exposed(self) -> Floats:
-        """Compute, and what of the tensor collectives nothing hides."""
+        """Compute, plus the collectives over ``tp`` that weight gradients do not hide."""
         hidden = np.zeros_like(self.compute)
         hidden[:, BACKWARD] = np.minimum(self.sums, self.weight_grads)
         return self.compute + self.tensor - hidden
 
 
 class Estimator:
-    """Evaluates candidates of one profile, recomputed as it is, on one topology; ``optimizer``
-    keeps states.
-    """
+    """Estimates candidates of one scaling model (one preset, one recomputation) on one topology."""
 
     def __init__(self, profile: ScalingModel, topology: Topology, optimizer: str = "adamw") -> None:
         self.profile, self.topology = profile, topology
@@ -111,8 +110,8 @@ class Estimator:
         return Estimate(seconds, *self._bytes(one, stages, places))
 
     def bound_s(self, one: Candidate) -> float:
-        """Less than a step can take: stages as even as they could be, no weights to move; where
-        devices differ, each unit as fast as any of them runs it.
+        """A lower bound on the estimate: perfectly even stages, no transfers of weights, and each
+        unit on the fastest of differing devices.
         """
         mesh, chain = one.mesh(self.topology), list(self.profile.chain)
         places = [mesh.at_place(at) for at in range(one.pp if self.topology.is_mixed else 1)]
@@ -120,27 +119,27 @@ class Estimator:
         fastest = np.minimum.reduce([each.exposed.sum(axis=1) for each in times])
         turn = float(fastest[chain].sum()) / (one.pp * one.chunks)
         grads = float(times[0].weight_grads[chain].sum()) / (one.pp * one.chunks)
-        grads = inf if self.topology.is_mixed else grads  # what they fill is not known
+        grads = inf if self.topology.is_mixed else grads  # may fill the whole bubble of ZB-H1
         ramp = least_bubble_s(one, (one.pp - 1) * turn, (one.pp - 1) * grads)
         busy = one.microbatches * one.chunks * turn
         return (busy + ramp) * self._share(busy / (busy + ramp))
 
     def _share(self, busy: float) -> float:
-        """Of the time that work takes while all ranks work, what it takes if a part of them is busy
-        (``stage_cost.sharing_costs``).
+        """The factor on work measured with all ranks busy, if only the share ``busy`` of them is:
+        ranks on shared hardware run faster while others idle (``stage_cost.sharing_costs``).
         """
         return max(1 / self.topology.sharing, busy)
 
     # time --------------------------------------------------------------------------------------
     def _cut(self, times: Sequence[UnitTimes]) -> list[list[int]]:
-        """The units of every stage, from what they take on its devices."""
+        """The units of every stage, cut evenly by their seconds on the stage's devices."""
         chain = list(self.profile.chain)
         known = {id(there): there.exposed.sum(axis=1)[chain] for there in times}
         cuts = cut_evenly([known[id(there)] for there in times])
         return [chain[first:end] for first, end in cuts]
 
     def _messages_s(self, one: Candidate, mesh: Mesh, stages: Sequence[Sequence[int]]) -> float:
-        """What passes between stages, as far as ranks wait for it."""
+        """The exposed seconds of messages between stages."""
         if one.pp == 1:
             return 0.0
         pieces = one.data_ranks * one.microbatches
@@ -149,7 +148,7 @@ class Estimator:
         return sent_s(one, send_s)
 
     def unit_times(self, one: Candidate, mesh: Mesh) -> UnitTimes:
-        """What each unit takes on the mesh's devices, of several kinds the slowest."""
+        """The seconds of each unit on the mesh's devices; of several kinds, on the slowest."""
         pieces = one.data_ranks * one.microbatches
         key = (pieces, one.tp, mesh, mesh.hardware.device)
         if key not in self.known:
@@ -157,6 +156,7 @@ class Estimator:
         return self.known[key]
 
     def _unit_times(self, dp: int, tp: int, mesh: Mesh) -> UnitTimes:
+        """The seconds of each unit; ``dp`` counts data ranks times microbatches."""
         calls, num = self.profile.calls, len(self.profile.units)
         seconds = call_seconds(calls, mesh.hardware.device, dp, tp)
         tensor, sums = np.zeros((num, 2)), np.zeros(num)
@@ -170,7 +170,8 @@ class Estimator:
                 sums[move.unit] += sent[key] * move.sums_gradient
         compute = np.zeros((num, 2))
         np.add.at(compute, (calls.unit, calls.phase), seconds)
-        tensor += self.topology.skew * compute * (tensor > 0)  # ranks meet again and again
+        # At each collective all ranks wait for the slowest; ``skew`` is that share of computing.
+        tensor += self.topology.skew * compute * (tensor > 0)
         weights = np.zeros(num)
         np.add.at(weights, calls.unit, seconds * calls.is_weight_grad)
         return UnitTimes(compute, weights, tensor, sums)
@@ -192,8 +193,8 @@ class Estimator:
     def _beside_messages_s(
         self, one: Candidate, mesh: Mesh, units: Sequence[int], phases_s: Floats
     ) -> float:
-        """What a forward and a backward between two others lose to messages
-        (``stage_cost.with_messages``).
+        """Seconds that one microbatch's forward and backward lose to the four messages beside them
+        (``stage_cost.with_send_costs``).
         """
         pieces = one.data_ranks * one.microbatches
         size = self.profile.boundary[units[-1]].local(pieces, one.tp) if units else 0.0
@@ -204,7 +205,7 @@ class Estimator:
     def _phase(
         self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int], phase: int
     ) -> _Waits:
-        """Walk a stage's units beside the streams that move its weights and gradients."""
+        """Walk a stage's units in one phase, beside the streams of FSDP gathers and reductions."""
         if not units:
             return _Waits(0.0, 0.0)
         gathers = [0.0] * len(units)
@@ -246,12 +247,12 @@ class Estimator:
         return _Waits(waited + self._slowed(moved - waited - after), after + late)
 
     def _slowed(self, hidden_s: float) -> float:
-        """What computing loses to so many seconds of transfers beside it."""
+        """Seconds that computing loses to ``hidden_s`` seconds of transfers beside it."""
         return self.topology.contention * max(0.0, hidden_s)
 
     def _adding_s(self, one: Candidate, mesh: Mesh, units: Sequence[int]) -> float:
-        """Adding a microbatch's gradients to those of others: products read these as they write,
-        others and pieces of what ranks have summed take a call each.
+        """Seconds to add a microbatch's gradients to those of earlier microbatches: matrix products
+        read the old gradient, other gradients and scattered shards take an addition each.
         """
         if one.microbatches * one.pp == 1:
             return 0.0
@@ -264,6 +265,7 @@ class Estimator:
         return float(self.adding[key][list(units)].sum())
 
     def _unit_adding_s(self, unit: int, tp: int, pieces: int, device: Device) -> float:
+        """``_adding_s`` of one unit; ``pieces`` shards of each gradient, 0 if not scattered."""
         weights, calls = self.profile.weights[unit], self.profile.calls
         if not weights.count:
             return 0.0
@@ -282,20 +284,20 @@ class Estimator:
         return collective_seconds("all_gather", weights.size.local(1, one.tp) / ranks, mesh, axis)
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
-        """The gradients of a unit."""
+        """Seconds to reduce the gradients of a unit over the data axis."""
         size = self.profile.weights[unit].size.local(1, one.tp)
         kind = "all_reduce" if one.data == "ddp" else "reduce_scatter"
         return collective_seconds(kind, size, mesh, self._shard_axis(mesh)[0])
 
     def _reduce_between_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
-        """What replicas add up of the gradients that each has scattered."""
+        """Seconds to all-reduce a unit's scattered gradients between replicas (HSDP), else 0."""
         if one.data != "fsdp" or REPLICATE not in mesh.names:
             return 0.0
         size = self.profile.weights[unit].size.local(1, one.tp) / one.shard
         return collective_seconds("all_reduce", size, mesh, REPLICATE)
 
     def _shard_axis(self, mesh: Mesh) -> tuple[str, int]:
-        """The axis over which weights are sharded, or gradients summed, and its size."""
+        """The data axis over which weights are sharded, or gradients reduced, and its size."""
         axes = [name for name in mesh.names if name in DATA_AXES]
         axis = next((name for name in axes if name != REPLICATE), "") or axes[0]
         return axis, mesh.size(axis)
@@ -303,7 +305,7 @@ class Estimator:
     def _optimizer_s(
         self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
     ) -> float:
-        """Parameters, gradients and states are read, parameters and states written."""
+        """Seconds to read parameters, gradients and states and to write parameters and states."""
         traffic = (3 + 2 * self.copies) / self._sharded(one)
         moved = [traffic * self._weights(one, units) for units in stages]
         devices = [places[rank].hardware.device for rank in one.rank_of]
@@ -320,7 +322,7 @@ class Estimator:
     def _bytes(
         self, one: Candidate, stages: Sequence[Sequence[int]], places: Sequence[Mesh]
     ) -> tuple[dict[str, float], int]:
-        """The bytes of the fullest pipeline rank, and what its devices have."""
+        """The bytes of the fullest pipeline rank by kind, and the memory of its devices."""
         by_rank = [[u for s in one.of_rank(stages, rank) for u in s] for rank in range(one.pp)]
         found: list[tuple[dict[str, float], int]] = []
         for rank, units in enumerate(by_rank):
@@ -339,8 +341,8 @@ class Estimator:
     def _backward_bytes(
         self, one: Candidate, units: Sequence[int], others: float, has_loss: bool
     ) -> Iterator[dict[str, float]]:
-        """What is held while the backward of each unit runs, and that of ``others`` microbatches
-        is still to come: fewer activations from unit to unit, and more gradients.
+        """Bytes live while the backward of each unit runs, with ``others`` microbatches in flight
+        beside it: fewer saved activations and more gradients from unit to unit.
         """
         pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
         gathers = one.data == "fsdp" and sharded > 1
@@ -359,15 +361,15 @@ class Estimator:
 
 
 def _around(sizes: Sequence[float], at: int) -> float:
-    """What is whole of sharded weights while the backward of a unit runs: its weights, those of the
-    next one on their way; its gradients, and those of the two before on their way.
+    """Bytes of unsharded tensors under FSDP while the backward of unit ``at`` runs: weights of the
+    unit and the next one (being gathered), gradients of the unit and the last two (being reduced).
     """
     return 2 * sizes[at] + sum(sizes[max(0, at - 1) : at]) + sum(sizes[at + 1 : at + 3])
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage and microbatch: seconds that compute, and that wait for each kind of transfer."""
+    """Seconds of one microbatch on one stage: compute, and exposed transfers by kind."""
 
     compute: float
     tensor: float
@@ -377,15 +379,16 @@ class _Stage:
 
     @property
     def turn(self) -> float:
+        """Seconds of one turn: forward and backward of one microbatch."""
         return self.compute + self.tensor + self.gathers
 
 
 def _together(stages: Sequence[_Stage]) -> _Stage:
-    """The stages of one rank."""
+    """The sum of the stages of one rank."""
     return _Stage(*(sum(each) for each in zip(*map(astuple, stages), strict=True)))
 
 
 @dataclass(frozen=True)
 class _Waits:
     waits: float
-    closing: float  # what is still under way when the phase ends
+    closing: float  # the transfers still under way when the phase ends

@@ -1,5 +1,7 @@
-"""Where nothing fits: which single pin of the user's, given up, would let a plan fit, at what cost;
-else what comes nearest.
+"""The errors of a search in which no candidate fits the memory.
+
+They name each of the user's pins without which a plan would fit, with its time and memory; else the
+number of devices on which one would, and the candidate that needs least memory.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from partc.passes.search.plans.candidate import RECOMPUTE
 from partc.passes.search.plans.search_plans import Ranked, Search, Taken
 from partc.plan.mesh import Mesh
 
-HOLDERS = 3  # of memory, that an error names
-MOST_FACTOR = 64  # of the devices given, that is tried
+HOLDERS = 3  # the largest kinds of memory that an error names
+MOST_FACTOR = 64  # up to so many times more (or fewer) devices are tried
 
 
 @dataclass(frozen=True)
 class Release:
-    """A pin that is given up, and the best that fits then."""
+    """A pin of the user's, and the best candidate that fits without it."""
 
     pin: str
     ranked: Ranked
@@ -30,7 +32,7 @@ class Release:
 
 
 def nothing_fits(search: Search) -> PlanError:
-    """Why no candidate of a search fits, and what would help."""
+    """The error that says why no candidate fits, and which change would help."""
     tried = list(search.ascending())
     found = sorted(releases(search), key=lambda one: one.ranked.estimate.step_s)
     others = [] if any(one.pin != _memory(search) for one in found) else [_other_devices(search)]
@@ -57,7 +59,7 @@ def nothing_fits(search: Search) -> PlanError:
 
 
 def releases(search: Search) -> Iterator[Release]:
-    """The pins of a search that stand alone in the way of a fit."""
+    """The pins without one of which some candidate fits."""
     for pin, freed in _freed(search):
         best = freed.best()
         if best is not None:
@@ -65,7 +67,7 @@ def releases(search: Search) -> Iterator[Release]:
 
 
 def _freed(search: Search) -> Iterator[tuple[str, Search]]:
-    """What the user has pinned, and the search without it."""
+    """Each pin of the user's in words, and the search without it."""
     hardware = search.mesh.hardware
     if search.mesh.axes:
         yield f"the axes {search.mesh}", replace(search, mesh=Mesh((), hardware))
@@ -86,7 +88,7 @@ def _memory(search: Search) -> str:
 
 
 def _other_devices(search: Search) -> str:
-    """The nearest number of devices on which a plan fits; "" if none is found."""
+    """The nearest number of devices on which a plan fits, in words; "" if none is found."""
     devices, factor = search.devices, 2
     while factor <= MOST_FACTOR:
         for number in (devices * factor, devices // factor if devices % factor == 0 else 0):
@@ -105,7 +107,7 @@ def _best_on(search: Search, devices: int) -> Ranked | None:
 
 
 def too_large(error: MemoryLimitError, taken: Taken | None) -> MemoryLimitError:
-    """The refusal of a plan by hand, with the choices that, changed alone, would let it fit."""
+    """The error for a user's plan that is too large, with the single changes that let it fit."""
     found = list(_that_fit(taken)) if taken else []
     if not found:
         return error

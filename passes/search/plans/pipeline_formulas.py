@@ -1,8 +1,8 @@
-"""How a pipeline's schedule adds up: its stages, and what its ranks wait for.
+"""Formulas for a pipeline's stages, bubble, exposed messages and microbatches in flight.
 
-The formulas are those of even stages; ``tests/search/test_estimate.py`` holds them against
-simulated schedules. A schedule without a formula is simulated here, with even stages. A turn is the
-forward and backward of one microbatch on one stage.
+The formulas assume even stages; ``tests/search/test_estimate.py`` compares them with simulated schedules.
+A schedule without a formula is simulated with even stages. A turn is the forward and backward of
+one microbatch on one stage.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from partc.passes.search.plans.scaling_model import Floats
 from partc.schedules import make
 from partc.schedules.timing import Costs, Row, timeline
 
-ROUNDS = 40  # halvings of an interval: stages are even to a billionth
+ROUNDS = 40  # of bisection: the slowest stage is then known to 2**-40 of the chain's time
 HAVE_FORMULAS = ("1f1b", "interleaved-1f1b", "zb-h1")
-SEND = 0.03  # of a turn: what sending takes where a schedule is simulated
+SEND = 0.03  # the time of one send, in turns, where a schedule is simulated
 
 
 def cut_evenly(seconds: Sequence[Floats]) -> list[tuple[int, int]]:
-    """Cut a chain of units into stages, the slowest as fast as can be; ``seconds`` has for each
-    stage what every unit takes there (the same array for those that are alike).
+    """Cut a chain of units into stages so that the slowest stage is as fast as possible.
 
-    Stages as ``(first, end)``. Where there are too few units, the last stages are empty.
+    ``seconds[stage]`` has every unit's seconds on the stage's devices; equal devices share an
+    array. Returns a range ``(first, end)`` of units per stage; with too few units the last stages
+    are empty.
     """
     num, units = len(seconds), len(seconds[0])
     sums = {id(each): np.concatenate([[0.0], np.cumsum(each)]) for each in seconds}
@@ -45,7 +46,9 @@ def cut_evenly(seconds: Sequence[Floats]) -> list[tuple[int, int]]:
 
 
 def _greedy(ends: Sequence[Floats], limit: float) -> list[int]:
-    """Where stages end that take as many units as the limit allows, from the first to the last."""
+    """The ends of stages that, from first to last, each take as many units as fit ``limit``
+    seconds.
+    """
     cuts = [0]
     for there in ends:
         within = there[cuts[-1]] + limit * (1 + 1e-12)
@@ -54,11 +57,11 @@ def _greedy(ends: Sequence[Floats], limit: float) -> list[int]:
 
 
 def bubble_s(one: Candidate, others: float, weight_grads: float) -> float:
-    """Seconds in which a rank has nothing to do.
+    """The bubble: seconds of a step in which a rank is idle.
 
-    ``others``: the turns of the other ranks, one stage of each; ``weight_grads`` is what of them
-    makes gradients of weights. 1F1B and interleaved: Narayanan et al. 2021 (arXiv 2104.04473);
-    ZB-H1: Qi et al. 2024 (arXiv 2401.10241).
+    ``others`` are the seconds of one turn on one stage of each other rank, ``weight_grads`` the
+    part of them that computes weight gradients. 1F1B and interleaved: Narayanan et al. 2021
+    (arXiv 2104.04473); ZB-H1: Qi et al. 2024 (arXiv 2401.10241).
     """
     if one.pp == 1 or not others:
         return 0.0
@@ -68,15 +71,15 @@ def bubble_s(one: Candidate, others: float, weight_grads: float) -> float:
 
 
 def least_bubble_s(one: Candidate, others: float, weight_grads: float) -> float:
-    """At most what ``bubble_s`` gives, without a simulation."""
+    """A lower bound on ``bubble_s`` that needs no simulation."""
     return bubble_s(one, others, weight_grads) if _has_formula(one) else 0.0
 
 
 def sent_s(one: Candidate, send_s: float) -> float:
-    """What of its messages between stages a step waits for, if sending one takes ``send_s``.
+    """The exposed seconds of a step's messages between stages, if one send takes ``send_s``.
 
-    1F1B has a microbatch under way for each stage that follows, so every message but those of the
-    last stages stands in the way; interleaved stages and ZB-H1 have something else to do.
+    Under 1F1B a rank waits for almost every message, as it has only as many microbatches in flight
+    as stages follow. Interleaved stages and ZB-H1 have other work meanwhile.
     """
     ranks = one.pp
     if not _has_formula(one):
@@ -89,7 +92,10 @@ def sent_s(one: Candidate, send_s: float) -> float:
 
 
 def in_flight(one: Candidate, rank: int) -> float:
-    """Microbatches whose activations a rank holds, in whole ranks' worth of stages times chunks."""
+    """Microbatches in flight on a rank: the number whose activations of one stage it holds.
+
+    With several virtual stages (chunks) per rank, a microbatch counts once for each of them.
+    """
     ranks, chunks, microbatches = one.pp, one.chunks, one.microbatches
     if ranks == 1:
         return 1.0 if microbatches == 1 else float(chunks)
@@ -108,18 +114,20 @@ def _has_formula(one: Candidate) -> bool:
 
 @dataclass(frozen=True)
 class _Even:
-    """A schedule of even stages; a turn takes 1."""
+    """A simulated schedule of even stages, in turns (a turn takes 1)."""
 
     idle: float
-    sends: float  # that a step waits for
-    peaks: Row  # microbatches that each rank holds activations of, one for each stage
+    sends: float  # the exposed sends, in units of one send
+    peaks: Row  # most microbatches in flight per rank, counted once for each of its stages
 
 
 def _even_stages(one: Candidate, weight_grads: float = 1 / 3) -> _Even:
-    """Run a candidate's schedule; so much of a turn makes gradients of weights, and the forward
-    takes as long as the rest of the backward.
+    """Simulate a candidate's schedule.
+
+    ``weight_grads`` is the share of a turn for weight gradients; forward and input gradients take
+    half of the rest each.
     """
-    twelfths = min(round(12 * weight_grads), 11)  # simulated once for all that are alike
+    twelfths = min(round(12 * weight_grads), 11)  # rounded, so that the cache is hit more often
     return _simulated(one.schedule, one.pp, one.chunks, one.microbatches, twelfths / 12)
 
 

@@ -1,4 +1,4 @@
-"""A plan that a user has written as a candidate, so that what is near it can be estimated."""
+"""A user's preset plan as a candidate, so that plans near it can be estimated and compared."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ SHARDED: dict[str, Data] = {"ddp": "ddp", "zero1": "zero1", "fsdp": "fsdp", "hsd
 
 
 def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
-    """The candidate that a preset's plan is, among those on the same axes; None where estimates
-    do not know its words, or where the step cannot be cut in two for its laws.
+    """The candidate of a preset's plan, with a search over its mesh.
+
+    None if candidates cannot express the plan, if the step has no loss, or if the step cannot be
+    sharded over 2 ranks per axis, as reading a scaling model requires.
     """
     candidate = candidate_of(mesh, plan)
     if candidate is None or graph.loss is None:
         return None
     words = ("", *WORDS) if candidate.tp > 1 else ("",)
-    try:
+    try:  # without estimates the plan still compiles: only the comparison is left out
         scaling_models = scaling_models_of(graph, words, RECOMPUTE, table)
     except PartcError:
         return None
@@ -31,7 +33,7 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
 
 
 def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:
-    """The candidate that a plan of nothing but a preset's words is, if estimates know them."""
+    """The candidate of a plan that has preset words alone; None if candidates cannot express it."""
     own = plan.params or plan.inputs or plan.values or plan.gather or plan.scatter
     if own or plan.stages or plan.order or plan.chunks or plan.schedule not in SCHEDULES:
         return None

@@ -1,9 +1,10 @@
-"""What a training step costs at any axis sizes: laws read off one partitioned graph.
+"""Read the scaling model of a training step off one partitioned graph.
 
-A call's arithmetic, and the bytes of a tensor, are those of the whole model over the sizes of the
-axes that cut it. So the graph is partitioned once for two data and two tensor ranks; which axis
-cuts what holds for every size that divides the same dims, and ``estimate.py`` evaluates plans by
-thousands. Shardings that were searched hold for the tensor ranks that they were searched for.
+The FLOPs of a call, and the bytes of a tensor, are those of the whole model divided by the sizes of
+the axes that shard it. So the graph is partitioned once, for 2 data ranks and 2 tensor ranks. Which
+axes shard which tensor is then the same for all sizes that divide the same dims, so that
+``estimate.py`` can evaluate thousands of candidates. Searched shardings hold for one size of
+``tp``.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from partc.plan.sharding import DTYPE_NAMES
 
 Row = tuple[float, float, float, float]
 UNCUT = ((False, False),) * 3
-RANKS = 2  # of each axis, where a graph is partitioned to read its laws
+RANKS = 2  # size of each axis for which the graph is partitioned
 Recompute = Literal["cheap", "none", "attention", "block"] | tuple[str, ...]  # a plan's
 Touched = Callable[[Graph], Mapping[fx.Node, Sequence[fx.Node]]]
 
 
 def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
-    """What every call of a graph reads from memory and writes there: operands, and its result."""
+    """Per call the values that it reads from memory or writes there: operands and result."""
     return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
 
 
@@ -56,13 +57,13 @@ def scaling_models(
     graph: Graph, word: str, ways: Sequence[Recompute], table: Table, *,
     touched: Touched = touched_values, plain: bool = False,
 ) -> Iterator[ScalingModel]:  # fmt: skip
-    """The laws of a joint graph's step for each way to recompute; ``word`` is a tensor preset, or
-    "" for no ``tp``. The graph is partitioned once for all ways: that is what takes time.
+    """The scaling models of a joint graph, one per recomputation in ``ways`` (``Plan.recompute``).
 
-    ``ways`` are what the plan's field ``recompute`` may say; ``touched(local)`` says which values
-    each call of the partitioned graph reads from memory or writes there, ``plain`` that the step is
-    eager PyTorch's: the gradient of a loss is several calls, and nothing is written over an
-    operand. The graph stays as it is. Raises what ``complete`` and ``propagate`` raise.
+    ``word`` is a tensor preset, or "" for no ``tp``. The graph, which is not changed, is
+    partitioned once for all ways, as that takes most of the time. ``touched(local)`` lists the
+    values that each call reads from memory or writes there. ``plain`` describes eager PyTorch: a
+    loss's gradient is several calls, and no result overwrites an operand. Raises the errors of
+    ``complete`` and ``propagate``.
     """
     preset = Plan(preset="+".join(filter(None, ["ddp", word])))
     axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
@@ -73,7 +74,7 @@ def scaling_models_of_entries(
     graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute],
     table: Table,
 ) -> Iterator[ScalingModel]:  # fmt: skip
-    """The same of what a plan's entries say of so many tensor ranks."""
+    """The scaling models of searched shardings, ``entries`` of a plan for ``tensor_ranks``."""
     mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
     plan = entries.changed(preset="ddp")
     for found in _profiles(graph, word, mesh, plan, ways, table):
@@ -93,17 +94,17 @@ def _profiles(
 
 
 def _representative(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> State:
-    """The state of the local graph for these ranks, its ``recompute`` not yet chosen."""
+    """The state after partitioning for these ranks, before the pass ``recompute``."""
     copy = copied(graph)
     copy.mesh = mesh
-    made = {"strict": False, "rows": False}  # laws hold for other meshes too
+    made = {"strict": False, "rows": False}  # which rows to exchange depends on the machines
     state = State(copy, plan, mesh, replace(table, keep_texts=False), made=made)
     return run(state, "place_on_mesh", "count_whole")
 
 
 @dataclass
 class _Reader:
-    """Reads the laws off a local graph; ``graph`` is the joint one."""
+    """Reads the scaling model off a local graph; ``graph`` is the joint graph."""
 
     graph: Graph
     local: Graph
@@ -115,6 +116,7 @@ class _Reader:
     of_module: dict[str, int] = field(default_factory=dict)
 
     def profile(self) -> ScalingModel:
+        """The scaling model of the graph."""
         self._find_units()
         curve = memory_curve(self.local, self.ran, in_place=not self.plain)
         by_name = {node.name: node for node in self.local.fx.nodes}
@@ -137,7 +139,7 @@ class _Reader:
 
     # units -----------------------------------------------------------------------------------
     def _find_units(self) -> None:
-        """Blocks, and what stands before, between and after them, as the forward enters them."""
+        """Find the units in forward order: blocks, and calls before, between and after blocks."""
         self.ran = replay(self.local)
         self.blocks = blocks_of(self.graph)
         here = "before"
@@ -161,7 +163,7 @@ class _Reader:
         return next((p for p in paths if p in self.blocks), "")
 
     def _unit(self, node: fx.Node) -> int:
-        """The unit of a call; gradients that belong to no module are the last unit's."""
+        """The number of a call's unit; a gradient without a module belongs to the last unit."""
         return self.unit_of[node]
 
     def _chain(self) -> Iterator[int]:
@@ -175,7 +177,7 @@ class _Reader:
         return sharding.on(DP).kind == "cut", sharding.on(TP).kind == "cut"
 
     def _size(self, node: fx.Node, result: int | None = None) -> Sizes:
-        """The bytes of a value; of one, or of all of its results where it has several."""
+        """The global bytes of a value; of a call with several results, all or number ``result``."""
         fake = fake_of(node)
         if not isinstance(fake, Tensor):
             parts = [n for n in node.users if n.op == "call_function" and n.args[0] is node]
@@ -190,12 +192,12 @@ class _Reader:
         return Sizes((row[0], row[1], row[2], row[3]))
 
     def _ranks(self, cut: tuple[bool, bool]) -> int:
-        """Into how many pieces the axes cut that do."""
+        """The number of shards that the axes make which are true in ``cut``."""
         sizes = [size for _, size in self.local.mesh.axes]
         return prod(size for size, cuts in zip(sizes, cut, strict=False) if cuts)
 
     def _divides(self, axis: str) -> int:
-        """The greatest number that divides every dim which the axis cuts."""
+        """The greatest common divisor of all dims that the axis shards."""
         found = 0
         for node in self.local.fx.nodes:
             if node.op == "output" or not isinstance(fake_of(node), Tensor):
@@ -218,6 +220,7 @@ class _Reader:
         )  # fmt: skip
 
     def _call(self, node: fx.Node) -> tuple[object, ...] | None:
+        """The row of one call in ``Calls``; None for a call that takes no time of its own."""
         if node.target in collectives.COLLECTIVES:
             return self._copies(node)
         if node.target is collectives.wait:
@@ -236,7 +239,7 @@ class _Reader:
         )  # fmt: skip
 
     def _product(self, node: fx.Node) -> tuple[Product, tuple[tuple[bool, bool], ...], Row]:
-        """The whole sizes of a matrix product's result, the axes that cut each, and its bytes."""
+        """A matrix product's result: its global sizes, the axes that shard each, and its bytes."""
         made = product_of(node)
         if made == NONE:
             return NONE, UNCUT, Sizes().by_cut
@@ -255,7 +258,7 @@ class _Reader:
         return self._unit(node), BACKWARD if value(node).phase != "F" else FORWARD
 
     def _copies(self, node: fx.Node) -> tuple[object, ...] | None:
-        """What is copied before a collective over ``tp`` starts, and when it has arrived."""
+        """The copies into and out of the buffers of a collective over ``tp``, as one call."""
         size = Sizes()
         if node.kwargs["axis"] == TP and packed_bytes(node):
             size += sum((self._size(n) for n in tensor_args(node)), Sizes())
@@ -269,8 +272,9 @@ class _Reader:
         )  # fmt: skip
 
     def _transfers(self) -> Iterator[Transfer]:
+        """The collectives over ``tp``."""
         moves = (n for n in self.local.calls() if n.target in collectives.COLLECTIVES)
-        forward: set[Value] = set()  # what the backward repeats of it is no gradient
+        forward: set[Value] = set()  # to tell recomputed collectives of the forward from gradients
         for node in (n for n in moves if n.kwargs["axis"] == TP):
             size = sum((self._size(n) for n in tensor_args(node)), Sizes())
             if value(node).phase == "F":
@@ -281,7 +285,7 @@ class _Reader:
             yield Transfer(*self._place(node), kind, size, sums)
 
     def _weights(self) -> Iterator[Weights]:
-        """Trainable and frozen parameters by the unit that reads them first."""
+        """The parameters, trainable and frozen, by their block or the first reading unit."""
         found: dict[int, list[fx.Node]] = {}
         for name, node in self.local.params.items():
             block = self._block(name)
@@ -292,7 +296,7 @@ class _Reader:
             nodes = found.get(number, [])
             size = sum((self._size(n) for n in nodes), Sizes())
             dtypes = [DTYPE_NAMES[fake_of(n).dtype] for n in nodes] or ["f32"]
-            yield Weights(size, len(nodes), max(set(dtypes), key=dtypes.count))
+            yield Weights(size, len(nodes), max(dict.fromkeys(dtypes), key=dtypes.count))
 
     # memory ----------------------------------------------------------------------------------
     def _saved(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Iterator[Sizes]:
@@ -303,7 +307,7 @@ class _Reader:
         yield from found
 
     def _beside(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Iterator[Sizes]:
-        """By unit, what is live beside what was saved, at its worst call."""
+        """Per unit the memory live beside saved activations, at the call where it is largest."""
         rest = self._unsaved(curve)
         change = np.zeros(len(curve.calls) + 2)
         for buffer in rest:
@@ -319,14 +323,14 @@ class _Reader:
         return self._live(curve, self._unsaved(curve), curve.peak_at, by_name)
 
     def _unsaved(self, curve: MemoryCurve) -> list[Buffer]:
-        """All memory but what the forward leaves for the backward, and gradients of parameters."""
+        """All buffers but saved activations and gradients of parameters."""
         kept = {id(buffer) for buffer in curve.saved()}
         return [b for b in curve.buffers if id(b) not in kept and b.dies < len(curve.calls)]
 
     def _live(
         self, curve: MemoryCurve, buffers: list[Buffer], at: int, by_name: Mapping[str, fx.Node]
     ) -> Sizes:
-        """What is live of these during a call, with what that call needs inside."""
+        """The bytes of the given buffers that are live during call ``at``, plus its workspace."""
         live = [b for b in buffers if b.born <= at <= b.dies]
         data, tensor = self._cut(by_name[curve.calls[at]])
         row = [0.0] * 4
@@ -335,7 +339,7 @@ class _Reader:
         return sum((self._size(by_name[b.name], b.result) for b in live), inside)
 
     def _boundary(self) -> Iterator[Sizes]:
-        """What the next units' forwards read of a unit."""
+        """Per unit the activations that forward calls of later units read."""
         found = [Sizes()] * len(self.units)
         for node in self.local.calls():
             if value(node).phase != "F" or node.target in collectives.COLLECTIVES:

@@ -1,6 +1,6 @@
-"""A search as plain data and back, so that a saved program can be explained without its model.
+"""A search as JSON and back, so that a saved program can be explained without its model.
 
-What is equal is written once: calls, and units that differ in nothing but their names.
+Equal calls are written once, and so are units that differ only in their names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def taken_as_json(taken: Taken) -> Json:
-    """A search and the candidate that was taken."""
+    """The JSON form of a search and the candidate that was taken."""
     search = taken.search
     return {
         "machine": str(search.mesh.hardware),
@@ -43,7 +43,10 @@ def taken_as_json(taken: Taken) -> Json:
 
 
 def taken_of_json(data: Mapping[str, Any]) -> Taken:
-    """What ``taken_as_json`` was given; KeyError and its like if something is amiss."""
+    """The search and candidate that ``taken_as_json`` has written.
+
+    KeyError, ValueError or the like for data that it has not written.
+    """
     topology = parse_topology(data["machine"], "the saved machine")
     mesh = Mesh(tuple((name, size) for name, size in data["axes"]), topology)
     scaling_models = {
@@ -85,7 +88,7 @@ def _profile_as_json(found: ScalingModel) -> Json:
 
 
 class _Table:
-    """Texts by number, each once."""
+    """Numbers texts; equal texts have one number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -105,7 +108,7 @@ def _call_text(calls: Calls, i: int) -> str:
 
 
 def _unit_text(found: ScalingModel, number: int, calls: Iterable[int]) -> str:
-    """Lines: calls, parameters, what is saved, passes on, lives beside; then the transfers."""
+    """A unit as lines: calls, parameters, ``saved``, ``boundary``, ``beside``, then transfers."""
     weights = found.weights[number]
     lines = [
         _words(calls),
@@ -123,7 +126,7 @@ def _move_text(move: Transfer) -> str:
 
 
 def _words(numbers: Iterable[float]) -> str:
-    """Whole numbers with blanks between."""
+    """The numbers as integers, separated by blanks."""
     return " ".join(str(int(number)) for number in numbers)
 
 

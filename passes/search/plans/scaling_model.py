@@ -1,5 +1,5 @@
-"""The laws that a profile is made of: how every call's, transfer's and tensor's size follows from
-the axes' sizes.
+"""A scaling model: FLOPs and bytes of every call, transfer and tensor of a step as formulas of the
+sizes of the mesh axes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _SEARCHED = "searched-"
 
 
 def searched_word(tp: int) -> str:
-    """What stands in a preset's place for the shardings that were searched for a size of ``tp``."""
+    """The word, in place of a preset's, of the shardings searched for one size of ``tp``."""
     return f"{_SEARCHED}{tp}"
 
 
 def is_searched(word: str) -> bool:
-    """Whether a word stands for shardings that were searched."""
+    """Whether a word stands for searched shardings."""
     return word.startswith(_SEARCHED)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes by the axes that cut them: by none, by ``tp``, by ``dp``, by both; of the whole."""
+    """Global bytes in four parts: replicated, sharded over ``tp``, over ``dp``, over both."""
 
     by_cut: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
@@ -43,20 +43,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective over ``tp`` that a unit makes in one phase; one that sums a gradient can run
-    beside what makes those of weights, all others stand in the way.
+    """A collective over ``tp`` in one phase of a unit.
+
+    One that sums an activation's gradient can overlap with computing weight gradients; all others
+    are exposed.
     """
 
     unit: int
     phase: int
     kind: str
-    size: Sizes  # what a rank puts in
+    size: Sizes  # of the collective's operands
     sums_gradient: bool
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one unit: bytes by how ``tp`` cuts them, in number of tensors ``count``."""
+    """The parameters of one unit: their bytes, their number ``count``, and the commonest dtype."""
 
     size: Sizes
     count: int
@@ -65,8 +67,9 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """All calls as columns: where they stand, their FLOPs and the axes that cut these, bytes; of
-    matrix products the result's sizes, the axes that cut each, and its bytes.
+    """All calls as columns: unit, phase, global FLOPs with the axes that divide them, bytes.
+
+    For matrix products also the result's global sizes, the axes that divide each, and its bytes.
     """
 
     unit: Ints
@@ -84,14 +87,13 @@ class Calls:
 
 @dataclass(frozen=True, eq=False)
 class ScalingModel:
-    """A model's step under one way to cut weights over ``tp``: a preset's ``word``, or shardings
-    that were searched for one size of it.
+    """A model's step under one sharding over ``tp``: that of a preset, or one that was searched.
 
-    ``units`` are its blocks and what stands between, ``chain`` has them in the order in which they
-    run, a block that stands for others several times. ``saved`` is what a unit keeps for its
-    backward, ``beside`` the most that is live beside what was saved while it runs, ``working`` the
-    same at the step's peak; ``dp_divides`` and ``tp_divides`` are
-    what the axis sizes have to divide.
+    ``units`` are the blocks and the calls between them. ``chain`` lists unit numbers in forward
+    order, a block that stands for dropped ones several times. ``saved`` are a unit's saved
+    activations, ``boundary`` the activations sent behind it. ``beside`` is the most memory live
+    beside saved activations while the unit runs, ``working`` that at the step's peak. Sizes of
+    ``dp`` and ``tp`` must divide ``dp_divides`` and ``tp_divides``.
     """
 
     word: str

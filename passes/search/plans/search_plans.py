@@ -1,7 +1,7 @@
-"""A search over ways to train: candidates in the order of what they cost, on any machine.
+"""A search over candidates: they come out in the order of their estimated cost.
 
-It keeps what a model's profiles say, so that the same question is answered again in a moment with
-other links, devices or memory.
+A Search keeps the scaling models of a model, so that the search is repeated quickly for other
+links, devices or memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from partc.plan.mesh import Mesh
 ScalingModels = Mapping[
     tuple[str, Recompute], ScalingModel
 ]  # by tensor preset and what is recomputed
-FITS_WELL = 0.9  # of the limit: estimates of memory are a few percent off
+FITS_WELL = 0.9  # share of the memory limit; estimates of memory are a few percent off
 
 
 def scaling_models_of(
     graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
 ) -> ScalingModels:
-    """The laws of a joint graph's step under each tensor preset and way to recompute."""
+    """The scaling models of a joint graph by tensor preset (word) and recomputation (way)."""
     return {
         (word, again): found
         for word in words
@@ -44,7 +44,7 @@ def scaling_models_of(
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate and what it is estimated to cost."""
+    """A candidate with its estimated time and memory."""
 
     candidate: Candidate
     estimate: Estimate
@@ -52,7 +52,7 @@ class Ranked:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """The candidate that a program was compiled from: that of a search, or by hand."""
+    """The candidate that a program was compiled from: found by a search, or a user's own plan."""
 
     search: Search
     candidate: Candidate
@@ -66,10 +66,11 @@ def anything(one: Candidate) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """What is known of a model and what the user has pinned.
+    """A search: the scaling models of a model, the machines, and the user's pins.
 
-    ``mesh`` is open or has axes; ``memory_bytes`` is the limit of a rank, 0 for what a device has.
-    For money and energy an open mesh may be used in part, and seconds of all devices count.
+    ``mesh`` is open (machines without axes) or has axes. ``memory_bytes`` limits a rank; 0 is the
+    device's memory. With ``objective`` money or energy, a candidate may leave devices of an open
+    mesh unused, and its cost is its step time times its number of devices.
     """
 
     mesh: Mesh
@@ -83,16 +84,17 @@ class Search:
 
     @property
     def devices(self) -> int:
+        """The number of devices: all ranks of a mesh with axes, else all of the machines."""
         return self.mesh.num_ranks if self.mesh.axes else self.mesh.hardware.num_devices
 
     @property
     def limit(self) -> float:
-        """Bytes that every rank may hold at least."""
+        """The memory limit of a rank in bytes; on mixed devices the smallest."""
         return self.memory_bytes or usable(self.mesh.hardware.memory_bytes)
 
     @cached_property
     def space(self) -> Space:
-        """The candidates that agree with what is pinned."""
+        """The space of candidates that agree with the pins."""
         uncut = self.scaling_models["", self.recompute[0]]
         return Space(
             mesh=self.mesh, microbatches=self.microbatches, schedule=self.schedule,
@@ -104,25 +106,25 @@ class Search:
 
     @cached_property
     def candidates(self) -> list[tuple[float, int, Candidate]]:
-        """All of them behind their bounds, the lowest first."""
+        """All candidates as (lower bound on the cost, number, candidate), lowest bound first."""
         numbered = enumerate(self.space.candidates())
         return sorted((self._count(self._of(one).bound_s(one), one), i, one) for i, one in numbered)
 
     def _count(self, seconds: float, one: Candidate) -> float:
-        """What the objective counts of a step's seconds."""
+        """The cost of a step of this many seconds: seconds, or seconds of all devices."""
         return seconds if self.objective == "time" else seconds * one.num_ranks
 
     def cost(self, one: Ranked) -> float:
-        """What is to be least: seconds of the step, or of all devices."""
+        """The cost to minimise: seconds of the step, or seconds of all devices together."""
         return self._count(one.estimate.step_s, one.candidate)
 
     def per_million(self, one: Ranked) -> float | None:
-        """$ or kWh of a million tokens; None where time is what counts."""
+        """$ or kWh of a million tokens; None if the objective is time."""
         step_s, ranks = one.estimate.step_s, one.candidate.num_ranks
         return per_million(self.objective, step_s, ranks, self.mesh.hardware, self.batch)
 
     def price(self, one: Ranked) -> str:
-        """The same in words, or ""."""
+        """``per_million`` in words, "" if the objective is time."""
         return price_text(self.objective, self.per_million(one), self.batch)
 
     @cached_property
@@ -135,20 +137,21 @@ class Search:
         return self._estimators[one.word if one.tp > 1 else "", one.recompute]
 
     def estimate(self, one: Candidate) -> Ranked:
-        """What a candidate costs."""
+        """A candidate with its estimate."""
         return Ranked(one, self._of(one).estimate(one))
 
     def fits(self, one: Ranked, part: float = 1.0) -> bool:
-        """Whether a rank's peak is within so much of what it may hold."""
+        """Whether the fullest rank's peak is at most ``part`` of its memory limit."""
         limit = self.limit
         if self.mesh.hardware.is_mixed:
             limit = min(self.memory_bytes or inf, usable(one.estimate.memory_bytes))
         return one.estimate.peak_bytes <= part * limit
 
     def is_wanted(self, one: Ranked) -> bool:
-        """Whether it fits, and takes no turns for nothing: without a pipeline they save memory and
-        nothing else, and what each costs beside its calls no estimate counts. They are for nothing
-        where half as many, say, fit so well that the program will.
+        """Whether a candidate fits the memory and has no needless microbatches.
+
+        Without a pipeline microbatches save only memory, and the estimate leaves out their
+        overhead. They are needless if the next smaller number fits well (FITS_WELL) too.
         """
         here = one.candidate
         if not self.fits(one) or here.pp > 1 or here.microbatches == 1 or self.microbatches:
@@ -157,14 +160,15 @@ class Search:
         return not self.fits(self.estimate(replace(here, microbatches=fewer)), FITS_WELL)
 
     def ascending(self, accept: Callable[[Candidate], bool] = anything) -> Iterator[Ranked]:
-        """The accepted candidates, the least in cost first, whether they fit or not.
+        """The accepted candidates, cheapest first, whether they fit or not.
 
-        As few are estimated as bounds allow.
+        A candidate is estimated only when its lower bound is reached (best-first search).
         """
         ready: list[tuple[float, float, int, Ranked]] = []
         for bound, i, one in self.candidates:
             if not accept(one):
                 continue
+            # No further candidate costs less than ``bound``: cheaper ones are final.
             while ready and ready[0][0] <= bound:
                 yield heapq.heappop(ready)[3]
             each = self.estimate(one)
@@ -174,15 +178,15 @@ class Search:
             yield heapq.heappop(ready)[3]
 
     def best(self, accept: Callable[[Candidate], bool] = anything) -> Ranked | None:
-        """The accepted candidate of the least cost that fits, if one does."""
+        """The cheapest accepted candidate that fits; None if none does."""
         return next(filter(self.fits, self.ascending(accept)), None)
 
     # the same on other machines ------------------------------------------------------------------
     def on(self, topology: Topology, *, more_bytes: int = 0) -> Search:
-        """The same search on other machines, with more memory on each device.
+        """The same search on other machines, with ``more_bytes`` more memory on each device.
 
-        Where the mesh has axes, a data axis takes up a change in the number of devices; PlanError
-        if there is none.
+        If the mesh has axes, its first data axis grows or shrinks with the number of devices;
+        PlanError if there is no data axis.
         """
         mesh = Mesh(self._axes(topology.num_devices), topology)
         limit = round(self.limit) + more_bytes if more_bytes else self.memory_bytes

@@ -1,4 +1,4 @@
-"""Every way to lay out a call: its strategies on one axis or several, and what each costs."""
+"""The choices of a call: its strategies on one or more mesh axes, and the seconds of each."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from partc.plan.sharding import Layout, R
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
 
-_MOST_OUTERS = 6  # cuts inside of merged dims that are tried for one value
-_ROUNDS = 4  # over the graph, until no value gets another such cut
+_MOST_OUTERS = 6  # layouts with an outer factor that are tried for one value
+_ROUNDS = 4  # most walks over the graph to spread these layouts
 
 
 @dataclass(frozen=True, eq=False)
 class CallChoices:
-    """The choices of one call. ``strategies[choice]`` has one per axis that is being decided;
-    ``ins[operand]`` and ``outs[result]`` the number of the sharding on all axes by choice.
+    """The choices of one call.
+
+    ``strategies[choice]`` has one strategy per axis that is being decided. ``ins[operand][choice]``
+    and ``outs[result][choice]`` are the numbers of shardings on all axes.
     """
 
     strategies: tuple[tuple[Strategy, ...], ...]
@@ -39,7 +41,7 @@ class CallChoices:
     labels: tuple[str, ...]
 
     def only(self, keep: Sequence[int]) -> CallChoices:
-        """These choices alone."""
+        """The choices with the indices ``keep`` alone."""
         return CallChoices(
             strategies=tuple(self.strategies[i] for i in keep),
             ins=tuple(tuple(side[i] for i in keep) for side in self.ins),
@@ -51,9 +53,9 @@ class CallChoices:
 
 @dataclass
 class CallWays:
-    """Ways of the calls of one graph on ``axes``, equal calls being looked at once.
+    """The choices of all calls of one graph; equal calls are looked at once.
 
-    ``free`` are the values that lie whole everywhere; cuts of these cost nothing.
+    ``free`` are the values that are whole on every rank, so that slicing them costs nothing.
     """
 
     graph: Graph
@@ -69,8 +71,8 @@ class CallWays:
     made: dict[Hashable, CallChoices] = field(default_factory=dict)
     tables: dict[Hashable, Costs] = field(default_factory=dict)  # of problems built of these ways
     hubs: dict[Hashable, SharedCopies] = field(default_factory=dict)
-    part: float = 1.0  # of every call's time that counts
-    share: float = 1.0  # of every call's work that is left
+    part: float = 1.0  # the share of every call's time that counts
+    share: float = 1.0  # the share of every call's work that other axes leave
 
     def __post_init__(self) -> None:
         for node in () if self.kinds else self.graph.calls():
@@ -81,12 +83,12 @@ class CallWays:
                     self.costs[kind] = CallCost.of(node)
 
     def shrunk(self, share: float, part: float) -> CallWays:
-        """The same with only this share of every call's work, of whose time only a part counts."""
+        """The same with ``share`` of every call's work, and ``part`` of the time of that work."""
         costs = {kind: cost.shrunk(share) for kind, cost in self.costs.items()}
         return replace(self, costs=costs, opened={}, made={}, part=part, share=share)
 
     def of(self, node: fx.Node, axes: Sequence[str], fixed: Choices) -> CallChoices:
-        """The ways of a call on ``axes``, given how the other axes are decided."""
+        """The choices of a call on ``axes``, given its strategies on the other axes."""
         others = {a: s for a, s in fixed.get(node, {}).items() if a not in axes}
         sizes = tuple(self.lies.mesh.size(axis) for axis in axes)
         wished = tuple(self._wished(node, size) for size in sizes)
@@ -103,7 +105,7 @@ class CallWays:
         options: Sequence[Sequence[Strategy]],
         others: Mapping[str, Strategy],
     ) -> CallChoices:
-        """The combinations whose cuts divide all operands and results."""
+        """The combinations of one strategy per axis that divide all operands and results."""
         shapes = [value(o).shape for o in tensor_args(node)]
         results = [None if r is None else tuple(r.shape) for r in results_of(node)]
         rows = []
@@ -130,7 +132,7 @@ class CallWays:
         options: Sequence[Sequence[Layout]],
         others: Mapping[str, Layout],
     ) -> CallChoices:
-        """The ways to store a parameter of this shape: the combinations that divide it."""
+        """The choices to store a parameter: combinations of ``options`` that divide its shape."""
         key = "stored", shape, tuple(axes), tuple(map(tuple, options)), tuple(others.items())
         if key not in self.made:
             combined = ({**others, **dict(zip(axes, c, strict=True))} for c in product(*options))
@@ -139,7 +141,7 @@ class CallWays:
         return self.made[key]
 
     def placed(self, layouts: Mapping[str, Layout]) -> CallChoices:
-        """The only way of what lies as it is given."""
+        """The one choice of a placeholder whose layouts are given."""
         key = "placed", tuple(layouts.items())
         if key not in self.made:
             self.made[key] = fixed_ways([self.lies.number(layouts)], self.lies)
@@ -151,7 +153,9 @@ class CallWays:
     def _seconds(
         self, node: fx.Node, every: Mapping[str, Strategy], ins: list[int], outs: list[int]
     ) -> float:
-        """The call's time; that of what it is opened into on the axes that open it."""
+        """The call's seconds; of a decomposed call, those of the decomposition, at its slowest
+        axis.
+        """
         times = []
         for axis, strategy in every.items():
             if strategy.variant == OPENED:
@@ -165,13 +169,13 @@ class CallWays:
     def _on_axis(
         self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
     ) -> list[Strategy]:
-        """All-replicated, the rules' strategies, and the opened ones."""
+        """The strategies on one axis: replicated, the sharding rules', and decompositions."""
         known = self.strategies(node, axis, wished)
         whole = Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
         return [whole, *known, *(opening.strategy for opening in self.openings(node, axis))]
 
     def openings(self, node: fx.Node, axis: str) -> list[Decomposition]:
-        """The ways of a call that is opened on an axis."""
+        """The decompositions of a call on an axis."""
         key = self.kinds[node], axis
         if key not in self.opened:
             known = self.strategies(node, axis, ())
@@ -181,7 +185,7 @@ class CallWays:
     def strategies(
         self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
     ) -> list[Strategy]:
-        """The rules' strategies of a call on one axis, with wished layouts by position."""
+        """The sharding rules' strategies of a call on one axis, for the ``wished`` layouts too."""
         return self._by_size(node, self.lies.mesh.size(axis), wished)
 
     def _by_size(
@@ -192,9 +196,9 @@ class CallWays:
             self.by_axis[key] = strategies_for(node, num, wished)
         return self.by_axis[key]
 
-    # cuts inside of merged dims: a cut of one dim is such a cut behind a view ---------------------
+    # layouts with an outer factor: dim 1 of [2, 8] is, behind a view to [16], dim 0 with outer=2 --
     def outers(self, node: fx.Node, num: int) -> tuple[Layout, ...]:
-        """The cuts with an outer factor that are worth having for a value."""
+        """The layouts with an outer factor that calls around a value can make or read."""
         if num not in self.wishes:
             self.wishes[num] = self._spread(num)
         return self.wishes[num].get(node, ())
@@ -205,7 +209,9 @@ class CallWays:
         return _positions(node, self.wishes[num])
 
     def _spread(self, num: int) -> dict[fx.Node, tuple[Layout, ...]]:
-        """Let such cuts spread both ways from the views that make them, as far as they go."""
+        """Spread layouts with an outer factor along the graph, forward and backward in turn, from
+        the views that make them.
+        """
         wishes: dict[fx.Node, tuple[Layout, ...]] = {}
         calls = list(self.kinds)
         for turn in range(_ROUNDS):
@@ -230,13 +236,13 @@ class CallWays:
 
 
 def fixed_ways(numbers: Sequence[int], lies: Transfers) -> CallChoices:
-    """Shardings to choose from that cost nothing by themselves."""
+    """The choices between shardings of a placeholder, which cost nothing by themselves."""
     labels = tuple(map(lies.label, numbers))
     return CallChoices((), (), (tuple(numbers),), np.zeros(len(numbers)), labels)
 
 
 def _circumstances(node: fx.Node) -> Hashable:
-    """All that the ways of a call depend on."""
+    """A key of all that the choices of a call depend on: equal calls have equal keys."""
     operands = tuple((value(o).shape, value(o).dtype) for o in tensor_args(node))
     results = tuple(None if r is None else (tuple(r.shape), r.dtype) for r in results_of(node))
     return node.target, literals(node), operands, results
@@ -245,14 +251,14 @@ def _circumstances(node: fx.Node) -> Hashable:
 def _positions(
     node: fx.Node, wishes: Mapping[fx.Node, tuple[Layout, ...]]
 ) -> tuple[tuple[int, Layout], ...]:
-    """The wished layouts of a call's operands and results, as `strategies` takes them."""
+    """The wished layouts of a call's operands and results as (position, layout) pairs."""
     operands = tensor_args(node)
     at = [*enumerate(operands), *((len(operands) + i, r) for i, r in _result_nodes(node))]
     return tuple((i, layout) for i, n in at for layout in wishes.get(n, ()))
 
 
 def _result_nodes(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The nodes that stand for a call's results: itself, or the getitem nodes that pick them."""
+    """(number, node) of each result: the call itself, or the getitem nodes of its results."""
     picks = [u for u in node.users if u.target is operator.getitem]
     return [(picked(u)[1], u) for u in picks] or [(0, node)]
 

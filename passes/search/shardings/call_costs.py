@@ -1,4 +1,4 @@
-"""Seconds that one call takes on a rank, by how its operands and results are cut."""
+"""The seconds that one call takes on a rank, given the shardings of its operands and results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _RESHAPES = (aten.reshape.default, aten._unsafe_view.default)
 
 @dataclass(frozen=True)
 class CallCost:
-    """What a call does as a whole: FLOPs, bytes of each operand (0 for one that stands twice) and
-    result, in which precision and kind of work (``partc/machines/topology.py``).
+    """The work of an unsharded call: FLOPs, bytes of each operand and result, dtype, kind of work.
+
+    An operand that the call reads twice counts once. ``partc/machines/topology.py`` has the kinds.
     """
 
     flops: float
@@ -33,7 +34,7 @@ class CallCost:
 
     @classmethod
     def of(cls, node: fx.Node) -> CallCost:
-        """Of a call of the whole graph; views move nothing."""
+        """The cost of a call of the joint graph; views move no bytes."""
         read = dict.fromkeys(tensor_args(node))
         operands = [
             _num_bytes(fake_of(o)) if read.pop(o, 0) is None else 0 for o in tensor_args(node)
@@ -47,7 +48,7 @@ class CallCost:
         return cls(int(node_flops(node)), tuple(operands), tuple(results), dtype, work)
 
     def shrunk(self, share: float) -> CallCost:
-        """A share of the work."""
+        """The cost with all FLOPs and bytes times ``share``."""
         operands, results = (
             tuple(share * n for n in side) for side in (self.operands, self.results)
         )
@@ -56,9 +57,9 @@ class CallCost:
     def seconds(
         self, ins: Sequence[int], outs: Sequence[int], lies: Transfers, device: Device
     ) -> float:
-        """On one rank, by the roofline model; ``ins`` and ``outs`` are numbers of shardings.
+        """Seconds on one rank by the roofline model; ``ins`` and ``outs`` number the shardings.
 
-        Every axis that cuts anything of the call shares its arithmetic.
+        Every axis that shards an operand or result divides the FLOPs.
         """
         axes = {axis for n in (*ins, *outs) for axis, _ in lies.shardings[n].cuts()}
         shared = math.prod(lies.mesh.size(axis) for axis in sorted(axes))
@@ -68,7 +69,7 @@ class CallCost:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call only looks at its operand's memory in another way."""
+    """Whether a call's result shares its operand's memory, so that the call moves no bytes."""
     if node.target in _RESHAPES:
         return bool(fake_of(tensor_args(node)[0]).is_contiguous())
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view

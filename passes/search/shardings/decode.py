@@ -1,7 +1,7 @@
-"""Decisions of a search as a plan: what `propagate` makes of it is what was decided.
+"""Write the decisions of a search as a short plan from which `propagate` chooses the same again.
 
-Parameters and inputs say most of it. A call that propagation would then lay out in another way is
-named in the plan's ``[values]``, together with its like in the other blocks of a list.
+The layouts of parameters and inputs decide most calls. A call for which propagation would choose
+another strategy is named in the plan's ``[values]``, with the equal calls of the other blocks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from partc.plan.plan_values import Lies
 from partc.plan.sharding import Layout, R, Sharding
 from partc.rules import Strategy
 
-_WALKS = 4  # a pin may change what propagation makes of later calls
+_WALKS = 4  # most rounds: a new entry may change what propagation chooses for later calls
 
 
 def entries_on(axis: str, decided: Decided, values: StepValues, base: Plan, life: Life) -> Plan:
-    """``base``, a complete plan without cuts on one axis, with the fewest entries that make it
-    propagate to what was decided there. What follows from the inputs alone lies as its readers
-    want it.
+    """``base`` with few entries that make propagation choose what was decided on ``axis``.
+
+    ``base`` is a complete plan without layouts on ``axis``. Input-only values (masks) need no
+    entries, as they take the layouts of their readers.
     """
     return shortest_plan(base, decided, (axis,), values, life)
 
@@ -37,28 +38,32 @@ def entries_on(axis: str, decided: Decided, values: StepValues, base: Plan, life
 def shortest_plan(
     base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
 ) -> Plan:
-    """The same on several axes. Whether sums are scattered along one dim (``Plan.scatter``) is
-    tried, as that may save many entries.
+    """``base`` with few entries that make propagation choose what was decided on several axes.
+
+    The plan is tried with and without ``Plan.scatter`` (sequence parallelism), which may replace
+    many entries; the shorter one is taken.
     """
     plan = _stated(base, decided, axes, values, life)
     choices = {node: on for node, made in decided.choices.items() if (on := _on_axes(made, axes))}
     plans = list(_with_scatters(plan, choices, axes, values))
     found = [_pinned(each, choices, axes, values) for each in plans]
     best = min(found, key=lambda each: len(each.values))
-    best = Plan.parse(str(best))
+    best = Plan.parse(str(best))  # the check is of what the text says, patterns included
     _check(best, choices, values.graph)
     return best
 
 
 def _on_axes(made: Mapping[str, Strategy], axes: tuple[str, ...]) -> dict[str, Strategy]:
-    """What these axes do with a call, nothing if others open it: it is no longer there then."""
+    """The strategies of a call on ``axes``; none if another axis decomposes the call, which then
+    does not exist.
+    """
     if any(s.variant == OPENED for axis, s in made.items() if axis not in axes):
         return {}
     return {axis: strategy for axis, strategy in made.items() if axis in axes}
 
 
 def copy_graph(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
-    """A copy that may be changed, and each node's twin in it."""
+    """A copy of the graph that may be changed, and the copy of each node."""
     new, twins = fx.Graph(), dict[fx.Node, fx.Node]()
     new.output(new.graph_copy(graph.fx, twins))
     return replace(graph, fx=new), twins
@@ -68,7 +73,7 @@ def copy_graph(graph: Graph) -> tuple[Graph, dict[fx.Node, fx.Node]]:
 def _stated(
     base: Plan, decided: Decided, axes: tuple[str, ...], values: StepValues, life: Life
 ) -> Plan:
-    """The plan with stored and used parameters on these axes."""
+    """The plan with the decided stored and used layouts of parameters on these axes."""
     stored = {
         name: {a: known[a] for a in axes if known.get(a, R) != R}
         for name, known in decided.stored.items()
@@ -82,13 +87,16 @@ def _stated(
     plan = base.changed(params=stored, gather={**gather, **base.gather})
     odd = [n for n, lies in used.items() if Sharding.of(lies, values.graph.mesh)
            != Sharding.of(plan.used(n), values.graph.mesh)]  # fmt: skip
-    patterns = dict.fromkeys(map(widest_pattern, odd))  # what they say holds of all that they fit
+    # A printed entry is a pattern that fits all equal blocks: the others then need their own.
+    patterns = dict.fromkeys(map(widest_pattern, odd))
     lies = {n: {a: Lies(x) for a, x in u.items()} for n, u in used.items()}
     return plan.changed(values={n: u for n, u in lies.items() if widest_pattern(n) in patterns})
 
 
 def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
-    """Whether a parameter's readers in every phase want it whole, and none as it is stored."""
+    """Whether a sharded parameter is all-gathered: readers in every phase want it whole, and none
+    wants the shard.
+    """
     stored, node = decided.stored[name].get(axis, R), values.graph.params[name]
     phases: dict[bool, set[Layout]] = {}
     for reader in values.readers[node]:
@@ -102,7 +110,7 @@ def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> boo
 def _with_scatters(
     plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepValues
 ) -> Iterator[Plan]:
-    """The plan, and for each axis with the dim along which most sums are scattered."""
+    """The plan, and the plan with ``scatter`` set to the dim of most reduce-scatters per axis."""
     yield plan
     scatter: dict[str, int] = {}
     for axis in axes:
@@ -114,7 +122,7 @@ def _with_scatters(
 
 
 def _scattered(axis: str, choices: Choices, values: StepValues) -> Iterator[int]:
-    """The dims along which readers want unfinished activations cut."""
+    """The dims on which readers want partial sums of activations sharded, one per reader."""
     for node in values.values():
         made = choices.get(node, {}).get(axis)
         if made is not None and made.outs[0].kind == "U" and len(value(node).shape) > 2:
@@ -125,7 +133,7 @@ def _scattered(axis: str, choices: Choices, values: StepValues) -> Iterator[int]
 
 
 def _pinned(plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepValues) -> Plan:
-    """The plan with an entry for every call that propagation would lay out in another way."""
+    """The plan with an entry for every call whose strategy propagation would choose otherwise."""
     graph, twins = copy_graph(values.graph)
     wanted = {twins[node]: each for node, each in choices.items()}
     names = {twins[node]: name for node, name in values.names.items()}
@@ -145,7 +153,7 @@ def _pinned(plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepVal
 
 
 def _stays(node: fx.Node, wanted: Choices) -> bool:
-    """Whether a call was decided and is not opened."""
+    """Whether a call was decided and is not decomposed."""
     return node in wanted and all(s.variant != OPENED for s in wanted[node].values())
 
 
@@ -154,7 +162,9 @@ def _entry(wanted: Mapping[str, Strategy]) -> dict[str, Lies]:
 
 
 def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins, axes: tuple[str, ...]) -> None:
-    """One propagation that on these axes does as wanted, and notes where it would not have."""
+    """One propagation that takes the ``wanted`` strategies on ``axes``, and adds to ``pins`` the
+    calls for which it would have chosen others.
+    """
     opened = True
     while opened:
         choices: Choices = {}
@@ -169,14 +179,15 @@ def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins, axes: tuple[str
 
 @dataclass
 class _Recorder(AxisWalk):
-    """It does as ``wanted`` and adds to ``pins`` where it would not have."""
+    """A walk that takes the ``wanted`` strategies, and adds to ``pins`` where it would not have."""
 
     wanted: Choices = field(default_factory=dict)
 
     def choose(self, node: fx.Node) -> Strategy:
+        """The wanted strategy; a pin of the result's layout is tried before one of all operands."""
         best = super().choose(node)
         if node not in self.wanted:
-            return best  # of an op that was opened
+            return best  # a call of a decomposition
         want = self.wanted[node].get(self.axis, whole_strategy(node))
         if want.variant == OPENED:
             return best
@@ -191,7 +202,7 @@ class _Recorder(AxisWalk):
 
 
 def _check(plan: Plan, choices: Choices, graph: Graph) -> None:
-    """The plan, read again, leads to the decisions."""
+    """Assert that propagation of the plan, once written and read, chooses what was decided."""
     twin, twins = copy_graph(graph)
     made = propagate(twin, plan)
     for node, wanted in choices.items():

@@ -1,6 +1,7 @@
-"""What an op costs that is decomposed where it arrives cut (``passes/shard/decompose_ops.py``).
+"""The cost of an op that is decomposed because its operand arrives sharded.
 
-In the search it is one call with one more strategy: that of propagation through what it becomes.
+``passes/shard/decompose_ops.py`` decomposes it. In the search the op stays one call, with one more
+strategy: the layouts and the transfers that propagation chooses inside of the decomposition.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
 
 OPENED = "opened"
-Work = tuple[CallCost, tuple[int, ...], tuple[int, ...]]  # a call, and how its values lie
+Work = tuple[CallCost, tuple[int, ...], tuple[int, ...]]  # a call; operands', results' shardings
 Move = tuple[int, int, int]  # bytes, from one sharding to another
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The strategy that an opened call follows on one axis, and what it is made of."""
+    """The strategy of a decomposed call on one axis, with the calls and transfers inside of it."""
 
     strategy: Strategy
     calls: tuple[Work, ...]
     moves: tuple[Move, ...]
 
     def seconds(self, share: float, lies: Transfers, device: Device) -> float:
-        """All calls and transfers inside it, where other axes leave this share of every value."""
+        """Seconds of all calls and transfers inside; other axes leave ``share`` of each value."""
         total = 0.0
         for cost, ins, outs in self.calls:
             total += cost.shrunk(share).seconds(ins, outs, lies, device)
@@ -55,7 +56,9 @@ class Decomposition:
 def openings(
     node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfers
 ) -> list[Decomposition]:
-    """The cuts of its first operand that a call takes only when it is opened."""
+    """The decompositions of a call: one for each shardable dim of its first operand that no
+    strategy in ``known`` allows.
+    """
     if not decomposes(node):
         return []
     first, num = tensor_args(node)[0], lies.mesh.size(axis)
@@ -66,7 +69,10 @@ def openings(
 
 
 def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decomposition | None:
-    """The call alone in a graph, its operands given as cut, propagated."""
+    """The decomposition for a first operand with this layout, by propagating the call alone.
+
+    Operands of the first one's shape have its layout. None if the call is not decomposed then.
+    """
     operands = tensor_args(node)
     alike = value(operands[0]).shape
     ins = tuple(layout if value(o).shape == alike else R for o in operands)
@@ -75,7 +81,7 @@ def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decom
     given = {name: each for name, each in cuts.items() if each[axis] != R}
     choices = propagate(graph, Plan(mesh=graph.mesh, inputs=given))
     if len(list(graph.calls())) == 1:
-        return None  # it was not opened: this cut leads nowhere
+        return None  # not decomposed: the call gathers the operand instead
     outs = [R] * len(results_of(node))
     for name, result in graph.outputs.sent.items():
         outs[int(name)] = value(result).sharding.on(axis)
@@ -85,7 +91,10 @@ def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decom
 
 
 def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
-    """A graph of one call; its results are those of the graph, by number."""
+    """A graph with a copy of one call alone, and its placeholder of each operand.
+
+    The graph's results are the call's, named by their number.
+    """
     out = fx.Graph()
     inputs: dict[fx.Node, fx.Node] = {}
     for operand in dict.fromkeys(tensor_args(node)):
@@ -121,7 +130,7 @@ def _works(
 def _moves(
     graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers
 ) -> Iterator[Move]:
-    """Every layout that some reader wants, once, from the one it was made in."""
+    """The transfers inside of a decomposition: each wanted sharding of a value once."""
     done: set[tuple[fx.Node, Sharding]] = set()
     for node in graph.calls():
         chosen = choices.get(node, {})

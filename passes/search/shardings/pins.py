@@ -1,4 +1,4 @@
-"""What a partial plan leaves of the choices: its entries are filters on them."""
+"""The choices that a partial plan leaves open: its entries are filters on all choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partc.rules import Strategy
 
 @dataclass
 class Pins:
-    """A plan's entries for one step. A table that the plan does not name leaves all open."""
+    """The entries of a partial plan for one step; a table without entries leaves all open."""
 
     plan: Plan
     values: StepValues
@@ -29,7 +29,7 @@ class Pins:
     barred: dict[Hashable, Transfers] = field(default_factory=dict)
 
     def allowed(self, node: fx.Node, ways: CallChoices, axes: tuple[str, ...]) -> CallChoices:
-        """The ways of a call that do as the plan says; PlanError if there are none."""
+        """The choices of a call that agree with the plan; PlanError if there are none."""
         entry = self.plan.lies(self.values.names[node]) if self.plan.values else None
         wanted = {a: lies for a in axes if (lies := lies_on(entry, a)) is not None}
         if not wanted:
@@ -40,20 +40,20 @@ class Pins:
         return self.ways[key]
 
     def stored(self, name: str) -> Cuts | None:
-        """How a parameter is stored, None if that is open."""
+        """The pinned stored layouts of a parameter by axis; None if the plan does not name it."""
         pinned = any(fits(pattern, name) for pattern in self.plan.params)
         return self.plan.stored(name) if pinned else None
 
     def input(self, name: str) -> Mapping[str, Layout]:
-        """How an input is cut; others than inputs lie whole."""
+        """The layouts of an input by axis; none, for whole, for any other placeholder."""
         return self.plan.stored(name, self.plan.inputs)
 
     def gathers(self, node: fx.Node) -> bool:
-        """Whether the plan says that a parameter is gathered before use."""
+        """Whether a value is a parameter that the plan all-gathers before use."""
         return value(node).kind == "param" and bool(self.plan.gather)
 
     def transfers(self, node: fx.Node) -> Transfers:
-        """The ways from one layout of a value to another that the plan allows."""
+        """The transfers of a value between shardings that the plan allows; others cost inf."""
         known = value(node)
         if known.kind == "param":
             used = self.plan.lies(known.name) if self.plan.values else None
@@ -71,7 +71,9 @@ class Pins:
         return self.barred[key]
 
     def _unscattered(self, shape: tuple[int, ...]) -> Bar:
-        """Sums that do not end in the cut that the plan scatters them to, where that divides."""
+        """Bars transfers of a partial sum to another layout than ``plan.scatter`` asks for, on dims
+        that the axis divides.
+        """
         mesh = self.lies.mesh
         wanted = {
             axis: cut(dim)
@@ -89,7 +91,7 @@ class Pins:
 
 
 def _kept_cut(axes: tuple[str, ...]) -> Bar:
-    """A parameter that is read as it is stored, though it is gathered before use."""
+    """Bars reading a parameter's shard on ``axes`` that the plan all-gathers before use."""
 
     def bar(have: Sharding, want: Sharding) -> bool:
         return any(have.on(a).kind == "cut" and want.on(a).kind == "cut" for a in axes)
@@ -98,7 +100,7 @@ def _kept_cut(axes: tuple[str, ...]) -> Bar:
 
 
 def _other_than(used: Mapping[str, Lies]) -> Bar:
-    """A parameter that is read in another layout than the plan says."""
+    """Bars reading a parameter in another layout than the plan says."""
 
     def bar(have: Sharding, want: Sharding) -> bool:
         if not used:
@@ -111,7 +113,7 @@ def _other_than(used: Mapping[str, Lies]) -> Bar:
 def _only(
     node: fx.Node, ways: CallChoices, wanted: Mapping[str, Lies], axes: tuple[str, ...]
 ) -> CallChoices:
-    """The choices in which every axis lies as wanted."""
+    """The choices whose layouts agree with ``wanted`` on every axis; PlanError if none does."""
 
     def as_wanted(chosen: Sequence[Strategy]) -> bool:
         by_axis = zip(axes, chosen, strict=True)

@@ -1,10 +1,10 @@
-"""How to lay out a step along one mesh axis, or several at once, as a `Problem` of seconds.
+"""The choice of all shardings of a step on one or more mesh axes, as a `Problem` in seconds.
 
-A variable per call (its strategies), per parameter (its stored layout), and per value with several
-readers a hub for each phase (``hubs.py``). Costs: the local call by the roofline model, and the
-collectives between how a value is made and how it is wanted, at its local size. A gradient ends as
-its parameter is stored. With axes that are decided already, all of this is what it costs given
-these: cuts divide what they leave, and what one axis cuts makes the others' collectives smaller.
+There is a variable per call (its strategy), per parameter (its stored layout), and, for a value
+with several readers, one per phase for its shared copies (``shared_copies.py``). Costs are the
+local calls by the roofline model, and the collectives from the sharding that a value is made in to
+those that its readers want. A gradient ends in the layout of its stored parameter. Axes that are
+decided already count: a new axis must divide the shards that they leave, and moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from partc.passes.search.shardings.tables import Tables
 from partc.passes.search.solver.problem import Assignment, Costs, Problem
 from partc.plan.sharding import R, cut
 
-_Source = tuple[int, tuple[int, ...]]  # a variable, and by its choices how a value is made
-_At = tuple[int, SharedCopies]  # a variable, and by its choices what is at hand
+_Source = tuple[int, tuple[int, ...]]  # a variable; per choice the sharding that a value is made in
+_At = tuple[int, SharedCopies]  # a variable; per choice the copies of a value that exist
 
 
 @dataclass
 class ShardingProblem:
-    """``life`` says how long a gathered parameter lives (as in ``Plan.gather``); ``tie`` gives
-    equal blocks of a list one choice for all. ``shrunk`` is the part of every value that is left
-    where nothing is known of other axes but that they cannot cut more: costs are bounds then.
+    """Builds the problem for ``axes``, given what is ``decided`` on other axes.
+
+    ``life`` is the lifetime of an all-gathered parameter (as in ``Plan.gather``). With ``tie``
+    equal blocks share one choice. ``shrunk`` is the smallest share of every value that other, still
+    undecided axes may leave on a rank; costs are then lower bounds.
     """
 
     values: StepValues
@@ -61,7 +63,7 @@ class ShardingProblem:
         self.problem: Problem = self.tables.problem()
 
     def decode(self, assignment: Assignment) -> Decided:
-        """The decisions of an assignment, those of the other axes among them."""
+        """The decisions of an assignment, together with those on the other axes."""
         choices = {node: dict(known) for node, known in self.decided.choices.items()}
         for node, (v, ways) in self.chosen.items():
             strategies = zip(self.axes, ways.strategies[assignment[v]], strict=True)
@@ -87,7 +89,9 @@ class ShardingProblem:
         self.tables.cost(v, ways.seconds, self.values.graph.times(node))
 
     def _place(self, node: fx.Node) -> None:
-        """A parameter is stored in some layout; buffers and cut inputs are where the plan says."""
+        """Add the variable of a placeholder: a parameter's stored layout is chosen, buffers and
+        sharded inputs have the one choice that the plan gives.
+        """
         known = value(node)
         if known.kind != "param":
             ways = self.ways.placed(self.pins.input(known.name))
@@ -97,7 +101,10 @@ class ShardingProblem:
         self.placed[node] = self._variable(node, ways), ways
 
     def _stored_ways(self, node: fx.Node) -> CallChoices:
-        """Whole, or cut along any dim, on each axis."""
+        """The layouts in which a parameter may be stored: whole, or sharded on any dim, per axis.
+
+        A pinned parameter has only the plan's layout.
+        """
         known = value(node)
         pinned = self.pins.stored(known.name)
         decided = self.decided.stored.get(known.name, {})
@@ -113,7 +120,10 @@ class ShardingProblem:
 
     # transfers ------------------------------------------------------------------------------------
     def _move(self, node: fx.Node) -> None:
-        """The ways from where a value is made to all that read it."""
+        """Add the costs of a value's transfers to all its readers.
+
+        With ``life`` "use" forward and backward each gather a parameter anew.
+        """
         readers = self.values.readers[node]
         forward = [r for r in readers if not r.backward]
         backward = [r for r in readers if r.backward]
@@ -135,7 +145,7 @@ class ShardingProblem:
         return v, ways.outs[index]
 
     def _reader(self, reader: Reader) -> tuple[int | None, tuple[int, ...]]:
-        """The variable of a reader (None: it has no choice) and what it wants by choice."""
+        """The variable of a reader (None: no choice), and per choice the sharding it wants."""
         if reader.node is None:
             return None, (self.lies.whole,)
         if reader.node.op == "placeholder":
@@ -146,7 +156,10 @@ class ShardingProblem:
     def _connect(
         self, node: fx.Node, source: _Source, group: Sequence[Reader], shared: bool = False
     ) -> _At | None:
-        """Readers read what a source makes; several of them through a hub, which is returned."""
+        """Add the transfers from a value's source to a group of readers.
+
+        Several readers read shared copies, whose variable is returned.
+        """
         (v, outs), lies = source, self.pins.transfers(node)
         num_bytes = self._num_bytes(node)
         if not (shared or len(group) > 1 or (group and self.pins.gathers(node))):
@@ -164,8 +177,8 @@ class ShardingProblem:
         return at
 
     def _connect_again(self, node: fx.Node, before: _At, group: Sequence[Reader]) -> None:
-        """The backward reads what the forward has at hand, several readers through their own
-        hub.
+        """Add the transfers from the forward's copies to the backward's readers; several readers
+        have shared copies of their own.
         """
         if len(group) > 1:
             lies, num_bytes, (u, old) = self.pins.transfers(node), self._num_bytes(node), before
@@ -179,7 +192,7 @@ class ShardingProblem:
         self._read(node, before, group)
 
     def _hub(self, node: fx.Node, group: Sequence[Reader], made: Sequence[int]) -> _At:
-        """The variable of what is at hand for a group of readers."""
+        """The variable of the shared copies for a group of readers."""
         wanted = tuple(dict.fromkeys(n for r in group for n in dict.fromkeys(self._reader(r)[1])))
         lies, num_bytes = self.pins.transfers(node), self._num_bytes(node)
         key = num_bytes, tuple(dict.fromkeys(made)), wanted, id(lies)
@@ -191,7 +204,7 @@ class ShardingProblem:
         return self.tables.variable(known, name, hub.labels(self.lies)), hub
 
     def _name(self, node: fx.Node) -> str:
-        """What equal values of equal blocks have in common."""
+        """The name that a value shares with the equal values of equal blocks."""
         if node in self.placed or node in self.chosen:
             return self.values.alike(node)
         call, index = picked(node)
@@ -217,7 +230,9 @@ class ShardingProblem:
         return max(self.values.times(node, reader) for reader in group)
 
     def _read_free(self) -> None:
-        """What follows from the inputs is whole everywhere: readers take their piece of it."""
+        """Add the cost of reading input-only values: 0 for a slice of the whole, inf if a reader
+        wants a sharding that slicing cannot give.
+        """
         for node, readers in self.values.readers.items():
             for reader in readers if node in self.values.free else ():
                 if reader.node in self.chosen:
@@ -229,7 +244,7 @@ class ShardingProblem:
         return self.values.num_bytes(node) * self.shrunk
 
     def _once(self, key: Hashable, make: Callable[[], Costs]) -> Costs:
-        """The table of a key: equal ones are one array, which the solver finds by identity."""
+        """The table of a key, made once: the solver recognises equal tables by their identity."""
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]

@@ -1,5 +1,5 @@
-"""Where several calls read a value: it stays as it was made, and is brought into at most one other
-layout for all of them. What a reader wants beyond that it pays itself.
+"""The copies of a value that several calls share: the value as it was made, and at most one copy in
+another sharding. A reader that wants a third sharding pays for its own transfer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ NONE = -1
 
 @dataclass(frozen=True)
 class SharedCopies:
-    """Choices of what is at hand: ``made`` has the sharding a value is made in, ``other`` the one
-    it is brought into as well or ``NONE``. Both are numbers of ``Transfers``, by choice.
+    """The choices of shared copies of one value.
+
+    Per choice ``made`` is the sharding that the value is made in, ``other`` that of its second copy
+    or ``NONE``, both as numbers of ``Transfers``.
     """
 
     made: tuple[int, ...]
@@ -28,7 +30,7 @@ class SharedCopies:
     def of(
         cls, num_bytes: float, made: Sequence[int], wanted: Sequence[int], lies: Transfers
     ) -> SharedCopies:
-        """All that is worth having: layouts that some reader may want, and that cost something."""
+        """All useful choices: second copies that some reader may want and that need a transfer."""
         pairs = []
         for have in dict.fromkeys(made):
             costs = [lies.seconds(num_bytes, have, want) for want in wanted]
@@ -37,25 +39,25 @@ class SharedCopies:
         return cls(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
 
     def labels(self, lies: Transfers) -> tuple[str, ...]:
-        """The choices in words."""
+        """The choices as text: ``tp cut 0 and whole``."""
         names = [lies.label(n) for n in self.made]
         others = ["" if n == NONE else f" and {lies.label(n)}" for n in self.other]
         return tuple(a + b for a, b in zip(names, others, strict=True))
 
     def made_from(self, outs: tuple[int, ...]) -> Costs:
-        """f64[source's choices, choices]: 0 where the source makes what the hub says, else inf."""
+        """f64[source's choices, choices]: 0 where the source makes ``made``, else inf."""
         same = np.array(outs)[:, None] == np.array(self.made)[None, :]
         return np.where(same, 0.0, np.inf)
 
     def filled(self, num_bytes: float, lies: Transfers) -> Costs:
-        """f64[choices]: seconds to bring what was made into the other layout."""
+        """f64[choices]: seconds to make the second copy from the value as it was made."""
         pairs = zip(self.made, self.other, strict=True)
         times = [0.0 if o == NONE else lies.seconds(num_bytes, m, o) for m, o in pairs]
         return np.array(times, np.float64)
 
     def refilled(self, num_bytes: float, before: SharedCopies, lies: Transfers) -> Costs:
-        """f64[choices before, choices]: the same where an earlier hub of the value has its layouts
-        at hand too.
+        """f64[choices before, choices]: seconds to make the second copy, if the copies ``before``
+        of an earlier phase exist too.
         """
         table = np.full((len(before.made), len(self.made)), np.inf)
         for i, (had, spare) in enumerate(zip(before.made, before.other, strict=True)):
@@ -67,7 +69,7 @@ class SharedCopies:
         return table
 
     def read(self, num_bytes: float, wants: tuple[int, ...], lies: Transfers) -> Costs:
-        """f64[choices, reader's choices]: seconds from the nearer of the two to what is wanted."""
+        """f64[choices, reader's choices]: seconds from the nearer copy to the wanted sharding."""
         direct = lies.table(num_bytes, self.made, wants)
         others = tuple(m if o == NONE else o for m, o in zip(self.made, self.other, strict=True))
         return np.minimum(direct, lies.table(num_bytes, others, wants))

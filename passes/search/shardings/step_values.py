@@ -1,5 +1,5 @@
-"""What a search has to know of a step's values whatever their layouts: who reads them, how often
-they stand for a block that was left out, which of them the backward keeps.
+"""Facts about a step's values that hold for any sharding: their readers, their names, how often
+each counts for dropped blocks, and which depend on the inputs alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from partc.plan import Plan, fits
 
 @dataclass(frozen=True)
 class Reader:
-    """One place where a value is read. ``node`` is a call, the parameter whose gradient the value
-    is, or None for another result of the step; ``operand`` says which of the call's operands.
+    """One read of a value: operand number ``operand`` of the call ``node``, or an end of the step.
+
+    At an end of the step ``node`` is the parameter whose gradient the value is, or None for another
+    result.
     """
 
     node: fx.Node | None
@@ -28,18 +30,21 @@ class Reader:
 
     @property
     def is_final(self) -> bool:
-        """Whether the step ends with it."""
+        """Whether the value is a result of the step here."""
         return self.node is None or self.node.op == "placeholder"
 
     @property
     def backward(self) -> bool:
+        """Whether the value is read in the backward or at the end of the step."""
         return self.is_final or (self.node is not None and is_backward(self.node))
 
 
 @dataclass
 class StepValues:
-    """``free`` follow from the inputs alone and are whole on every rank, where nothing in the
-    plan's ``pins`` cuts the inputs.
+    """The values of a joint graph with their readers.
+
+    ``free`` values depend on the inputs alone and are whole on every rank; values of an input that
+    ``pins`` shards are not free.
     """
 
     graph: Graph
@@ -70,15 +75,19 @@ class StepValues:
                 yield node
 
     def alike(self, node: fx.Node) -> str:
-        """A name that values have in common which do the same in equal blocks of a list."""
+        """The name of a value with ``*`` for its block's index: ``h.0.mlp:gelu -> h.*.mlp:gelu``.
+
+        Equal values of equal blocks have the same such name.
+        """
         name = value(node).name if node.op == "placeholder" else self.names[node]
         return re.sub(r"(?<=\.)\d+(?=[.:])", "*", name, count=1)
 
     def times(self, node: fx.Node, reader: Reader) -> int:
-        """How often a value is brought to this reader, blocks that are left out counted in.
+        """How often this transfer from value to reader happens, with dropped blocks counted.
 
-        Blocks left out stand between the one like them and the one after: what crosses there
-        crosses once more for each of them, what leaves to others does so once.
+        The dropped blocks are between the block that stands for them and the next. A gradient from
+        that next block back crosses each of them: ``fold.num + 1`` times. A value that the block
+        hands to readers outside of the stack is transferred once.
         """
         after = reader.node
         if after is None or after.op == "placeholder":
@@ -114,8 +123,8 @@ class StepValues:
 
 
 def _place(node: fx.Node, fold: RepeatedBlocks) -> str:
-    """Where a value stands by a fold: in the block ``like`` those left out, the one ``after``, or
-    elsewhere.
+    """The place of a value by a run of dropped blocks: in the block that stands for them ("like"),
+    in the block behind them ("after"), or elsewhere ("").
     """
     known = value(node)
     path = f"{known.name if node.op == 'placeholder' else known.module}."

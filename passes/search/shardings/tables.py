@@ -1,4 +1,4 @@
-"""Gathers the costs of variables and pairs of them, many adding up, into one `Problem`."""
+"""Collects the costs of variables and of pairs of variables, and adds them up to a `Problem`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ Part = tuple[Costs, int]  # a table, and how often it counts
 
 @dataclass
 class Tables:
-    """Variables by key: asking again for a key gives the same one, so equal blocks are tied by
-    having equal keys. Tables are kept by identity: the same parts give the same sum, one array.
+    """Variables by key, and the cost tables of each and of each pair.
+
+    A key that was seen before gives the same variable: equal blocks share a choice by equal keys.
+    Sums of the same parts are one array, so that the solver sees that they are equal.
     """
 
     keys: dict[Hashable, int] = field(default_factory=dict)
@@ -27,7 +29,7 @@ class Tables:
     _sums: dict[tuple[tuple[int, int], ...], tuple[list[Part], Costs]] = field(default_factory=dict)
 
     def variable(self, key: Hashable, name: str, labels: tuple[str, ...]) -> int:
-        """The variable of a key, made if there is none."""
+        """The number of the variable with this key, which is made if there is none."""
         if key not in self.keys:
             self.keys[key] = len(self.names)
             self.names.append(name)
@@ -36,10 +38,11 @@ class Tables:
         return self.keys[key]
 
     def cost(self, v: int, costs: Costs, times: int = 1) -> None:
+        """Add ``times * costs[choice of v]``."""
         self.own[v].append((costs, times))
 
     def pair(self, v: int, w: int, table: Costs, times: int = 1) -> None:
-        """Add ``table[choice of v, choice of w]``; v and w may be the same variable."""
+        """Add ``times * table[choice of v, choice of w]``; v and w may be the same variable."""
         if v == w:
             self.cost(v, np.ascontiguousarray(np.diagonal(table)), times)
         elif v > w:
@@ -53,7 +56,7 @@ class Tables:
         return self._turned[id(table)][1]
 
     def problem(self) -> Problem:
-        """All that was gathered; tables of zeros are left out."""
+        """The sum of all costs as a problem; tables of zeros are left out."""
         variables = []
         for v, name in enumerate(self.names):
             zeros = np.zeros(len(self.labels[v]))

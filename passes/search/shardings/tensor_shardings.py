@@ -1,8 +1,8 @@
-"""The best shardings over ``tp`` for one size: what no preset's words can say.
+"""The fastest shardings over ``tp`` for one size of ``tp``, beyond the presets' column and row.
 
-The data axes are one axis here, ``dp``, of all pieces of the batch: data ranks times microbatches.
-It lies as ``ddp`` has it, and its transfers, which come once per step and beside computing, are not
-counted. ``tp`` is then decided exactly for one piece, with what cuts the batch left to ``dp``.
+All data axes and the microbatches are one axis here, ``dp``, which shards the batch as ``ddp``
+does. Its transfers are not counted: they come once per step and overlap with computing. ``tp`` is
+then searched for one shard of the batch; dims that shard the batch are left to ``dp``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from partc.rules import Strategy
 
 T = TypeVar("T")
 
-# Cells of all tables, at most: counted, so that plans do not depend on the machine that makes them.
-# Beyond it a part of the variables is fixed and solved for in turns.
+# Most cells of all tables: a count, not a time, so that a plan does not depend on the machine that
+# searches it. With more cells the solver fixes some of the variables in turn.
 MAX_CELLS = 3e7
-# No other lifetime of gathered weights is faster; what it holds is estimated later.
+# The fastest lifetime of gathered weights; the memory that they take is estimated later.
 _LIFE: Life = "step"
 
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """What the search for shardings over ``tp`` depends on: ``tp`` of ``mesh``, whose machines tell
-    how long transfers take, and into how many ``pieces`` data ranks and microbatches cut the batch
-    of so many ``samples``.
+    """The sizes that a search over ``tp`` depends on.
+
+    ``mesh`` has ``tp`` and the machines. Data ranks times microbatches shard the batch of
+    ``samples`` samples into ``pieces`` pieces.
     """
 
     mesh: Mesh
@@ -56,17 +57,20 @@ class TensorRanks:
 
     @property
     def num(self) -> int:
+        """The size of ``tp``."""
         return self.mesh.size(TP)
 
     @property
     def layout(self) -> Mesh:
-        """The axes that values are laid out on."""
+        """The mesh of the search: ``dp`` of all pieces, and ``tp``."""
         return Mesh(((DP, self.pieces), (TP, self.num)))
 
 
 class TensorShardings:
-    """The shardings over ``tp`` of a joint graph, which stays as it is; ``pins`` are a plan's
-    entries to keep. Times are of the calls and transfers of one piece, one after the other.
+    """The search over ``tp`` for a joint graph, which is not changed.
+
+    ``pins`` is a partial plan whose entries are kept. Seconds are those of all calls and transfers
+    of one piece of the batch, one after the other.
     """
 
     def __init__(self, graph: Graph, ranks: TensorRanks, pins: Plan) -> None:
@@ -84,16 +88,17 @@ class TensorShardings:
 
     @cached_property
     def found(self) -> Solution:
-        """The fastest."""
+        """The solver's answer: the fastest shardings."""
         return solve(self._best.problem, max_cells=MAX_CELLS, asked_cells=0)
 
     @property
     def how(self) -> How:
+        """The method by which the shardings were found, such as ``exact``."""
         return self.found.how
 
     def seconds(self, word: str) -> float | None:
-        """What a tensor preset's shardings take; None where it lays out a call in a way that the
-        search does not know.
+        """The seconds of a tensor preset's shardings; None if the preset gives a call a strategy
+        that the search does not have.
         """
         wanted = self.pins.changed(preset=f"ddp+{word}")
         plan = complete(wanted, self.graph, self.ranks.layout, rows=False)
@@ -103,7 +108,7 @@ class TensorShardings:
         return None if filters.unknown else solve(problem.problem, max_cells=MAX_CELLS).cost
 
     def entries(self) -> Plan:
-        """The fastest as entries of a plan that speak of ``tp`` alone."""
+        """The fastest shardings as a plan's entries, which name the axis ``tp`` alone."""
         decided = self._best.decode(self.found.assignment)
         plan = entries_on(TP, decided, self.values, self._whole(), _LIFE)
         return self.pins.changed(
@@ -119,12 +124,12 @@ class TensorShardings:
         return ShardingProblem(self.values, self.ways, filters, (TP,), self.data, _LIFE)
 
     def _whole(self) -> Plan:
-        """The plan in which only data ranks cut anything."""
+        """The plan in which ``dp`` alone shards values."""
         plan = self.pins.changed(preset="ddp", params={"*": {}}, values={}, gather={}, scatter={})
         return complete(plan, self.graph, self.ranks.layout, rows=False)
 
     def _by_data_ranks(self) -> Choices:
-        """How every call is cut over data ranks."""
+        """The strategy of every call on ``dp``."""
         found: Choices = {}
         for node, made in self._propagated(self._whole(), opened=True).items():
             if DP in made:
@@ -132,8 +137,10 @@ class TensorShardings:
         return found
 
     def _propagated(self, plan: Plan, opened: bool = False) -> Choices:
-        """What propagation makes of a plan, by the calls of this graph; of those that it has
-        ``opened`` by which strategy, or nothing.
+        """The strategies that propagation chooses for a plan, by the calls of this graph.
+
+        A call that propagation decomposes has no entry, or with ``opened`` the strategy of its
+        decomposition.
         """
         twin, twins = copy_graph(self.graph)
         made = propagate(twin, plan, warnings=[])
@@ -147,7 +154,7 @@ class TensorShardings:
         return found
 
     def _opened(self, node: fx.Node, before: Choices) -> dict[str, Strategy]:
-        """The strategy of a call that data ranks open, by how its first operand arrives."""
+        """The strategy on ``dp`` of a decomposed call, by the layout of its first operand."""
         first = before.get(tensor_args(node)[0], {}).get(DP)
         arrives = first.outs[0] if first else R
         ways = [opening.strategy for opening in self.ways.openings(node, DP)]
@@ -156,12 +163,12 @@ class TensorShardings:
 
 
 def _moves_pieces(have: Sharding, want: Sharding) -> bool:
-    """Whether a piece would be gathered or sent."""
+    """Whether a transfer would gather or move a shard over ``tp``."""
     return have.on(TP).kind == "cut" and want.on(TP) != have.on(TP)
 
 
 def _on_tensor_ranks(pins: Plan) -> Plan:
-    """What a user's entries say of ``tp``; a parameter that they name lies as they say."""
+    """The user's entries reduced to ``tp``; a parameter that they name keeps its layout."""
     inputs = {name: _only_tp(cuts) for name, cuts in pins.inputs.items() if TP in cuts}
     values = {name: _only_tp(lies) for name, lies in pins.values.items() if TP in lies or not lies}
     return Plan(
@@ -180,8 +187,10 @@ def _only_tp(table: Mapping[str, T]) -> dict[str, T]:
 
 @dataclass
 class _Apart(Pins):
-    """Leaves samples to data ranks and microbatches, however many these are, and gradients as they
-    are made: microbatches add to them before anything but a sum is done.
+    """Pins that keep ``tp`` off the batch and off gradients' shards.
+
+    The batch is left to data ranks and microbatches, of any number. A gradient stays in the layout
+    in which it is made, as microbatches add to it before ranks exchange it.
     """
 
     samples: int = 1
@@ -206,7 +215,7 @@ class _Apart(Pins):
         return frozenset(self.values.graph.grads.values())
 
     def _cuts_samples(self, number: int) -> bool:
-        """Whether tensor ranks cut the dim that data ranks cut, and not inside of each sample."""
+        """Whether ``tp`` shards the dim that ``dp`` shards, and does so across samples."""
         sharding = self.lies.shardings[number]
         data, tensor = sharding.on(DP), sharding.on(TP)
         if not (data.kind == tensor.kind == "cut" and data.dim == tensor.dim):
@@ -217,8 +226,9 @@ class _Apart(Pins):
 
 @dataclass
 class _Taken(Pins):
-    """Leaves each call the one way that a propagation took, and all where it opened the call;
-    ``unknown`` are those that the search has no such way for.
+    """Pins that leave each call only the strategy that a propagation chose.
+
+    A decomposed call keeps all its choices. ``unknown`` are the calls without that choice.
     """
 
     made: Choices = field(default_factory=dict)

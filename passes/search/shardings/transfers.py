@@ -1,4 +1,4 @@
-"""Seconds that collectives take to bring a value from one sharding into another."""
+"""The seconds that collectives take to reshard a value."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from partc.passes.shard.reshard import reshard_steps
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, Sharding
 
-Hop = tuple[str, str, float]  # a collective, its axis, the share of the whole that a rank puts in
-Bar = Callable[[Sharding, Sharding], bool]  # whether the way from one to the other is barred
+Hop = tuple[str, str, float]  # a collective, its axis, its input as a share of the whole value
+Bar = Callable[[Sharding, Sharding], bool]  # whether resharding from the one to the other is barred
 
 
 class Transfers:
-    """Shardings by number, and what lies between each two of them.
+    """Numbers shardings, and prices the transfers between each two of them.
 
-    ``mesh`` has the axes that cut tensors, ``machines`` all axes and what ranks run on; transfers
-    take time on the axes ``counted``, by default on all. Numbers stand for shardings because tables
-    are made of millions of look-ups.
+    ``mesh`` has the axes that shard tensors, ``machines`` all axes with the hardware. Transfers
+    take time on the axes ``counted`` only, by default all. Shardings have numbers because tables
+    need millions of look-ups.
     """
 
     def __init__(self, mesh: Mesh, machines: Mesh, counted: Sequence[str] | None = None) -> None:
@@ -42,7 +42,7 @@ class Transfers:
         self.whole = self.number({})
 
     def number(self, layouts: Mapping[str, Layout]) -> int:
-        """The number of the sharding with these layouts."""
+        """The number of the sharding with these layouts by axis."""
         sharding = Sharding.of(layouts, self.mesh)
         if sharding not in self._numbers:
             self._numbers[sharding] = len(self.shardings)
@@ -51,24 +51,24 @@ class Transfers:
         return self._numbers[sharding]
 
     def without(self, bar: Bar) -> Transfers:
-        """The same numbers, with some ways barred."""
+        """The same numbers with some transfers barred: their seconds are inf."""
         other = copy.copy(self)
         other._bar, other._tables = bar, {}
         return other
 
     def share(self, number: int) -> float:
-        """The part of the whole that one rank holds."""
+        """The share of the whole value that one rank has: 1/4 where an axis of 4 shards it."""
         return self._shares[number]
 
     def label(self, number: int) -> str:
-        """A sharding in words, by axis: ``dp cut 0, tp U``."""
+        """A sharding as text, by axis: ``dp cut 0, tp U``."""
         if number not in self._labels:
             layouts = self.shardings[number].layouts
             self._labels[number] = ", ".join(f"{a} {layout}" for a, layout in layouts) or "whole"
         return self._labels[number]
 
     def fits(self, shape: tuple[int, ...], number: int) -> bool:
-        """Whether all cuts divide the shape."""
+        """Whether all axes divide the dims of ``shape`` that they shard."""
         key = shape, number
         if key not in self._fits:
             local = self.shardings[number].local_shape(shape, self.mesh)
@@ -76,8 +76,9 @@ class Transfers:
         return self._fits[key]
 
     def table(self, num_bytes: float, have: tuple[int, ...], want: tuple[int, ...]) -> Costs:
-        """f64[have, want]: seconds from each sharding to each for a whole of so many bytes; inf
-        where there is no way. Equal questions have one array for an answer.
+        """f64[have, want]: seconds from each sharding to each, for a whole value of ``num_bytes``.
+
+        inf where a transfer is impossible or barred. Equal arguments give the same array.
         """
         key = num_bytes, have, want
         if key not in self._tables:
@@ -89,7 +90,9 @@ class Transfers:
         return self._tables[key]
 
     def seconds(self, num_bytes: float, have: int, want: int) -> float:
-        """Of the collectives from one sharding to another, one after the other."""
+        """Seconds of the collectives from one sharding to another, one after the other; inf if
+        impossible or barred.
+        """
         hops = self._between(have, want)
         if self._bar is not None and self._bar(self.shardings[have], self.shardings[want]):
             return math.inf
@@ -107,7 +110,7 @@ class Transfers:
         return min(latency + per_byte * num_bytes for latency, per_byte in lines)
 
     def _between(self, have: int, want: int) -> tuple[Hop, ...] | None:
-        """The collectives on the way; None where there is no way."""
+        """The collectives from one sharding to another; None if that is impossible."""
         key = have, want
         if key not in self._hops:
             before, after = self.shardings[have], self.shardings[want]
@@ -128,8 +131,10 @@ class Transfers:
 
 
 def _reaches(have: Layout, want: Layout) -> bool:
-    """Sums and maxima can be finished; a sum can be made of what is whole, not of pieces. Rows in
-    an order of a rank's own are known to no other.
+    """Whether a transfer on one axis is possible.
+
+    A partial sum or maximum can be finished, and a whole value can be made a partial sum; a shard
+    cannot. Rows that each rank has sorted by itself (``permuted``) stay as they are.
     """
     if have == want or have.permuted or want.permuted:
         return have == want

@@ -13,13 +13,13 @@ from partc.passes.search.solver.problem import Assignment, Costs
 
 
 def lower_bound(net: Network, order: Sequence[int], max_table: float) -> tuple[float, Assignment]:
-    """What no assignment of the network undercuts, and a good one to begin with.
+    """A lower bound on the cost of every assignment, and a good assignment to begin with.
 
-    Where a variable's tables together have more than ``max_table`` cells, they are parted into
-    groups, and each group is minimised by itself: the variable may then choose differently in
-    each, which can only be cheaper. Dechter and Rish, Mini-buckets, JACM 50, 2003; the costs are
-    first moved between groups so that these agree more often, as in Ihler, Flerova, Dechter and
-    Otten, Join-graph based cost-shifting schemes, UAI 2012.
+    Where the sum of a variable's tables would have more than ``max_table`` cells, the tables are
+    divided into groups, and each group is minimised by itself. The variable may then take another
+    choice in each group, so that the result is at most the optimum (Dechter and Rish, Mini-buckets,
+    JACM 50, 2003). Costs are first moved between groups so that the groups agree more often (Ihler,
+    Flerova, Dechter and Otten, Join-graph based cost-shifting schemes, UAI 2012).
     """
     buckets, store = fill_buckets(net, order)
     sizes = [len(net.kept[v]) for v in order]
@@ -45,7 +45,7 @@ def lower_bound(net: Network, order: Sequence[int], max_table: float) -> tuple[f
 def _groups(
     bucket: list[tuple[Scope, int]], sizes: Sequence[int], max_table: float
 ) -> list[list[tuple[Scope, int]]]:
-    """The tables in groups whose sum is small enough, the largest tables first."""
+    """Divide tables into groups whose sum has at most ``max_table`` cells, largest tables first."""
     groups: list[tuple[set[int], list[tuple[Scope, int]]]] = []
     for ranks, table in sorted(bucket, key=lambda part: -math.prod(sizes[r] for r in part[0])):
         for scope, group in groups:
@@ -59,7 +59,10 @@ def _groups(
 
 
 def _agreed(sums: list[tuple[list[int], Costs]]) -> list[tuple[list[int], Costs]]:
-    """The same total, in which every group's least cost per choice (dim 0) is the same."""
+    """Shift costs between groups: each choice (dim 0) then has the same least cost in every group.
+
+    The sum over all groups stays the same.
+    """
     if len(sums) == 1:
         return sums
     least = [table.reshape(len(table), -1).min(axis=1) for _, table in sums]

@@ -1,4 +1,8 @@
-"""Search where exact elimination is too wide: fix some variables, solve for all others, repeat."""
+"""Search for a good assignment where exact elimination needs too large tables.
+
+Some variables are fixed at their present choices and all others are solved for exactly; repeated
+with other variables fixed.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,18 @@ from partc.passes.search.solver.network import Network, neighbours, network, res
 from partc.passes.search.solver.order import Near, Remaining, choose_order
 from partc.passes.search.solver.problem import Assignment, Problem
 
-MAX_TABLE = 1e5  # cells: a draw then takes about as long as its dry run
-BOUND_TABLE = 1e6  # cells: the bound is computed once
+MAX_TABLE = 1e5  # cells: to add them takes about as long as to choose a draw's order
+BOUND_TABLE = 1e6  # cells: may be larger, as the bound is computed only once
 DRAWS, PATIENCE = 200, 20  # draws at most, and in a row without a better assignment
 _ROUNDING = 1e-12  # relative: two sums of the same numbers differ by about so much
 
 
 @dataclass(frozen=True)
 class Conditioned:
-    """The best assignment found; no assignment costs less than ``bound``, which
-    is inf if all are proven to be forbidden. ``fixed`` is how many variables the last draw fixed.
+    """The best assignment found.
+
+    No assignment costs less than ``bound``, which is inf if every assignment is proven to be
+    forbidden. ``fixed`` is the number of variables that the last draw fixed.
     """
 
     assignment: Assignment
@@ -45,14 +51,16 @@ def condition(
 ) -> Conditioned:
     """A good assignment of a problem of any width; the same for the same seed.
 
-    Each draw fixes, at their present choices, random variables of many neighbours until all
-    tables are small, and solves for the others exactly: it never gets worse.
+    Each draw fixes random variables with many neighbours at their present choices, until the tables
+    have at most ``max_table`` cells, and solves for all others exactly. So no draw makes the
+    assignment worse. Ends after ``draws`` draws, or ``patience`` draws without improvement.
 
     Dechter, Enhancement schemes for constraint processing, AIJ 41, 1990.
     """
     began = time.perf_counter()
     net = drop_dead_ends(network(problem))
     bound, best = lower_bound(net, choose_order(net).variables, BOUND_TABLE)
+    # A generator of its own: the caller's random numbers neither change nor matter.
     source, near = random.Random(seed), neighbours(net.scopes, len(net.kept))
     least, since, drawn = math.inf, 0, 0
     fixed: list[int] = []
@@ -64,8 +72,8 @@ def condition(
         if cost < least - _ROUNDING * abs(cost):
             least, since = cost, 0
         if not fixed:
-            bound = least  # nothing was left out
-    bound = min(bound, least)  # of two sums of the same numbers
+            bound = least  # no variable was fixed, so that this is the optimum
+    bound = min(bound, least)  # rounding can put the bound above the cost of an optimum
     if bound > net.most + _ROUNDING * net.forbidden:
         bound = math.inf
     seconds = time.perf_counter() - began
@@ -75,7 +83,9 @@ def condition(
 def _draw(
     net: Network, near: Near, source: random.Random, max_table: float
 ) -> tuple[list[int], list[int]]:
-    """An order of elimination with small tables only, and the variables fixed to make it so."""
+    """An elimination order with tables of at most ``max_table`` cells, and the variables that are
+    fixed for it.
+    """
     sizes = net.sizes
     left = Remaining(net.undecided(), near, sizes, sizes)
     heap = [(cells, v) for v, cells in left.cells.items()]

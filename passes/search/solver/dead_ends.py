@@ -1,4 +1,4 @@
-"""Dead-end elimination: drop a choice where another of the same variable never costs more."""
+"""Dead-end elimination: drop a choice if another choice of the variable never costs more."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from partc.passes.search.solver.problem import Costs
 
 
 def drop_dead_ends(net: Network) -> Network:
-    """The same optimum with fewer choices; of two equal choices the first stays.
+    """The network with fewer choices and the same optimum; of two equal choices the first stays.
 
-    Choice a of v goes if some b is at most as dear whatever v's neighbours do: the sum over v's
-    tables T of min over neighbours of T[a] - T[b] is not negative (Goldstein, Biophysical Journal
-    66, 1994). Repeated until nothing goes.
+    Choice a of variable v is dropped if some choice b costs at most as much, whatever v's
+    neighbours choose: the sum over v's tables T of min over neighbours of T[a] - T[b] is not
+    negative (Goldstein, Biophysical Journal 66, 1994). Repeated until no choice is dropped.
     """
     while True:
         margins: dict[tuple[int, int], Costs] = {}
@@ -31,7 +31,7 @@ def drop_dead_ends(net: Network) -> Network:
 
 
 def _uses(net: Network) -> list[list[tuple[int, int]]]:
-    """Per variable the tables that it is in, and as which dim."""
+    """Per variable the (table, dim) pairs in which it occurs."""
     uses: list[list[tuple[int, int]]] = [[] for _ in net.kept]
     for scope, table in zip(net.scopes, net.tables, strict=True):
         for dim, v in enumerate(scope):
@@ -42,7 +42,7 @@ def _uses(net: Network) -> list[list[tuple[int, int]]]:
 def _survivors(
     net: Network, uses: tuple[tuple[int, int], ...], margins: dict[tuple[int, int], Costs]
 ) -> tuple[int, ...]:
-    """The choices that no other one replaces."""
+    """The choices of a variable that no other choice replaces."""
     if not uses:
         return (0,)
     for use in uses:
@@ -57,7 +57,7 @@ def _survivors(
 
 
 def _margin(table: Costs, dim: int) -> Costs:
-    """f64[choices, choices]: the least by which choice a exceeds choice b along the dim."""
+    """f64[choices, choices]: entry (a, b) is the minimum of T[a] - T[b] over all other dims."""
     rows = np.moveaxis(table, dim, 0).reshape(table.shape[dim], -1)
     margin: Costs = np.stack([(row - rows).min(axis=1) for row in rows])
     return margin

@@ -14,7 +14,7 @@ from partc.passes.search.solver.network import Network, Scope, network
 from partc.passes.search.solver.order import choose_order
 from partc.passes.search.solver.problem import Assignment, Costs, Problem
 
-# Tables of 8 bytes a cell: the largest may take 0.3 GB, and all together about a second or two.
+# A cell has 8 bytes: the largest table may take 0.3 GB, and all tables about a second or two.
 MAX_CELLS, MAX_TABLE = 3e8, 4e7
 # Looking for dead ends in one distinct table takes about as long as adding this many cells.
 _DEAD_END_CELLS = 1e5
@@ -23,8 +23,10 @@ _SLICED_CELLS = 1e5  # 0.8 MB: about what a core's cache holds
 
 @dataclass(frozen=True)
 class Elimination:
-    """An optimum. ``cells`` counts all tables by the order, ``computed`` those that were not equal
-    to an earlier one.
+    """An optimum.
+
+    ``width`` is the most variables beside the eliminated one in a table, ``cells`` the cells of all
+    tables, ``computed`` the cells of those that were not equal to an earlier table.
     """
 
     assignment: Assignment
@@ -37,7 +39,7 @@ class Elimination:
 
 @dataclass(frozen=True)
 class TooWide:
-    """The tables would have more cells than was allowed."""
+    """No result: the tables would have more cells than allowed, ``largest`` in one table."""
 
     width: int
     cells: float
@@ -50,14 +52,17 @@ def eliminate(
     max_cells: float = MAX_CELLS,
     max_table: float = MAX_TABLE,
 ) -> Elimination | TooWide:
-    """A cheapest assignment; where choices are equal, the first. The result's ``cost`` is inf if
-    every assignment is forbidden.
+    """A cheapest assignment; of equally good choices the first.
+
+    TooWide if the tables exceed ``max_cells`` together or ``max_table`` in one. The result's
+    ``cost`` is inf if every assignment is forbidden.
 
     Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113.
     """
     began = time.perf_counter()
     net = network(problem)
     order = choose_order(net)
+    # Looking for dead ends takes time: only where elimination takes longer, or is too wide.
     worth = order.cells > _DEAD_END_CELLS * net.sharing() * len(net.store)
     if worth or order.cells > max_cells or order.largest > max_table:
         net = drop_dead_ends(net)
@@ -71,10 +76,10 @@ def eliminate(
 
 
 def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float, float]:
-    """A cheapest assignment of the network, its cost there, and how many cells were computed.
+    """A cheapest assignment of the network, its cost, and the number of cells computed.
 
-    Dims of all tables are sorted by elimination: the eliminated variable is always dim 0, so that
-    numpy adds and minimises over long contiguous rows.
+    The dims of all tables are in elimination order. The eliminated variable is thus always dim 0,
+    so that numpy adds and minimises over long contiguous rows.
     """
     buckets, store = fill_buckets(net, order)
     sizes = [len(net.kept[v]) for v in order]
@@ -103,7 +108,7 @@ Buckets = list[list[tuple[Scope, int]]]  # per rank in the order: ranks of a tab
 
 
 def fill_buckets(net: Network, order: Sequence[int]) -> tuple[Buckets, list[Costs]]:
-    """Every table goes to the first of its variables that is eliminated, dims in that order."""
+    """Put each table into the bucket of its first eliminated variable, dims in that order."""
     rank = {v: i for i, v in enumerate(order)}
     store = list(net.store)
     turned: dict[tuple[int, Scope], int] = {}
@@ -122,8 +127,9 @@ def fill_buckets(net: Network, order: Sequence[int]) -> tuple[Buckets, list[Cost
 
 
 def spread_out(tables: list[tuple[Costs, Scope]], shape: list[int]) -> list[Costs]:
-    """The tables, each lying along some of the dims of ``shape``, with size 1 along the others;
-    the smallest first, so that each of their sums is as small as can be.
+    """The tables reshaped to broadcast over ``shape``: size 1 along dims that a table lacks.
+
+    The smallest come first, so that partial sums are as small as possible.
     """
     ones = [1] * len(shape)
     spread = []
@@ -136,7 +142,7 @@ def spread_out(tables: list[tuple[Costs, Scope]], shape: list[int]) -> list[Cost
 
 
 def add_up(spread: list[Costs]) -> Costs:
-    """The sum of tables that are spread out."""
+    """The sum of tables that ``spread_out`` has reshaped."""
     total = spread[0]
     for table in spread[1:]:
         total = total + table
@@ -144,8 +150,9 @@ def add_up(spread: list[Costs]) -> Costs:
 
 
 def _least(spread: list[Costs], shape: list[int]) -> Costs:
-    """The sum of the tables, minimised over dim 0: choice by choice where it is large, so that the
-    whole sum is never in memory.
+    """The minimum over dim 0 of the tables' sum.
+
+    A large sum is minimised choice by choice, so that it is never in memory as a whole.
     """
     if math.prod(shape) < _SLICED_CELLS:
         least: Costs = np.minimum.reduce(add_up(spread), axis=0)
@@ -162,7 +169,10 @@ def _size(table: Costs) -> int:
 
 
 def choose(buckets: Buckets, store: list[Costs]) -> list[int]:
-    """The choice of every rank, from the last eliminated, to which nothing is left to depend on."""
+    """The best choice of every variable, by its rank in the elimination order.
+
+    Back from the last eliminated variable, whose bucket depends on no other variable.
+    """
     chosen = [0] * len(buckets)
     for rank in reversed(range(len(buckets))):
         rows = [
@@ -173,7 +183,7 @@ def choose(buckets: Buckets, store: list[Costs]) -> list[int]:
 
 
 def _row(table: Costs, rest: list[int]) -> Costs:
-    """The entries along dim 0 where the other dims are at ``rest``."""
+    """The entries along dim 0 at the indices ``rest`` of the other dims."""
     place: tuple[slice | int, ...] = (slice(None), *rest)
     row: Costs = table[place]
     return row

@@ -1,4 +1,4 @@
-"""The same problem as an integer program for HiGHS: an oracle, and the last resort."""
+"""A `Problem` as an integer program for HiGHS: a check of other methods, and the last resort."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from partc.passes.search.solver.problem import Assignment, Costs, Problem
 
-_SCALE = 1e4  # HiGHS stops at an absolute gap of 1e-6, so costs are brought to about this size
+_SCALE = 1e4  # HiGHS stops at an absolute gap of 1e-6, so the largest cost is scaled to this
 
 
 @dataclass(frozen=True)
 class Milp:
-    """What HiGHS found: ``assignment`` is None if nothing, ``bound`` inf if it proved that there is
-    nothing.
+    """The answer of HiGHS: ``assignment`` is None if it found none, ``bound`` is inf if it proved
+    that every assignment is forbidden.
     """
 
     assignment: Assignment | None
@@ -36,10 +36,10 @@ def milp(
 ) -> Milp:
     """Minimise with HiGHS.
 
-    A column in {0, 1} per choice and one in [0, 1] per allowed cell of a factor; along each dim
-    the cells of a choice add up to the choice (the local polytope of the pairwise relaxation).
-    It stops after ``seconds``, which makes the result depend on the machine, or after so many
-    ``nodes`` of the branch-and-bound tree, which does not.
+    There is a column in {0, 1} per choice of a variable, and one in [0, 1] per allowed cell of a
+    factor. Along each dim the cells of a choice add up to the choice's column (the local polytope
+    of the pairwise relaxation). HiGHS stops after ``seconds``, where the result depends on the
+    machine, or after ``nodes`` nodes of the branch-and-bound tree, where it does not.
     """
     from scipy import optimize  # a third of a second that most searches need not pay
 
@@ -62,7 +62,7 @@ def milp(
 
 
 def _read(problem: Problem, found: Any, unit: float, seconds: float) -> Milp:
-    """HiGHS's answer in the problem's terms."""
+    """The answer of HiGHS as an assignment and a bound in the problem's unit of cost."""
     if found.status == 2:
         return Milp(None, math.inf, math.inf, seconds)
     bound = -math.inf if found.mip_dual_bound is None else float(found.mip_dual_bound) * unit
@@ -90,7 +90,7 @@ class _Program:
 
 
 def _program(problem: Problem) -> _Program:
-    """Columns: all variables' choices, then every factor's allowed cells."""
+    """The integer program; columns are all variables' choices, then all factors' allowed cells."""
     from scipy import sparse
 
     own = np.concatenate([each.costs for each in problem.variables])
@@ -119,7 +119,7 @@ def _program(problem: Problem) -> _Program:
 
 
 class _Entries:
-    """The rows of a sparse matrix with their lower and upper sides, one after the other."""
+    """Collects the rows of a sparse matrix, each with its lower and upper limit."""
 
     def __init__(self) -> None:
         self._columns: list[NDArray[np.int64]] = []

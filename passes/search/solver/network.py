@@ -1,4 +1,7 @@
-"""A problem as solvers work on it: finite tables, equal ones once, decided variables left out."""
+"""A problem in the form that the solvers work on.
+
+Tables are finite, equal tables are stored once, and variables with one choice are left out.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ Scope = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Tables over the variables that still have several choices, a variable's own costs among them.
+    """Tables over the variables that still have several choices; own costs are tables of one dim.
 
-    ``store`` holds each distinct table once; ``tables[i]`` is the place there of the table over
-    ``scopes[i]``. ``kept[v]`` are the choices of the problem that variable v still has; a variable
-    with one is in no scope. What is forbidden costs ``forbidden`` (units of cost), which is more
-    than any two allowed assignments differ by: so all sums are finite, an optimum breaks no rule
-    if it need not, and if it must it breaks few. No allowed assignment costs more than ``most``.
+    ``store`` has each distinct table once; ``tables[i]`` is the index in ``store`` of the table
+    over ``scopes[i]``. ``kept[v]`` are the problem's choices that variable v still has; a variable
+    with one choice is in no scope. A forbidden cell costs ``forbidden`` instead of inf, more than
+    the difference of any two allowed assignments. So all sums are finite, and an optimum uses a
+    forbidden cell only if every assignment does. No allowed assignment costs more than ``most``.
     """
 
     kept: list[tuple[int, ...]]
@@ -43,22 +46,23 @@ class Network:
         return [v for v, choices in enumerate(self.kept) if len(choices) > 1]
 
     def sharing(self) -> float:
-        """How many tables are equal, on average: about as often is an elimination repeated."""
+        """The mean number of equal tables: about as often the same elimination is asked for."""
         return len(self.tables) / max(1, len(self.store))
 
     def assignment(self, chosen: Mapping[int, int]) -> Assignment:
-        """The problem's choices, given the place in ``kept`` of every undecided variable's."""
+        """The problem's assignment, given per undecided variable an index into ``kept``."""
         return tuple(choices[chosen.get(v, 0)] for v, choices in enumerate(self.kept))
 
 
 class Tables:
-    """Distinct tables by number; a table is found again by what it holds."""
+    """Numbers distinct tables; two arrays with the same shape and bytes have one number."""
 
     def __init__(self) -> None:
         self.arrays: list[Costs] = []
         self._numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def number(self, table: Costs) -> int:
+        """The number of a table, a new one if no equal table was seen."""
         key = (table.shape, table.tobytes())
         found = self._numbers.get(key)
         if found is None:
@@ -68,7 +72,7 @@ class Tables:
 
 
 def network(problem: Problem) -> Network:
-    """The problem with every choice still open."""
+    """The network of a problem in which every choice is still open."""
     own = [each.costs for each in problem.variables]
     arrays = own + [factor.table for factor in problem.factors]
     scopes: list[Scope] = [(v,) for v in range(len(own))]
@@ -93,8 +97,10 @@ def network(problem: Problem) -> Network:
 
 
 def restrict(before: Network, keep: Mapping[int, Sequence[int]]) -> Network:
-    """The network in which the variables in ``keep`` have only these of their choices (places in
-    ``before.kept``); those with one are decided and leave every scope.
+    """The network in which each variable in ``keep`` has only the choices listed there, as indices
+    into ``before.kept``.
+
+    Variables with one choice left are decided and leave every scope.
     """
     tables = Tables()
     made: dict[tuple[object, ...], tuple[int, Costs]] = {}
@@ -125,7 +131,7 @@ def restrict(before: Network, keep: Mapping[int, Sequence[int]]) -> Network:
 
 
 def neighbours(scopes: Iterable[Scope], num_variables: int) -> list[dict[int, None]]:
-    """The variables that each variable shares a table with, in order of first meeting."""
+    """Per variable the variables that share a table with it, in order of the tables."""
     near: list[dict[int, None]] = [{} for _ in range(num_variables)]
     for scope in dict.fromkeys(scopes):
         for v in scope:
@@ -136,7 +142,7 @@ def neighbours(scopes: Iterable[Scope], num_variables: int) -> list[dict[int, No
 
 
 def _cut(table: Costs, cuts: Sequence[Sequence[int] | None]) -> Costs:
-    """The kept choices along each dim; a dim with one choice left goes away."""
+    """The table with the kept choices along each dim; a dim with one choice is removed."""
     for dim in reversed(range(table.ndim)):
         places = cuts[dim]
         if places is not None:
@@ -145,10 +151,10 @@ def _cut(table: Costs, cuts: Sequence[Sequence[int] | None]) -> Costs:
 
 
 def _finite(tables: list[Costs], times: list[int]) -> tuple[list[Costs], float, float]:
-    """The tables, each used so many times, with a finite price for inf; `forbidden` and `most`.
+    """The tables with a finite cost for inf, and the numbers ``forbidden`` and ``most``.
 
-    All tables in one row of cells, since most of them are so small that numpy takes longer to
-    begin than to compute.
+    ``times`` is how often each table is used. All tables are joined to one array of cells: most
+    are so small that a numpy call takes longer to begin than to compute.
     """
     if not tables:
         return [], 1.0, 0.0

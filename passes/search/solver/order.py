@@ -1,4 +1,4 @@
-"""In which order to eliminate variables: several rules are tried without touching a table."""
+"""The order in which variables are eliminated: greedy rules are tried on table sizes alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 from partc.passes.search.solver.network import Network, neighbours
 
-# One step of a dry run takes about as long as adding so many cells: where the tables are smaller,
-# no other rule is tried.
+# To choose one variable of an order takes about as long as to add this many cells: where tables are
+# smaller, no further rule is tried.
 _CELLS_PER_STEP = 1e4
 
-Near = list[dict[int, None]]  # per variable those that it shares a table with
+Near = list[dict[int, None]]  # per variable its neighbours: those with which it shares a table
 
 
 @dataclass(frozen=True)
 class Order:
-    """``variables`` in the order of elimination; ``cells`` counts all tables that this makes,
-    ``largest`` the cells of the largest, ``width`` the variables beside the eliminated one in it.
+    """An elimination order with the size of the tables that it makes.
+
+    ``cells`` are the cells of all tables, ``largest`` those of the largest; ``width`` is the most
+    variables beside the eliminated one in a table.
     """
 
     variables: tuple[int, ...]
@@ -47,7 +49,7 @@ def choose_order(net: Network) -> Order:
 
 
 def _measured(variables: list[int], net: Network) -> Order:
-    """Count the cells of an order."""
+    """The order of these variables, with the cells of its tables counted."""
     near = neighbours(net.scopes, len(net.kept))
     sizes, width, counts = net.sizes, 0, []
     for v in variables:
@@ -58,8 +60,9 @@ def _measured(variables: list[int], net: Network) -> Order:
 
 
 def _peel(variables: list[int], sizes: Sequence[int], near: Near) -> list[int]:
-    """Take variables of at most two neighbours out of ``near``, the smallest table first: no rule
-    would do better, and what is left is much smaller.
+    """Remove variables with at most two neighbours from ``near``, the smallest table first.
+
+    Such variables may come first in any order without loss; the remaining graph is much smaller.
     """
     peeled = []
     heap = [(_cells(v, sizes, near), v) for v in variables if len(near[v]) <= 2]
@@ -80,12 +83,12 @@ def _peel(variables: list[int], sizes: Sequence[int], near: Near) -> list[int]:
 
 
 def _cells(v: int, sizes: Sequence[int], near: Near) -> int:
-    """The cells of the table that eliminating v makes."""
+    """The cells of the table over v and its neighbours, which eliminating v adds up."""
     return sizes[v] * math.prod([sizes[w] for w in near[v]])
 
 
 def _remove(v: int, near: Near) -> None:
-    """Take v out; its neighbours become neighbours of each other."""
+    """Remove v from the graph; its neighbours become neighbours of each other."""
     others = near[v]
     for w in others:
         mine = near[w]
@@ -95,10 +98,10 @@ def _remove(v: int, near: Near) -> None:
 
 
 class Remaining:
-    """The graph of the variables that are left, with what eliminating each would mean.
+    """The graph of the variables that are not yet eliminated, with the cost of eliminating each.
 
-    ``cells[v]`` are the cells of its table. ``pairs[v]`` sums, over the pairs of its neighbours
-    that would become neighbours, the product of their ``weights``.
+    ``cells[v]`` are the cells of v's table. ``pairs[v]`` is the (weighted) fill of v: the sum, over
+    the pairs of v's neighbours that would become neighbours, of the product of their ``weights``.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Remaining:
         self.pairs = {v: self._missing(v) for v in variables}
 
     def eliminate(self, v: int) -> dict[int, None]:
-        """Connect v's neighbours and take it out; the variables whose figures changed."""
+        """Eliminate v: connect its neighbours; return the variables whose costs changed."""
         others = list(self.near[v])
         changed = dict.fromkeys(others)
         for i, a in enumerate(others):
@@ -123,7 +126,7 @@ class Remaining:
         return changed
 
     def drop(self, v: int) -> list[int]:
-        """Take v out with its edges; its former neighbours."""
+        """Remove v with its edges; return its former neighbours."""
         near, weights = self.near, self.weights
         others = list(near[v])
         around = near[v]
@@ -176,7 +179,7 @@ def _greedy(
     weights: Sequence[int],
     score: Score,
 ) -> list[int]:
-    """Eliminate what scores lowest, again and again."""
+    """The order in which the variable with the lowest score is eliminated, step by step."""
     left = Remaining(variables, near, sizes, weights)
     heap = [score(left, v) for v in variables]
     heapq.heapify(heap)

@@ -1,4 +1,4 @@
-"""What the search minimises: variables with a few choices each, and tables of what they cost."""
+"""The problem that the solver minimises: variables with a few choices, and tables of costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Assignment = tuple[int, ...]  # the index of every variable's choice
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One decision. ``costs`` (f64[choices]) is what each choice costs alone; inf forbids it."""
+    """One decision; ``costs`` (f64[choices]) are the costs of each choice alone, inf forbids it."""
 
     name: str
     choices: tuple[str, ...]
@@ -30,10 +30,10 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """What the choices of several variables cost together: ``table[choice of variables[0], ...]``.
+    """The cost of several variables' choices together: ``table[choice of variables[0], ...]``.
 
-    ``variables`` are indices into `Problem.variables`; inf forbids a combination. Factors that
-    cost the same should share one array: equal tables are then found without reading them.
+    ``variables`` are indices into `Problem.variables`; inf forbids a combination. Factors with
+    equal tables should share one array: the solver then finds them equal without reading them.
     """
 
     variables: tuple[int, ...]
@@ -66,13 +66,13 @@ class Problem:
         return tuple(len(variable.choices) for variable in self.variables)
 
     def cost(self, assignment: Sequence[int]) -> float:
-        """The exact sum (rounded once) of everything that the choices cost; inf if forbidden."""
+        """The cost of an assignment, an exact sum rounded once; inf if it is forbidden."""
         own = [each.costs[c] for each, c in zip(self.variables, assignment, strict=True)]
         shared = [f.table[tuple([assignment[v] for v in f.variables])] for f in self.factors]
         return math.fsum(own + shared)
 
     def forbidden(self, assignment: Sequence[int]) -> list[str]:
-        """The names of the variables of each thing that the choices violate, such as ``a, b``."""
+        """The names of the variables of each forbidden cell that an assignment uses: ``a, b``."""
         chosen = zip(self.variables, assignment, strict=True)
         alone = [each.name for each, c in chosen if math.isinf(each.costs[c])]
         names = [variable.name for variable in self.variables]
@@ -85,6 +85,6 @@ class Problem:
 
 
 def _check_costs(where: str, costs: Costs) -> None:
-    """A cost is a number or inf; nan and -inf would make every comparison meaningless."""
+    """Assert that costs are float64, and no nan or -inf, which would spoil every comparison."""
     assert costs.dtype == np.float64, f"{where}: costs are {costs.dtype}, not float64"
     assert (costs > -np.inf).all(), f"{where}: a cost is nan or -inf"

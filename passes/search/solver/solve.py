@@ -1,4 +1,4 @@
-"""The way in: solve a problem exactly where that is possible, else well, and say how well."""
+"""Solve a problem exactly if its tables are small enough, else approximately with a bound."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partc.passes.search.solver.eliminate import MAX_CELLS, MAX_TABLE, Eliminati
 from partc.passes.search.solver.milp import milp
 from partc.passes.search.solver.problem import Assignment, Problem
 
-ASKED_CELLS = 200_000  # of all tables: up to here HiGHS closes a gap within seconds
+ASKED_CELLS = 200_000  # of all factors' tables: up to this HiGHS closes a gap within seconds
 _NODES = 1000  # of HiGHS's tree: a count, since seconds would differ from machine to machine
 
 How = Literal["exact", "conditioned", "milp"]
@@ -20,8 +20,8 @@ How = Literal["exact", "conditioned", "milp"]
 
 @dataclass(frozen=True)
 class Stats:
-    """``cells`` and ``width`` of the last elimination (0 where it was too wide), ``rounds`` of
-    draws, ``seconds`` in all.
+    """Effort of a solution: ``cells`` and ``width`` of the elimination (0 where it was too wide),
+    ``rounds`` of draws, ``seconds`` in all.
     """
 
     cells: float
@@ -32,10 +32,11 @@ class Stats:
 
 @dataclass(frozen=True)
 class Solution:
-    """What was found: no assignment that is allowed costs less than ``bound``.
+    """The best assignment found; no allowed assignment costs less than ``bound``.
 
-    ``cost`` is inf if nothing was found, and ``violations`` then says what ``assignment``, the
-    nearest one seen, breaks. ``bound`` is inf if it is proven that there is nothing.
+    ``cost`` is inf if no allowed assignment was found; ``assignment`` is then the nearest one seen,
+    and ``violations`` lists the forbidden cells that it uses. ``bound`` is inf if every assignment
+    is proven to be forbidden.
     """
 
     assignment: Assignment
@@ -47,7 +48,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By what part of its cost the assignment may be dearer than the optimum; 0 if proven."""
+        """(cost - bound) / cost: the most by which the optimum may be cheaper; 0 if optimal."""
         if self.cost == self.bound:
             return 0.0
         return (self.cost - self.bound) / abs(self.cost) if self.cost else math.inf
@@ -67,12 +68,13 @@ def solve(
     asked_cells: int = ASKED_CELLS,
     milp_seconds: float = 0.0,
 ) -> Solution:
-    """A cheapest assignment.
+    """A cheapest assignment, or a good one with a lower bound.
 
-    By elimination if its tables fit ("exact"), else by conditioning search, which ``seed`` makes
-    repeatable ("conditioned"). HiGHS is asked last: for a few nodes if nothing was found nor proven
-    impossible, or if a problem of at most ``asked_cells`` has a gap; for up to ``milp_seconds`` if
-    any has. The result is the same on every machine unless ``milp_seconds`` is set.
+    By elimination if its tables fit ("exact"), else by a conditioning search with a fixed ``seed``
+    ("conditioned"). HiGHS comes last ("milp"). It gets 1000 nodes if no allowed assignment was
+    found and none is proven impossible, or if a problem of at most ``asked_cells`` cells has a gap;
+    with ``milp_seconds`` it gets this time for any gap, and only then does the result depend on the
+    machine.
     """
     began = time.perf_counter()
     solver = _Solver(problem, seed, max_cells, max_table)
@@ -86,13 +88,15 @@ def solve(
 
 @dataclass(frozen=True)
 class _Solver:
+    """The steps of ``solve`` for one problem."""
+
     problem: Problem
     seed: int
     max_cells: float
     max_table: float
 
     def first(self) -> Solution:
-        """By elimination, or by conditioning where that is too wide."""
+        """Solve by elimination, or by conditioning where elimination is too wide."""
         exact = eliminate(self.problem, max_cells=self.max_cells, max_table=self.max_table)
         if isinstance(exact, Elimination):
             stats = Stats(exact.cells, exact.width, 1, exact.seconds)
@@ -102,7 +106,7 @@ class _Solver:
         return self._solution(found.assignment, found.cost, found.bound, "conditioned", stats)
 
     def last_resort(self, before: Solution, seconds: float) -> Solution:
-        """What HiGHS finds or proves beyond ``before``."""
+        """``before`` with a better assignment or bound, if HiGHS finds one."""
         nodes = None if seconds else _NODES
         found = milp(self.problem, seconds=seconds or math.inf, nodes=nodes)
         bound = max(before.bound, found.bound)
@@ -115,6 +119,6 @@ class _Solver:
     def _solution(
         self, assignment: Assignment, cost: float, bound: float, how: How, stats: Stats
     ) -> Solution:
-        """With what the assignment violates."""
+        """The solution of an assignment, with the forbidden cells that it uses."""
         broken = tuple(f"forbidden: {names}" for names in self.problem.forbidden(assignment))
         return Solution(assignment, cost, bound, how, broken, stats)
