@@ -77,8 +77,8 @@ class Call:
     def arguments(self, skip: int = 0, place: bool = False) -> str:
         """The given arguments, but for the first ``skip``, as text.
 
-        Booleans are written by name, and so are all arguments behind one that is left out. With
-        ``place`` the device is added.
+        A boolean is written by name, and so is every argument behind it or behind one that is left
+        out. With ``place`` the device is added.
         """
         arguments = list(self.node.target._schema.arguments)  # type: ignore[union-attr]
         texts, by_name = [], False
