@@ -99,7 +99,7 @@ def _called(
     """
     inside = set(members)
     reads = dict.fromkeys(n for node in members for n in node.all_input_nodes)
-    with graph.fx.inserting_after(max(members)):
+    with graph.fx.inserting_after(max(members)):  # fx compares nodes by their place in the graph
         call = graph.fx.call_function(function, tuple(n for n in reads if n not in inside))
     set_like(call, outputs[0])
     follows = [value(n).forward for n in [outputs[0], *reversed(members)] if value(n).forward]
@@ -120,7 +120,7 @@ def _called(
         # the gradient of what stands inside follows the call, if it is that of an operand
         near = any(_alike(n, node) for n in node.all_input_nodes if n not in inside)
         stand_ins[known_as(node)] = known_as(call) if near else ""
-    for node in sorted(members, reverse=True):
+    for node in sorted(members, reverse=True):  # fx erases no node that another one still reads
         graph.fx.erase_node(node)
     return results
 

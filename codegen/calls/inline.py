@@ -17,6 +17,7 @@ from partc.codegen.helpers.needed import Outlined
 from partc.graph import collectives, is_tensor, tensor_args, value
 
 DEPTH = 3  # how many views, or pointwise ops, may stand inside each other in one expression
+# Views of one result; those with several have a line that names all results.
 _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
     "split",
     "split_with_sizes",

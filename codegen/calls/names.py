@@ -328,6 +328,7 @@ def _gradient_names(
 
     A forward value that the backward computes again has the name it has in the forward.
     """
+    # Reversed, so that of several calls with one name the first in the graph stands in the table.
     by_name = {known_as(n): n for n in reversed(list(graph.calls())) if has_value(n)}
     params = graph.params
     final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}

@@ -42,6 +42,7 @@ def tidied(graph: Graph, *, fused: bool = False) -> Graph:
     nodes.output(result)
     copy = replace(graph, fx=nodes)
     for node in copy.calls():
+        # In training (argument 7) the backward reads the batch's statistics, not the running ones.
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
         elif is_call(node, aten.clone.default):

@@ -58,6 +58,7 @@ class Transfers(Expressions):
         if node in self.in_place if overwrites else self._gives_up(operand, node):
             self.seen[node] = x
         elif overwrites:
+            # c10d wants contiguous memory, and `clone` alone keeps the strides of its operand.
             dense = (
                 "" if fake_of(operand).is_contiguous() else "memory_format=torch.contiguous_format"
             )
@@ -121,6 +122,8 @@ class Transfers(Expressions):
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
+        # Over gloo a reduce-scatter of gradients is an all_to_all (it sends half as much as gloo's
+        # own): the pieces of all ranks have arrived and are still to be added up.
         in_pieces = start in self.joint.params and kind_of(start) == "reduce_scatter"
         if in_pieces and not self.helpers.messages:
             lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))

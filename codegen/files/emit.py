@@ -66,6 +66,7 @@ def emit(
     helpers = Helpers(messages=messages)
     items = outlined(graph, items, helpers)
     items = compiled(graph, items, helpers) if inductor else items
+    # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
     check_source(text)

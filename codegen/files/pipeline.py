@@ -168,6 +168,7 @@ class Pipeline:
 
         The group's first and last rank stand for the group.
         """
+        # Two ranks fix every line's slope; to print all of a group each time would take long.
         ends = dict.fromkeys((group[0], group[-1], rank))
         return merged({each: list(self._order(each)) for each in ends}) is not None
 

@@ -163,7 +163,7 @@ class RankStep:
                     shape, dtype = literal(tuple(value(node).shape)), literal(value(node).dtype)
                     empty = f"torch.empty({shape}, dtype={dtype}, device={self._device})"
                     yield Line(f"{key} = {empty}")
-                elif self.schedule.ranks > 1:
+                elif self.schedule.ranks > 1:  # c10d wants contiguous memory
                     yield Line(f"{key} = {key}.contiguous()")
                 if self.schedule.ranks > 1:
                     yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")

@@ -165,7 +165,7 @@ class StageText(RoleText):
     def functions(self) -> list[dict[str, str]]:
         """The methods of the stage's class; cached, since printing them notes names and helpers."""
         methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
-        methods["S"].lines[:0] = self._opening()
+        methods["S"].lines[:0] = self._opening()  # last: it depends on what the others leave
         functions = [method.function() for method in methods.values()]
         functions += [self._finish().reduce()] if self.ends.leaving else []
         return [*functions, *([self._finish().function()] if self.finishes else [])]

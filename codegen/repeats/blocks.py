@@ -113,6 +113,7 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
         if layer:
+            # Weights gathered once per step (phase S) are read by the block's forward method.
             owners[node] = (layer, "F" if known.phase == "S" else known.phase)
         elif not known.module:
             pathless.append(node)

@@ -38,6 +38,7 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     if node.target is collectives.all_gather:
         call = helpers.use("gather")
     elif node.target is collectives.reduce_scatter:
+        # `scatter_sum` splits dim 0: pieces of another dim are first laid out along dim 0.
         call = helpers.use("scatter_sum")
         if cut := _cut(k["dim"], k.get("outer", 1)):
             operands[0] = f"{helpers.use('in_pieces')}({', '.join([str(x), str(k['num']), *cut])})"
