@@ -1,7 +1,9 @@
-"""Scheduled graphs to Python text; here the words that all its rooms use: lines, and what is safe.
+"""Prints the program of each rank: scheduled graphs become readable Python that imports only torch.
 
-In: scheduled graphs, a schedule, a plan. Out: the source of every role. Start: ``files/emit.py``;
-``text.py`` and ``safety.py`` here. Never: a decision, or a number of a machine.
+In: scheduled graphs, a pipeline schedule, a plan. Out: the source of one file for each role, a
+role being the ranks that run the same text. Start: ``files/emit.py``; this folder itself has
+``text.py`` (lines that fit the page) and ``safety.py`` (what a program may do). Never: a decision,
+or a figure of a machine: both stand in the plan and the graphs.
 """
 
 if __name__ != "partc.codegen":  # a second import under another name would register twice

@@ -1,4 +1,8 @@
-"""Generated source in, its syntax tree out, every node of which is on an allow-list."""
+"""Checks that a generated program does nothing but compute with torch.
+
+Source text in, its syntax tree out. Every node of the tree is on an allow-list, so that a
+program from an edited file or from a user's pass cannot open files, run commands or load code.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ FORBIDDEN = {
 
 
 def check_source(text: str) -> ast.Module:
-    """Parse a generated program; CheckError unless it does nothing but compute with torch."""
+    """The syntax tree of a generated program; CheckError unless it only computes with torch."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -62,14 +66,14 @@ def _check_node(node: ast.AST, defined: set[str], compilers: set[ast.expr]) -> N
 
 
 def _compilers(tree: ast.Module) -> set[ast.expr]:
-    """Every ``@torch.compile``, plain, on a function of the module."""
+    """Every decorator ``@torch.compile`` without arguments: the only use of ``compile`` allowed."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     decorators = [each for function in functions for each in function.decorator_list]
     return {each for each in decorators if ast.unparse(each) == "torch.compile"}
 
 
 def _is_private(name: str) -> bool:
-    """Dunder names but the constructor, and what runs or loads code."""
+    """Whether a name is a dunder name but ``__init__``, or runs or loads code (FORBIDDEN)."""
     return (name.startswith("__") and name != "__init__") or name in FORBIDDEN
 
 

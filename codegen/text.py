@@ -1,19 +1,20 @@
-"""Pieces of Python text that know how tightly they bind, and lines that fit the page."""
+"""Python text: expressions that know where they need parentheses, and lines that fit the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+# Python's levels of precedence, the tightest first; at NONE no expression needs parentheses.
 ATOM, POWER, UNARY, PRODUCT, SUM, SHIFT, AND, XOR, OR, COMPARE, NONE = range(20, 9, -1)
-WIDTH = 100  # of a line of code
-PAGE = 128  # with the remark
+WIDTH = 100  # columns of a line of code
+PAGE = 128  # columns of a line of code and the remark beside it
 COMMENT_COLUMN = 72  # where comments stand beside shorter lines
 
 
 @dataclass(frozen=True)
 class Text:
-    """An expression and the level of its outermost operator."""
+    """An expression and the precedence of its outermost operator: ``a + b`` has the level SUM."""
 
     code: str
     level: int = ATOM
@@ -36,13 +37,14 @@ class Line:
 
     code: str
     remark: str = ""
-    indent: int = 0  # in levels, relative to the function's body
-    both: bool = False  # whether targets and arguments may be too many for a line each
+    indent: int = 0  # in levels of four columns, relative to the function's body
+    both: bool = False  # whether ``wrap`` may break among targets and among arguments at once
 
 
 def block(lines: Iterable[Line], indent: int) -> str:
     """Lines as text: wrapped to the page, remarks aligned, indented by ``indent`` levels."""
     wrapped = [(_rows(line, indent), line.remark) for line in lines]
+    # One long line must not push the remarks of all others to the right.
     ends = [len(rows[-1]) for rows, remark in wrapped if remark]
     column = max([end for end in ends if end <= COMMENT_COLUMN], default=0)
     text = []
@@ -56,7 +58,7 @@ def block(lines: Iterable[Line], indent: int) -> str:
 
 
 def _rows(line: Line, indent: int) -> list[str]:
-    """A line's code, broken also where the remark would stand too far to the right."""
+    """A line's code as rows of text, with room for the remark behind the last one."""
     room = len(line.remark) + 4 if line.remark and line.code else 0
     return wrap(line.code, 4 * (indent + line.indent), room, line.both)
 
@@ -90,7 +92,7 @@ def _size(rows: Sequence[str]) -> tuple[int, int, int]:
 
 
 def _too_long(rows: Sequence[str]) -> int:
-    """By how many columns the longest line leaves the page."""
+    """By how many columns the longest line is longer than WIDTH; 0 if none is."""
     return max(0, *(len(row) - WIDTH for row in rows))
 
 
@@ -99,7 +101,11 @@ def _fits(rows: Sequence[str], room: int) -> bool:
 
 
 def _broken(code: str, pair: tuple[int, int], indent: int) -> Iterator[list[str]]:
-    """A statement broken inside one bracket: under its first item, or on lines of their own."""
+    """The ways to break a statement inside one bracket.
+
+    Later lines stand under the first item, or all items stand on lines of their own behind the
+    bracket, which closes behind the last item or on a line of its own.
+    """
     start, end = pair
     items = [item.strip() for item in _split(code[start + 1 : end]) if item.strip()]
     if len(items) < 2 and not (items and _is_call(code, start)):
@@ -133,9 +139,9 @@ def _broken_twice(code: str, indent: int) -> Iterator[list[str]]:
 
 
 def _fill(items: Sequence[str], indent: int, closed: str = "") -> list[str]:
-    """Items side by side, as many as fit, ``closed`` right behind the last one.
+    """Rows of items side by side, as many as fit, with ``closed`` right behind the last item.
 
-    An item too long by itself is wrapped in turn.
+    An item too long for a row is wrapped itself.
     """
     rows: list[str] = []
     for item in items:
@@ -148,8 +154,10 @@ def _fill(items: Sequence[str], indent: int, closed: str = "") -> list[str]:
 
 
 def _brackets(code: str) -> list[tuple[int, int]]:
-    """The outermost bracket pairs of a statement, the last one first, each with the call that is
-    all it holds."""
+    """Positions of the outermost pairs of brackets in a statement, the last pair first.
+
+    Where a bracket holds nothing but one call, as in ``f(g(x, y))``, the call's pair is there too.
+    """
     pairs: list[tuple[int, int]] = []
     open_at: list[int] = []
     closed: list[tuple[int, int]] = []  # inside the outermost bracket
@@ -173,7 +181,10 @@ def _is_sole_call(code: str, outer: int, start: int) -> bool:
 
 
 def _is_call(code: str, start: int) -> bool:
-    """Whether a bracket holds a call's arguments; a comma in an index would change its meaning."""
+    """Whether a bracket holds the arguments of a call.
+
+    Only there may a single item get a trailing comma: ``x[0]`` and ``x[0,]`` differ.
+    """
     before = code[start - 1 : start]
     return code[start] == "(" and (before.isalnum() or before in tuple("_)]"))
 

@@ -1,6 +1,14 @@
-"""Tests, each in the folder of the room that it tests; ``whole/`` holds what crosses all rooms.
+"""Tests, in folders with the names of the rooms that they test; ``whole/`` tests all rooms at once.
 
-What several folders use stands beside this file: models (``zoo``, ``pipelines``), graphs written by
-hand (``build``), a program written by hand (``example_program``), comparisons with eager PyTorch.
-Names of test files are unique, since golden files stand in folders of these names.
+To write a test, look here first for what it needs:
+
+- a model: ``zoo`` (tiny ones of twenty families), ``pipelines`` (a toy for stages), ``deep``,
+  ``towers`` and ``llamas`` (large ones without memory, for searches);
+- a graph of one rank, written by hand: ``build``; the same run on all ranks: ``simulate``;
+- a program written by hand: ``example_program``; a program's peak memory: ``dry_runs``;
+- eager PyTorch to compare with: ``compare``, ``interpret``; measured memory: ``allocations``;
+- a mesh with slow links between machines: ``pairs``; a time-out: ``patience``;
+- text to compare with a file: the fixture ``golden`` in ``conftest``.
+
+A test file's name is unique in all folders: its golden files stand in ``golden/<that name>/``.
 """

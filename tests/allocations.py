@@ -1,7 +1,8 @@
-"""How much memory a piece of code takes, as its allocator saw it.
+"""Measures how many bytes of tensors a function holds at its peak, as PyTorch's allocator counts.
 
-On the CPU it sees the calling thread only. A gloo thread may drop its handle of a tensor after the
-program did: the tensor then counts as live to the end, and the allocations do not add up to zero.
+On the CPU only allocations of the calling thread are seen. A thread of gloo may drop its handle of
+a tensor after the program did: the tensor then counts as live to the end, and allocations and frees
+do not add up to zero.
 """
 
 import json
@@ -16,19 +17,19 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measured_peak_bytes(run: Callable[[], Any]) -> int:
-    """Run it once; the most bytes that were live at a time beyond those live at its start."""
+    """The peak of live bytes while ``run`` runs once, beyond those live at its start."""
     if torch.cuda.is_initialized():
         return _cuda_peak_bytes(run)
     return peak_bytes(allocations(run))
 
 
 def peak_bytes(changes: Iterable[int]) -> int:
-    """The highest that a series of allocations and frees gets above its start."""
+    """The highest sum of a series of allocations and frees, in bytes; 0 at its start."""
     return max(accumulate(changes, initial=0))
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:
-    """Run it once on the CPU; every allocation in order, as bytes, negative where freed."""
+    """Run a function once on the CPU; its allocations in order, in bytes, frees negative."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = run()  # freed after the measurement
     with tempfile.TemporaryDirectory() as folder:

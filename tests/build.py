@@ -1,4 +1,8 @@
-"""Local graphs written by hand, one line per call, for tests of what reads them."""
+"""Writes local graphs (of one rank) by hand, one line for each call.
+
+``b = Build("tp=2"); w = b.tensor("param", "w", [8, 4], tp=cut(0))`` is ``param w : f32[8@tp,4]``.
+``mlp()`` below is a whole step as an example.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,12 @@ aten = torch.ops.aten
 
 
 class Build:
-    """Writes a local graph: each call is given the layouts of its result, ``tp=cut(0)``."""
+    """A local graph to which calls are added in order, ended by ``done``.
+
+    Each call states how its result is laid out along mesh axes, by keywords such as ``tp=cut(0)``,
+    ``dp=U`` (an unfinished sum); an axis that is not named is replicated. Shapes of ranks are
+    computed on fake tensors.
+    """
 
     def __init__(self, mesh: str) -> None:
         self.mesh = Mesh.parse(mesh)
@@ -28,7 +37,7 @@ class Build:
         self.phase = "F"
 
     def tensor(self, kind: Any, name: str, shape: list[int], **layouts: Layout) -> fx.Node:
-        """A parameter, buffer or input; ``shape`` is the whole's."""
+        """Add a parameter, buffer or input; ``shape`` is that of the whole tensor."""
         node = self.fx.placeholder(name.replace(".", "_"))
         sharding = Sharding.of(layouts, self.mesh)
         known = Value(kind=kind, shape=tuple(shape), name=name, sharding=sharding)
@@ -39,7 +48,7 @@ class Build:
         return node
 
     def __call__(self, target: Callable[..., Any], *args: Any, **named: Any) -> fx.Node:
-        """A call; keywords that are Layouts say how the result lies, the others are arguments."""
+        """Add a call; keywords that are Layouts are the result's layouts, others are arguments."""
         layouts = {k: v for k, v in named.items() if isinstance(v, Layout)}
         kwargs = {k: v for k, v in named.items() if not isinstance(v, Layout)}
         node = self.fx.call_function(target, args, kwargs)
@@ -51,7 +60,11 @@ class Build:
     def collective(
         self, target: Callable[..., Any], x: fx.Node, axis: str, **named: Any
     ) -> fx.Node:
-        """A collective over an axis; its other axes lie as the operand's."""
+        """Add a collective over an axis, without its wait.
+
+        ``after`` is the result's layout along this axis, replicated if not given; along the other
+        axes the result is laid out as the operand.
+        """
         before = {a: value(x).sharding.on(a) for a in self.mesh.names if a != axis}
         after = named.pop("after", R)
         return self(
@@ -61,7 +74,7 @@ class Build:
     def joined(
         self, target: Callable[..., Any], xs: list[fx.Node], axis: str, after: Layout, **named: Any
     ) -> list[fx.Node]:
-        """Several tensors in one transfer, waited for and picked."""
+        """Add a collective of several tensors, its wait, and the getitem of each result."""
         num = self.mesh.size(axis)
         start = self(target, xs, axis=axis, num=num, **named)
         waited = self(collectives.wait, start)
@@ -72,12 +85,12 @@ class Build:
         ]
 
     def reduced(self, x: fx.Node, axis: str) -> fx.Node:
-        """An all_reduce and its wait."""
+        """Add an all_reduce over an axis and its wait: ``f32[8]{U:tp} -> f32[8]``."""
         started = self.collective(collectives.all_reduce, x, axis)
         return self(collectives.wait, started, **dict(value(started).sharding.layouts))
 
     def done(self, **outputs: Any) -> Graph:
-        """The graph with these outputs."""
+        """End the graph with outputs (``loss=...``, ``grads={name: node}``) and return it."""
         self.fx.output(Outputs(**outputs).as_dict())
         return Graph(self.fx, self.mesh, "Hand")
 
@@ -86,7 +99,7 @@ class Build:
         set_fake(node, result)
 
     def _known(self, node: fx.Node, result: Any, sharding: Sharding) -> Value:
-        """The whole's shape is the local one with every cut dim that many times as large."""
+        """What the graph knows of a call; each sharded dim is larger in the whole shape."""
         if not isinstance(result, Tensor):
             return Value(module="mlp", phase=cast(Any, self.phase))
         shape = list(result.shape)
@@ -99,7 +112,10 @@ class Build:
 
 
 def mlp(mesh: str = "dp=2,tp=2") -> Graph:
-    """Forward and backward of ``sum((w2 relu(w1 x))^2) / 80``, cut as Megatron does, scheduled."""
+    """A step of ``loss = sum((w2 relu(w1 x))^2) / 80``, sharded over tp as Megatron does.
+
+    ``w1`` is sharded by column, ``w2`` by row, the batch over dp. Every collective has its wait.
+    """
     b = Build(mesh)
     dp, tp = {"dp": cut(0)}, {"tp": cut(0)}
     w1 = b.tensor("param", "w1.weight", [16, 12], **tp)

@@ -1,4 +1,7 @@
-"""Compare what a traced graph computes with what eager PyTorch computes."""
+"""Compares what a traced graph computes with what eager PyTorch computes, on one device.
+
+``check(model, inputs)`` traces a training step and compares loss, gradients and buffers.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from partc.graph import Graph
 from partc.lowering import trace
 from tests.interpret import run_graph
 
-LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
-NOISE = 1e-6  # gradients below this part of the largest are compared with that part
+LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}  # largest relative error that passes
+# The error of a gradient is taken relative to its largest element, or to this part of the largest
+# element of all gradients, if that is more: tiny gradients are rounding errors alone.
+NOISE = 1e-6
 
 
 def run(graph: Graph, model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
-    """One step of the graph on the model's own tensors."""
+    """The loss, gradients and buffers of one step of a graph, on the model's own tensors."""
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     return run_graph(graph, params, buffers, dict(zip(graph.inputs, inputs, strict=True)))
 
@@ -25,7 +30,10 @@ def run(graph: Graph, model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str,
 def check(
     model: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[..., Tensor] | None = None
 ) -> Graph:
-    """Trace a step and compare loss, gradients and buffers with eager; returns the graph."""
+    """Trace a step, assert that loss, gradients and buffers are those of eager; returns the graph.
+
+    Random ops of both draw from the same seed.
+    """
     graph = trace(model, inputs, loss)
     torch.manual_seed(0)
     got = run(graph, model, inputs)

@@ -1,4 +1,7 @@
-"""The `golden` fixture: text produced by a test is compared with a file under tests/golden."""
+"""The fixture ``golden``, which compares text of a test with a file under tests/golden.
+
+``golden(str(plan))`` fails if the file differs; ``pytest --update-golden`` writes the file anew.
+"""
 
 import ast
 import gc
@@ -12,7 +15,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
-GARBAGE = 50_000  # new objects between two looks for what nobody reaches; graphs are many objects
+GARBAGE = 50_000  # new objects between two runs of the garbage collector; graphs are many objects
 collect_ignore = ["golden"]  # golden sources are named after their tests, so they look like tests
 
 
@@ -27,10 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compute_in_one_thread() -> None:
-    """Several processes run tests: threads beyond the cores burn time in waiting for each other.
+    """Let torch compute in one thread: several test processes would fight for the same cores.
 
-    torch reads this when it is imported, here (which conftest.py does not do) and in what tests
-    start. Ranks that compile with inductor are several too.
+    torch reads these variables when it is imported, in this process and in ranks that tests start;
+    so conftest.py must not import torch before. The second variable limits torch.compile.
     """
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, "1")
@@ -38,14 +41,14 @@ def compute_in_one_thread() -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # what was imported stays; to look through it at every collection takes long
+    gc.freeze()  # imported modules stay: to look through them at every collection takes long
     gc.set_threshold(GARBAGE)
 
 
 @pytest.fixture(scope="module")
 def laws_once() -> Iterator[None]:
-    """Reads the laws of a graph once, where many tests of a module search for the same one."""
-    from tests.laws import read_once  # with torch, for which no other test waits
+    """Lets tests of one module that search plans for the same graph share its scaling models."""
+    from tests.laws import read_once  # here, as it imports torch, which other tests need not do
 
     with read_once():
         yield
@@ -53,7 +56,10 @@ def laws_once() -> Iterator[None]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Compare text with tests/golden/<test file>/<test name><suffix>; a .py must also parse."""
+    """Compare text with tests/golden/<test file>/<test name><suffix>; a .py must also parse.
+
+    A test may compare one text for each suffix.
+    """
 
     def compare(text: str, suffix: str = ".txt") -> None:
         name = _stem(request.node.nodeid) + suffix
@@ -73,6 +79,7 @@ def _stem(nodeid: str) -> str:
 
 
 def _compare(path: Path, text: str, update: bool) -> None:
+    """Fail with a diff if a golden file differs from a text; with ``update`` write it first."""
     if update:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="\n")
@@ -92,7 +99,10 @@ def _diff(expected: str, text: str) -> str:
 
 
 class StaleGoldens:
-    """After a full and successful run, fail on golden files that no test asked for."""
+    """After a full and successful run, fail on golden files that no test asked for.
+
+    With --update-golden such files are removed.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Models deep enough that a trace leaves blocks out."""
+"""Models with so many equal blocks that a trace records some of them and leaves the others out."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ DEPTH: dict[str, dict[str, Any]] = {
 
 @cache
 def deep(name: str) -> Case:
-    """A family of the zoo, or the toy, with enough layers that some are left out."""
+    """A family of the zoo, or ``"toy"``, with enough layers; the same object for every test."""
     return toy(38) if name == "toy" else FAMILIES[name].case(name, **DEPTH[name])

@@ -1,8 +1,8 @@
-"""A rank program written by hand, in the shape that partc emits, for tests of everything around it.
+"""A program of a rank, written by hand as partc prints them, for tests of loading and running.
 
-The model is a gated MLP with every case that loading knows: a weight cut in halves (outer 2), one
-cut by two axes, a replicated one, a frozen one, a tied name, a buffer that a step changes, an
-unsaved buffer.
+The model is a gated MLP with every case that loading distinguishes: a weight whose two halves are
+sharded each (outer 2), one sharded over two axes, a replicated one, a frozen one, a tied name, a
+buffer that a step changes, and a buffer that checkpoints leave out.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ Step = GatedMLPStep
 
 
 class GatedMLP(nn.Module):
-    """The single-device model that the program above stands for."""
+    """The single-device model whose training step the program above computes."""
 
     rows: Tensor
     scale: Tensor
@@ -133,29 +133,33 @@ class GatedMLP(nn.Module):
 
 
 def example_model(seed: int = 0) -> GatedMLP:
+    """The model with weights drawn from a seed; other random numbers of the test do not change."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return GatedMLP()
 
 
 def example_batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    """The global batch ``(x, y)``, both of shape (12, 8)."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(2, BATCH, WIDTH, generator=generator)
     return x, y
 
 
 def example_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean squared error, as the program computes it."""
     loss: Tensor = (model(x) - y).pow(2).mean()
     return loss
 
 
 def example_source(dp: int = 2, tp: int = 2) -> str:
+    """The text of the program for a mesh of these sizes."""
     local = {"up": 2 * HIDDEN // tp, "down": HIDDEN // tp // dp}
     return SOURCE.format(mesh=f"dp={dp} tp={tp}", dp=dp, tp=tp, **local)
 
 
 def example_program(dp: int = 2, tp: int = 2) -> Program:
-    """The program on any mesh whose ranks divide the batch and the hidden size."""
+    """The program for a mesh; dp * tp has to divide 12, the hidden size and the batch."""
     model = example_model()
     return Program(
         plan=f"[mesh]\ndp = {dp}\ntp = {tp}\n",
@@ -170,10 +174,10 @@ def example_program(dp: int = 2, tp: int = 2) -> Program:
 
 
 def cli_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
-    """What ``tests.example_program:cli_target`` names on the command line."""
+    """The model, batch and loss that ``tests.example_program:cli_target`` names for commands."""
     return example_model(), example_batch(), example_loss
 
 
 def other_target() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
-    """A model that the example program was not compiled for."""
+    """As ``cli_target``, with a model that the program was not made for: to be refused."""
     return nn.Linear(WIDTH, WIDTH), example_batch(), example_loss

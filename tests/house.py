@@ -1,7 +1,8 @@
-"""The rooms of the source, bottom-up, and what of one room imports what of another.
+"""The rooms (folders) of the source in their order, and which modules of a room import others.
 
-``python -m tests.house [FOLDER]`` counts a checkout: modules and lines of each room, files above
-300 lines, imports that run upward, circles, lines of the README.
+A room imports from rooms before it alone. ``python -m tests.house [FOLDER]`` counts a checkout:
+modules and lines of each room, files above 300 lines, imports that break the order, circles of
+imports, lines of the README.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TOP = "partc (top)"  # what joins all rooms, directly in partc/
 FACE = "partc"  # the package file alone, which gives each public name from its module
 LONG = 300  # lines of a file
 
-# Each room imports from those before it alone.
+# Each room imports from rooms before it alone.
 ROOMS = (
     GROUND,
     "partc.schedules",
@@ -70,7 +71,7 @@ _OWN_OPS = "partc.ops."  # how rules and errors name the functions of partc.grap
 
 @dataclass(frozen=True)
 class Import:
-    """One module that another one imports, or names in a string."""
+    """An import of one module of partc by another, or a string that names a module."""
 
     importer: str
     imported: str
@@ -82,7 +83,7 @@ class Import:
 
 @dataclass(frozen=True)
 class House:
-    """The product's modules in a checkout."""
+    """The modules of partc in a checkout, without tests."""
 
     root: Path
 
@@ -109,6 +110,7 @@ class House:
         ]
 
     def _imported(self, path: Path) -> set[tuple[str, int]]:
+        """The modules of partc that a file imports or names in a string, with line numbers."""
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found = set()
         for node in ast.walk(tree):
@@ -123,7 +125,7 @@ class House:
         return {each for each in found if each[0] in self.files}
 
     def stale_names(self) -> list[str]:
-        """Strings that look like a module of partc, or something in one, and are none."""
+        """Strings that look like a module of partc, or a name in one, where no module exists."""
         return [
             f"{name}:{node.lineno} says {node.value!r}"
             for name, path in self.files.items()
@@ -134,7 +136,7 @@ class House:
         ]
 
     def upward(self) -> list[Import]:
-        """The imports from a room of one that stands above it; none of them should exist."""
+        """The imports from a room that comes later in ROOMS; there should be none."""
         place = {room: number for number, room in enumerate(ROOMS)}
         return [
             each
@@ -144,24 +146,25 @@ class House:
         ]
 
     def circles(self) -> list[set[str]]:
-        """The sets of modules that all import each other, over others or directly."""
+        """The sets of modules that import each other, directly or through other modules."""
         graph = nx.DiGraph((each.importer, each.imported) for each in self.imports)
         graph.remove_nodes_from([FACE])
         return [found for found in nx.strongly_connected_components(graph) if len(found) > 1]
 
     def lines(self, name: str) -> int:
+        """The number of lines of a module."""
         return len(self.files[name].read_text(encoding="utf-8").splitlines())
 
 
 def _name(path: Path) -> str:
-    """``partc.passes.shard.propagate`` of ``passes/shard/propagate.py``."""
+    """A module's import name: ``passes/shard/propagate.py -> partc.passes.shard.propagate``."""
     parts = [*path.parts[:-1], path.stem]
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return ".".join(parts if parts[0] == "partc" else ["partc", *parts])
 
 
 def room_of(module: str) -> str:
-    """The room that a module stands in: its folder, or the folder's folder where that is none."""
+    """The room of a module: its folder, or the nearest folder around it that is a room."""
     if module in _COMMAND_LINE:
         return "partc.cli"
     if module in _TOP_MODULES:

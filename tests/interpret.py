@@ -1,4 +1,7 @@
-"""Run a whole graph in one process: the reference that programs and passes are compared with."""
+"""Runs a joint graph on whole tensors in one process.
+
+Tests compare passes and programs with its results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def run_graph(
     buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """``{"loss", "grads", "buffers", "results"}`` of one step, from tensors by name.
+    """One step: ``{"loss": ..., "grads": {...}, "buffers": {...}, "results": {...}}``.
+
+    Parameters, buffers and inputs are given by the user's names.
 
     Missing buffers are taken from ``graph.constants``; each value is freed after its last use.
     """
@@ -37,7 +42,7 @@ def run_graph(
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Which values each node is the last to read, itself if nobody reads it."""
+    """For each node the values that it is the last to read; itself, if nobody reads it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         last[node] = node

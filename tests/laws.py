@@ -1,4 +1,4 @@
-"""The laws of a graph, which take most of a search, read once for many searches."""
+"""Makes the scaling models of a graph once for many searches: they take most of a search's time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partc.passes.search.plans.search_plans import ScalingModels, scaling_models
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """While this is open, a search for a graph that was searched before finds its laws known."""
+    """Within this block a second search for the same graph takes the first one's scaling models."""
     known: dict[
         object, tuple[Graph, ScalingModels]
     ] = {}  # with the graph, that its id stays its own

@@ -1,4 +1,4 @@
-"""Llamas of real widths, which hold no memory, for searches."""
+"""Llamas of real widths on the meta device, which take no memory, for tests of the plan search."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ def llama(layers: int = 6, width: int = 4096, vocab: int = 32000, seq: int = 204
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """The loss of predicting each next token."""
     loss: Tensor = model(ids, labels=ids).loss
     return loss
 
 
 def tokens(batch: int, seq: int = 2048) -> Tensor:
+    """A batch of token ids without data."""
     return torch.zeros(batch, seq, dtype=torch.long, device="meta")
 
 
 def traced(model: nn.Module, batch: int) -> Graph:
+    """The joint graph of a training step, in which equal layers are left out (``graph.folds``)."""
     return trace(model, (tokens(batch),), loss_of, fold=True)

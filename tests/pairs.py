@@ -1,4 +1,4 @@
-"""Meshes of machines with two processes each."""
+"""Meshes of machines with two ranks each: fast links inside of a machine, slow ones across."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ LATENCY_S = 1e-4
 def in_pairs(
     axes: str, inside: float, across: float, start_s: float = 0, latency_s: float = LATENCY_S
 ) -> Mesh:
-    """Two processes on every machine, and the links inside and across."""
+    """A mesh of ``axes`` with two ranks on each machine.
+
+    ``inside`` and ``across`` are bytes per second of the links inside of a machine and between
+    machines; ``latency_s`` is the latency of both, ``start_s`` what starting a transfer takes.
+    """
     mesh = Mesh.of(axes)
     levels = (
         Level("inside", 2, inside, latency_s),

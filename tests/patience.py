@@ -1,7 +1,7 @@
-"""How long tests wait for what may hang: a slow machine, or a busy one, is slow and not red.
+"""Time-outs of tests that may hang, such as ranks that wait for each other.
 
-Nothing that works may run into a time-out, so each is far longer than what it waits for takes on a
-quiet machine, and grows with what a fixed piece of work takes on this one.
+A test that works must pass on a slow or busy machine too. So a time-out is far longer than the test
+takes on a quiet machine, and grows with the time that a fixed piece of work takes on this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORK, QUIET_S = "sum(i * i for i in range(2_000_000))", 0.12  # on a quiet core 
 
 
 def patience(quiet_s: float = LONG_S) -> float:
-    """Seconds to wait here for what is known to take less than ``quiet_s`` on a quiet machine."""
+    """A time-out in seconds for work that takes less than ``quiet_s`` on a quiet machine."""
     return quiet_s * slowness()
 
 

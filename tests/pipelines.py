@@ -1,7 +1,7 @@
-"""Pipelines of small models, and how far they are from the whole model.
+"""Small models cut into pipeline stages, and the error of stage graphs against eager autograd.
 
-``python -m tests.pipelines [FAMILY ...]`` prints one line per family of the zoo, layout and kind of
-backward: what the stage graphs give, against eager autograd.
+``toy_program("1f1b", 4)`` is a model and its pipeline program. ``python -m tests.pipelines
+[FAMILY ...]`` prints the error for each family of the zoo, layout and kind of backward.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from partc.verification.reference import Reference, eager
 from tests.simulate import simulate_stages
 from tests.zoo import FAMILIES, Case
 
-BATCH = 24  # rows: 3 or 8 microbatches, of which 3 leave an even number to each of two ranks
+BATCH = 24  # rows: divide into 3 or 8 microbatches; of 3, each has an even number for two ranks
 SEQ, VOCAB, HIDDEN, FFN = 10, 14, 12, 20
 TOLERANCE = 1e-9  # of a program against the model, both in float64
-NOISE = 1e-6  # of the largest gradient; smaller ones are measured against this
+NOISE = 1e-6  # smaller gradients than this part of the largest are compared relative to this part
 
 POINTS: dict[str, tuple[str, ...]] = {  # where stages 1, 2, ... begin
     "gpt2": ("transformer.h.1",),  # tied: the first and the last stage hold the embedding
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Blocks between an embedding and a head, which may be one parameter."""
+    """Blocks between an embedding and a head; if ``tied`` these two share their weight."""
 
     def __init__(self, layers: int, tied: bool) -> None:
         super().__init__()
@@ -78,13 +78,16 @@ class Toy(nn.Module):
 
 
 def toy_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """The loss that the toy computes itself."""
     loss: Tensor = model(ids, labels)
     return loss
 
 
 def new_toy(layers: int = 2, tied: bool = False) -> Case:
-    """A toy, and labels of which each row ignores more than the one before; the first three rows,
-    a microbatch of eight, count for nothing.
+    """A toy model in float64 and a batch of 24 rows.
+
+    Later rows of labels ignore fewer positions. The first three rows ignore all of them: of eight
+    microbatches the first has no target that counts.
     """
     torch.manual_seed(0)
     model = Toy(layers, tied).double()
@@ -98,7 +101,7 @@ toy = cache(new_toy)  # the same one for many tests, which leave it as it is
 
 
 def stages_of_toy(stages: int, layers: int) -> tuple[str, ...]:
-    """Where an even number of blocks begins each stage but the first."""
+    """The paths of the blocks at which stages 1, 2, ... begin: equal numbers of blocks each."""
     return tuple(f"blocks.{stage * layers // stages}" for stage in range(1, stages))
 
 
@@ -109,7 +112,7 @@ TRAINING = [name for name in NAMES if name != "forward-only"]
 def toy_program(
     schedule: str, microbatches: int, mesh: str = "pp=2", preset: str = "ddp", tied: bool = False
 ) -> tuple[Case, Program]:
-    """A toy of as many blocks as the schedule wants stages, at least two, and its program."""
+    """A toy with one block for each stage of the schedule (at least two), and its program."""
     ranks = dict(Mesh.of(mesh).axes).get("pp", 1)
     stages = ranks * NAMES[schedule].usual_chunks
     case = toy(max(2, stages), tied)
@@ -118,13 +121,14 @@ def toy_program(
 
 
 def compiled(case: Case, mesh: str, plan: Plan, schedule: str, microbatches: int) -> Program:
+    """The pipeline program of a case."""
     return partc.compile(case.step, mesh, plan=plan, microbatches=microbatches, schedule=schedule)
 
 
 # stage graphs -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Cut:
-    """A model's stage graphs, checked, and what eager autograd gives."""
+    """A model's stage graphs, checked, and the loss and gradients of eager autograd."""
 
     graphs: list[Graph]
     reference: Reference
@@ -139,8 +143,9 @@ class Cut:
         return cls(graphs, eager(case.model, case.inputs, case.loss))
 
     def error(self) -> float:
-        """The largest error of the loss and of any gradient, each relative to its largest value;
-        infinite where a gradient is missing.
+        """The largest error of the loss and of all gradients, each relative to its largest element.
+
+        Infinite where a gradient is missing. The stage graphs run in one process (``simulate``).
         """
         reference = self.reference
         first = self.graphs[0]
@@ -169,7 +174,7 @@ def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def zoo_error(name: str, mesh: str, preset: str, split_backward: bool) -> float:
-    """The error of a family's stage graphs with three microbatches."""
+    """``Cut.error`` of a family of the zoo with three microbatches."""
     case = FAMILIES[name].case(name, batch=BATCH)
     plan = Plan(preset=preset, stages=POINTS[name], microbatches=3)
     return Cut.of(case, mesh, plan, split_backward).error()

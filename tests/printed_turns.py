@@ -1,4 +1,4 @@
-"""What printed loops do."""
+"""Runs the printed loops of a pipeline schedule, to compare their actions with the schedule's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partc.schedules.actions import Action, Kind
 
 
 def done_by(lines: Sequence[Line]) -> list[Action]:
-    """What printed loops do, in order."""
+    """The actions that printed loops execute, in order: ``F(0, 3)`` is stage 0, microbatch 3."""
     done: list[Action] = []
 
     def does(kind: Kind) -> Callable[[int, int], None]:

@@ -1,5 +1,6 @@
-"""Run a local graph for all ranks of a mesh in one process, in lock-step: what the collectives
-mean.
+"""Runs a local graph for all ranks of a mesh in one process, call by call.
+
+This is the meaning of partc's collectives: ``all_reduce`` of the pieces of all ranks is their sum.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from partc.graph.moves import moves
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, cut, join_pieces, take_piece
 
-Pieces = list[Any]  # what each rank holds, in rank order
+Pieces = list[Any]  # what each rank holds of one value, in the order of ranks
 
 
 def simulate(graph: Graph, whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Execute every rank's copy of a local graph.
+    """Execute a local graph for every rank; its loss, grads, buffers and results, as whole tensors.
 
-    ``whole`` has parameters, buffers and inputs by name; each rank gets its piece. Returns the
-    graph's outputs with every tensor joined to the whole by its sharding: loss, grads, buffers,
-    results.
+    ``whole`` has whole parameters, buffers and inputs by name, of which each rank gets its shard.
+    The ranks' pieces of each output are joined to the whole tensor by its sharding.
     """
     return simulate_stages([graph], whole)
 
@@ -32,7 +32,7 @@ def simulate(graph: Graph, whole: Mapping[str, Tensor]) -> dict[str, Any]:
 def simulate_stages(graphs: Sequence[Graph], whole: Mapping[str, Tensor]) -> dict[str, Any]:
     """Execute the graphs of all pipeline stages, forward and then backward, for every rank.
 
-    A parameter that several stages hold has the sum of their gradients.
+    A tied parameter's gradient is the sum of the gradients from all stages that hold it.
     """
     env: dict[fx.Node, Pieces] = {}
     sent: dict[str, Pieces] = {}
@@ -60,6 +60,7 @@ def _placeholders_first(graph: Graph) -> list[fx.Node]:
 
 
 def _ready(node: fx.Node, sent: Mapping[str, Pieces]) -> bool:
+    """Whether a node can run: what another stage sends it has been sent."""
     return node.op != "placeholder" or value(node).kind != "received" or value(node).name in sent
 
 
@@ -112,7 +113,10 @@ def _call(node: fx.Node, env: Mapping[fx.Node, Pieces], mesh: Mesh) -> Pieces:
 def _groups(
     x: Pieces, mesh: Mesh, axis: str, make: Callable[[list[Tensor]], list[Tensor]]
 ) -> Pieces:
-    """Apply ``make`` (pieces of a group's members -> their results) to every group of an axis."""
+    """Apply ``make`` to the pieces of every group of ranks along an axis.
+
+    ``make`` maps the pieces of a group's ranks to their results.
+    """
     results: Pieces = [None] * mesh.num_ranks
     for rank in range(mesh.num_ranks):
         if mesh.coords(rank)[axis] == 0:

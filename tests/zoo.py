@@ -1,6 +1,7 @@
-"""Tiny models of twenty families from their configurations: two layers, no dropout.
+"""Tiny models of twenty families of Hugging Face transformers: two layers, no dropout.
 
-Sizes differ from dim to dim where a family allows it; two ranks divide batch, heads and widths.
+``MODELS["llama"]()`` is a model with inputs and a loss. Dims have different sizes where a family
+allows that, so that a swapped dim is noticed; 2 divides batch, heads and widths, for two ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ AUTO: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model in train mode, example inputs of the global batch, and the loss that joins them."""
+    """A model in train mode, its global batch, and the loss ``loss(model, *inputs)``."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -42,20 +43,20 @@ class Case:
 
     @cached_property
     def step(self) -> partc.Traced:
-        """The case for many plans."""
+        """The traced step, from which a test compiles several plans."""
         return partc.Traced(self.model, self.inputs, self.loss)
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one family is built: what it learns, its configuration, the precision it is built in."""
+    """How a family's model is built: its task, configuration and dtype."""
 
     task: str
     config: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
 
     def case(self, name: str, batch: int = BATCH, **changed: Any) -> Case:
-        """Build the model and its inputs from fixed seeds; ``changed`` is of its configuration."""
+        """The model and its inputs, from fixed seeds; ``changed`` overrides the configuration."""
         config = AutoConfig.for_model(name, **(self.config | changed))
         if self.task in ("causal", "masked", "seq2seq"):
             config.use_cache = False
@@ -73,7 +74,7 @@ def _inputs(task: str, dtype: torch.dtype, batch: int) -> tuple[Tensor, ...]:
     if task == "seq2seq":
         return ids, torch.randint(3, VOCAB, (batch, TARGET_SEQ))
     labels = ids.clone()
-    labels[:, ::4] = -100  # positions that do not count
+    labels[:, ::4] = -100  # targets that the loss ignores
     return ids, labels
 
 

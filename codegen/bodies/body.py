@@ -1,4 +1,4 @@
-"""The statements of one generated function, from the nodes that stand in it."""
+"""The statements of one generated function, in order, from the nodes that the function computes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from partc.cost.storage import GRADS_OF_ACTIVATIONS
 from partc.graph import fake_of, is_tensor, ops, results_of, typed, value
 from partc.quoting import comment, literal
 
-INDENT = 2  # levels, of the body of a method
+INDENT = 2  # levels by which the body of a method is indented
 
 
 @dataclass
 class Body(Transfers):
-    """Writes the statements of one function."""
+    """Writes the statements of one function: transfers, calls, and what adds to gradients."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,11 +36,11 @@ class Body(Transfers):
         self.leaves = paths - parents
 
     def statements(self) -> list[Statement]:
-        """One Statement per node that has lines, in order."""
+        """The statements of all nodes that have lines, in order."""
         return [statement for node in self.order for statement in self.one(node)]
 
     def one(self, node: fx.Node) -> list[Statement]:
-        """The statement of one node, if it has a line."""
+        """The statements of one node; none if the node is written inside another one's line."""
         if node in self.inlined or node in self.seen or not self._has_line(node):
             return []
         before = self.parts(node)
@@ -54,7 +54,11 @@ class Body(Transfers):
         return [*before, statement]
 
     def parts(self, node: fx.Node) -> list[Statement]:
-        """The statements of operands that would make the line of a call too long."""
+        """Statements for operands that would make the line of a pointwise call too long.
+
+        The operand that splits the expression most evenly gets a line of its own, then the rest is
+        measured again: ``y = (a + b) * (c + d)`` becomes ``add = a + b; y = add * (c + d)``.
+        """
         inner = [n for n in self._written_in(node) if not is_free(n)]
         if not inner or not is_pointwise(node):
             return []
@@ -70,14 +74,16 @@ class Body(Transfers):
         return [*self.one(part), *self.parts(node)]
 
     def _written_in(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What is written inside a call."""
+        """The nodes that are written inside a call's expression, at any depth."""
         for operand in node.all_input_nodes:
             if operand in self.inlined:
                 yield from [operand, *self._written_in(operand)]
 
     def section(self, node: fx.Node) -> str | None:
-        """The module that a statement is shown under: a leaf's lines stand with its parent's, and
-        what the backward computes again with what it is for.
+        """The module path in the comment above a statement.
+
+        Lines of a module without submodules stand under its parent's path. None, for a forward
+        value that the backward recomputes: its line stands with the next one, which needs it.
         """
         if value(node).from_forward:
             return None
@@ -85,7 +91,11 @@ class Body(Transfers):
         return path.rpartition(".")[0] or path if path in self.leaves else path
 
     def statement(self, node: fx.Node) -> Statement:
-        """The lines of a node that has some, without what its values are added to."""
+        """The lines of one node, before its values are added to gradients.
+
+        A sum or a gradient of an activation is written over an operand where ``accumulated`` says
+        so: ``d_x += d_y``.
+        """
         transfer = self.transfer(node)
         if transfer is not None:
             return transfer
@@ -113,7 +123,7 @@ class Body(Transfers):
         return Statement([line], binds=[node])
 
     def _several(self, node: fx.Node) -> Statement:
-        """``a, b, _ = call`` for a call with several results."""
+        """``a, b, _ = call`` for a call with several results; ``_`` is one that is unread."""
         by_index: dict[Any, fx.Node] = {
             u.args[1]: u for u in node.users if u.target is operator.getitem
         }
@@ -137,8 +147,10 @@ class Body(Transfers):
 
     # gradients -------------------------------------------------------------------------------
     def _collected(self, start: fx.Node, lines: list[Line]) -> list[Line]:
-        """The lines behind the dict of gradients that a reduction moves, or behind their room in
-        what is sent; ``grads[w] = d_w`` is its first entry.
+        """The lines of the first gradient of a bucket, with the dict of gradients made before.
+
+        ``grads[w] = d_w -> grads = {w: d_w}``; for a dict with room in the memory that is sent
+        ``flat, grads = room([w, ...])`` comes first.
         """
         name, params = self.joint.names[start], self.joint.params[start]
         if name not in self.joint.rooms:
@@ -153,28 +165,29 @@ class Body(Transfers):
         return [Line(f"{self.joint.rooms[name]}, {name} = {call}"), *lines]
 
     def _write(self, part: str, node: fx.Node) -> str:
-        """The statement that writes a gradient to its part of what is sent."""
+        """The statement that writes a gradient to its part of the memory that is sent."""
         if node.target is ops.weight_grad:
             d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]
             return f"{self.helpers.use('write_weight_grad')}({part}, {d_y}, {x})"
         return f"{part}.copy_({self.expression(node).at(NONE)})"
 
     def _stores(self, node: fx.Node) -> list[Line]:
-        """Adds a value that is a final gradient to its parameters."""
+        """The lines that add a value to ``.grad`` of the parameters whose final gradient it is."""
         return [
             Line(f"{self.helpers.use(self.adds[0])}({param}, {self._own(node)})")
             for param in self.stored.get(node, [])
         ]
 
     def _own(self, node: fx.Node) -> str:
-        """The gradient as a tensor that nobody else holds."""
+        """A gradient that may become ``.grad``: a clone where anything else uses its memory."""
         name = str(self.seen[node])
         return f"{name}.clone()" if self._is_shared(node) else name
 
     def _is_shared(self, node: fx.Node) -> bool:
+        """Whether a gradient's memory is larger than it, given in, stored twice, or read later."""
         home = owner(node)
         if is_tensor(home) and fake_of(home).numel() > fake_of(node).numel():
-            return True  # a view would keep all of it
+            return True  # as `.grad`, a view would keep the whole memory alive
         if home not in self.place or len(self.stored[node]) > 1:
             return True
         family = [n for n in self.order if owner(n) is home]
@@ -186,7 +199,7 @@ class Body(Transfers):
         )
 
     def _last_store(self, node: fx.Node) -> Statement:
-        """A gradient that needs no name: ``add_weight_grad(self.w, d_y, x)``."""
+        """A gradient that nothing else reads needs no name: ``add_weight_grad(self.w, d_y, x)``."""
         params = self.stored[node]
         if node.target is ops.weight_grad and len(params) == 1:
             d_y, x = (self.text(a) for a in node.args)  # type: ignore[arg-type]

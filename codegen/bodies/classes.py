@@ -1,4 +1,7 @@
-"""A run of equal blocks as one class: its parameters, its ``forward`` and its ``backward``."""
+"""The class that is printed for a run of equal blocks: parameters, ``forward`` and ``backward``.
+
+All its methods are printed from the calls of the run's first block.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from partc.graph.moves import gathers_param, moves
 
 SAVED = "list[Tensor]"
 ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "list"}
-# what one phase leaves for another is called
+# The names of the lists of saved values that one phase leaves for a later one.
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",
     ("F", "W"): "kept",
@@ -38,7 +41,7 @@ LEFT: dict[tuple[Phase, Phase], str] = {
 
 @dataclass
 class _Method:
-    """One function of a class before it is printed."""
+    """A method of a class before it is printed; ``ledger`` adds ``del`` lines to its statements."""
 
     signature: str
     ledger: Ledger
@@ -51,7 +54,11 @@ class _Method:
 
 @dataclass(eq=False)
 class BlockClass:
-    """One class of the program; ``attribute`` is the list of its instances in the step module."""
+    """The class of a run of equal blocks.
+
+    ``forward``, ``backward`` and ``weights`` say what each phase reads and returns. ``attribute``
+    is the list of the class's instances in the step module: ``layers`` for ``self.layers[3]``.
+    """
 
     graph: Graph
     run: Run
@@ -64,7 +71,7 @@ class BlockClass:
     weights: Interface | None = None
     suffixes: dict[str, str] = field(
         default_factory=dict
-    )  # name below the block -> attribute in the class
+    )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
     def __post_init__(self) -> None:
         scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward", "gather", "whole"])
@@ -76,8 +83,10 @@ class BlockClass:
                 self.suffixes[suffix] = scope.fresh(suffix)
 
     def _names_written(self) -> set[str]:
-        """The parameters whose gradients the first block makes, and the buffers that it changes: it
-        may do so without reading them, if what follows from a weight alone is computed elsewhere.
+        """Names of parameters whose gradients, and of buffers whose new values, the block makes.
+
+        A block may make a gradient without reading the weight, where what follows from the weight
+        alone (a cast) is computed outside of the block.
         """
         inside = {n for side in self.sides for n in side.group.nodes}
         outputs = self.graph.outputs
@@ -86,25 +95,29 @@ class BlockClass:
 
     @property
     def sides(self) -> list[Interface]:
+        """What each phase of the run reads and returns, the forward's first."""
         return [side for side in (self.forward, self.backward, self.weights) if side is not None]
 
     def left_by(self, side: Interface) -> list[str]:
-        """What a phase gives its own later phases, beside its results."""
+        """The lists of saved values that a phase returns for the block's later phases.
+
+        The forward always returns ``saved`` for the backward, though it be empty.
+        """
         phases = [other.loop.phase for other in self.sides]
         words = {then: word for (before, then), word in LEFT.items() if before == side.loop.phase}
         return [w for p, w in words.items() if p in phases and (p == "B" or side.saved.get(p))]
 
     def taken_by(self, side: Interface) -> list[str]:
-        """What a phase takes from its own earlier ones."""
+        """The lists of saved values that a phase takes from the block's earlier phases."""
         words = {b: word for (b, then), word in LEFT.items() if then == side.loop.phase}
         return [word for before, word in words.items() if self._saved(side, before)]
 
     def _saved(self, side: Interface, before: Phase) -> list[fx.Node]:
-        """What a phase has from an earlier one, in the order in which that one gives it."""
+        """The saved values that a phase takes from one earlier phase, in the order of the list."""
         return [side.own(slot) for slot in side.of("saved") if slot.made_in == before]
 
     def attributes(self) -> dict[str, str]:
-        """Where the step module finds the parameters and buffers of all blocks: ``layers.0.w``."""
+        """For each parameter and buffer of all blocks its path in the step: ``layers.0.w``."""
         return {
             f"{layer}.{suffix}": f"{self.attribute}.{i}.{attribute}"
             for i, layer in enumerate(self.run.layers)
@@ -113,13 +126,15 @@ class BlockClass:
 
     @property
     def is_steady(self) -> bool:
-        """Whether its weights are gathered once for all microbatches, when the step begins."""
+        """Whether a step gathers the blocks' weights once for all microbatches (ZeRO-1, ZeRO-2)."""
         starts = self.gathered(self.forward)
         return bool(starts) and all(value(n).phase == "S" for n in starts)
 
     def gathered(self, side: Interface) -> list[fx.Node]:
-        """The gathers of the block's own parameters that a phase begins with, by parameter, and
-        those of one weight each first.
+        """The gathers of the block's own weights with which a phase begins, in a fixed order.
+
+        Gathers of one weight each come before those of several; both are in the order of the
+        parameters.
         """
         own = {side.own(slot) for slot in side.of("own")}
         starts = [
@@ -131,12 +146,16 @@ class BlockClass:
         )
 
     def gather_name(self, side: Interface) -> str:
-        """The method that starts a phase's gathers; one for both where they gather the same."""
+        """The name of the method that starts a phase's gathers; "" if it gathers nothing.
+
+        ``gather`` serves both phases where the backward gathers the same weights as the forward;
+        else the backward has ``regather``.
+        """
         forward, mine = ([tensor_args(n) for n in self.gathered(s)] for s in (self.forward, side))
         return "" if not mine else "gather" if forward in (mine, []) else "regather"
 
     def gather_methods(self) -> list[dict[str, str]]:
-        """The methods that start a phase's gathers."""
+        """The methods that start gathers, ``gather`` and ``regather``, for the template."""
         methods: dict[str, dict[str, str]] = {}
         for side in self.sides:
             name = self.gather_name(side)
@@ -147,14 +166,14 @@ class BlockClass:
         return list(methods.values())
 
     def _gathering(self, side: Interface) -> list[Line]:
-        """What starts a phase's gathers; ``self.whole`` keeps them until they are taken."""
+        """The lines that start a phase's gathers; ``self.whole`` holds them until ``take``."""
         lines: list[Line] = []
         for starts in _gathered_alike(self.gathered(side)):
             lines += self._start(starts, "+=" if lines else "=")
         return lines
 
     def _start(self, starts: Sequence[fx.Node], put: str) -> list[Line]:
-        """What starts some gathers that are alike: one transfer, or a loop over several."""
+        """The lines that start gathers which are alike: one transfer, or a loop over weights."""
         names = [self._attribute(shard) for node in starts for shard in tensor_args(node)]
         whole, alone = names == self._params(), len(starts) == 1
         shards = "[*self.parameters()]" if whole else f"[{', '.join(names)}]"
@@ -167,20 +186,21 @@ class BlockClass:
         return [*empty, Line(f"for weight in {each}:"), Line(f"self.whole += {call}", indent=1)]
 
     def taken(self, gathered: str, side: Interface) -> str:
-        """The weights that a phase begins with, once they are gathered."""
+        """The call that waits for a phase's gathered weights: ``take(self.whole)``."""
         each = [move for start in self.gathered(side) for move in moves(start)]
         return c10d.taken(gathered, each, self.helpers)
 
     def _params(self) -> list[str]:
-        """Every parameter of the class, in the order of their declarations."""
+        """Every parameter of the class as text, in the order of the declarations."""
         layer, params = self.run.layers[0], self.graph.params
         return [f"self.{a}" for s, a in self.suffixes.items() if f"{layer}.{s}" in params]
 
     def _attribute(self, own: fx.Node) -> str:
-        """How the block's functions read a parameter or buffer of the first block."""
+        """The text by which methods read a parameter or buffer of the block: ``self.w_weight``."""
         return f"self.{self.suffixes[value(own).name.removeprefix(f'{self.run.layers[0]}.')]}"
 
     def declarations(self) -> list[Line]:
+        """The statements of ``__init__`` that make the block's parameters and buffers."""
         lines = (
             [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
         )
@@ -197,7 +217,7 @@ class BlockClass:
         return {placed[name]: attribute for name, attribute in names.items() if name in placed}
 
     def table(self, constant: str) -> str:
-        """The name of the table with the rows of one block."""
+        """The name of the table of one block's parameters or buffers: ``BLOCK_SHARDS``."""
         return f"{self.name.upper()}_{constant}"
 
     def _gathers(self) -> bool:
@@ -219,6 +239,11 @@ class BlockClass:
         return [method.function() for method in methods]
 
     def _method(self, side: Interface) -> _Method:
+        """One method: unpack saved values, take gathered weights, compute, return.
+
+        Arguments are, in this order: values that run from block to block, shared and listed ones,
+        lists of saved values, and ``reduced``, the list of reductions that the step waits for.
+        """
         layer = self.run.layers[0]
         wish = wishes(self.graph, layer, self._given())
         scope = Scope([*LEFT.values(), *self.helpers.names])
@@ -261,11 +286,11 @@ class BlockClass:
         )
 
     def _whole(self, starts: Sequence[fx.Node]) -> list[fx.Node | None]:
-        """The weights that gathers give, ready to read, None where one is unread."""
+        """The nodes of the whole weights that gathers give, in order; None for an unread one."""
         return [n for start in starts for n in weights_of(start)]
 
     def _given(self) -> dict[fx.Node, str]:
-        """What runs through the blocks is ``x`` on its way in and ``y`` on its way out."""
+        """Names of the main value that runs through the blocks: ``x -> y``, ``d_y -> d_x``."""
         names: dict[fx.Node, str] = {}
         for side, (ahead, behind) in zip(self.sides, (("x", "y"), ("d_y", "d_x")), strict=False):
             slot = main_slot(side)
@@ -277,6 +302,7 @@ class BlockClass:
         self, side: Interface, wish: dict[fx.Node, str], scope: Scope, seen: dict[fx.Node, Text],
         arguments: Sequence[str],
     ) -> Body:  # fmt: skip
+        """The writer of a method's statements; ``kept`` are the values that the method returns."""
         group = side.group
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
         kept |= {n for nodes in side.saved.values() for n in nodes}
@@ -293,7 +319,10 @@ class BlockClass:
         )  # fmt: skip
 
     def _stored(self, group: Group) -> dict[fx.Node, list[str]]:
-        """The parameters whose final gradient a call of the block is, or starts to reduce."""
+        """For each final gradient made in the block its parameters, as texts: ``self.w_weight``.
+
+        Made in the block is also a gradient whose last reduction the block starts.
+        """
         inside = set(group.nodes)
         stored: dict[fx.Node, list[str]] = {}
         for name, node in self.graph.grads.items():
@@ -304,7 +333,7 @@ class BlockClass:
         return stored
 
     def _written(self, group: Group) -> dict[fx.Node, str]:
-        """New values of the block's own buffers, made in a group."""
+        """New values of the block's own buffers, each with the buffer's attribute."""
         inside = set(group.nodes)
         return {
             node: self.suffixes[name.removeprefix(f"{group.layer}.")]
@@ -313,6 +342,7 @@ class BlockClass:
         }
 
     def _updates(self, side: Interface, body: Body) -> list[Line]:
+        """The lines that write new values of buffers; not where the step does it, from a list."""
         places = {
             node: f"self.{attribute}"
             for node, attribute in self._written(side.group).items()
@@ -341,27 +371,28 @@ def _signature(name: str, arguments: Sequence[str], result: str) -> str:
 
 
 def passed(side: Interface) -> list[Slot]:
-    """The slots that are arguments of the function, in their order."""
+    """The slots of values that a method takes as arguments, in the order of the arguments."""
     return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
 
 
 def main_slot(side: Interface) -> Slot | None:
-    """The biggest value that every block hands to the next."""
+    """The slot of the biggest value that each block hands to the next: the residual stream."""
     carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
     return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
 
 
 def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
-    """What an argument of a block's function would like to be called."""
+    """The wanted name of an argument of a block's method."""
     if slot.kind != "carried" or slot is main_slot(side):
         return wish.get(side.own(slot), "value")
     return wish.get(side.group.nodes[slot.position], "value")
 
 
 def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Class and attribute of each run: ``Layer`` and ``layers`` of ``model.layers.*``.
+    """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
 
-    Where two runs would be called the same, their parents tell them apart.
+    Runs that would have the same name get the name of the module around them as well:
+    ``EncoderLayer``, ``DecoderLayer``.
     """
     parents = [run.layers[0].split(".")[:-1] for run in runs]
     found = []
@@ -380,7 +411,10 @@ def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Gathers of one weight each that follow each other over one axis; any other alone."""
+    """Gathers that one loop can start: neighbours of one weight each over the same axis.
+
+    A gather of several weights is alone.
+    """
 
     def alike(start: fx.Node) -> object:
         joined = start.target in collectives.JOINED

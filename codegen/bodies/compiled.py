@@ -1,8 +1,9 @@
-"""What a program computes between two transfers becomes a function for torch.compile.
+"""Makes a function for torch.compile of the calls between two transfers.
 
-In: the items of a step. Out: the items, with calls where such stretches stood. One function serves
-all blocks of a run, so it is compiled once for all of them. It takes and gives tensors alone:
-transfers are started and waited for, weights gathered and gradients put away by those that call it.
+In: the items of a step (calls, and loops over equal blocks). Out: the items, with one call where
+such a stretch of calls stood. One function serves all blocks of a run, so it is compiled once for
+all of them. A function takes and returns tensors alone: its caller starts and awaits transfers,
+gathers weights and stores gradients.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from partc.graph import (
 from partc.program.role import COMPILES
 from partc.quoting import docstring
 
-LEAST = 2  # calls that compute: one alone is a kernel already
+LEAST = 2  # fewer calls than this are not worth a function: one call is one kernel already
 PHASES: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
 
 
 def compiled(
     graph: Graph, items: Sequence[Item], helpers: Helpers, *, by_phase: bool = False
 ) -> list[Item]:
-    """The items with calls of compiled functions, which ``helpers`` then prints.
+    """The items with calls of functions for torch.compile, which ``helpers`` then prints.
 
-    ``by_phase``: the phases stand in methods of their own, so that no function spans two.
+    ``by_phase`` is for pipeline stages: each phase has a method of its own, so that no function may
+    span two phases.
     """
     places = list(places_of(items))
     scope = Scope([function.name for function in helpers.outlined])
@@ -66,16 +68,21 @@ def compiled(
 # which calls are compiled together ----------------------------------------------------------------
 @dataclass
 class _Stretch:
-    """Calls that one function makes, and those that move ``behind`` its call as they read it."""
+    """Calls that one function makes; ``behind`` has other calls, which read their results.
+
+    Those stand between calls of the function in the graph, and move behind the function's call.
+    """
 
     nodes: dict[fx.Node, None] = field(default_factory=dict)
     behind: dict[fx.Node, None] = field(default_factory=dict)
 
     def feeds(self, node: fx.Node) -> bool:
+        """Whether a call reads a result of this stretch, or of a call that moves behind it."""
         return any(n in self.nodes or n in self.behind for n in node.all_input_nodes)
 
 
 def _units(graph: Graph, place: Place, by_phase: bool) -> Iterator[Unit]:
+    """The stretches of one place that are worth a function, with what each reads and returns."""
     parts = [[n for n in place.nodes if value(n).phase == phase] for phase in PHASES]
     for nodes in parts if by_phase and place.loop is None else [place.nodes]:
         for stretch in _apart(place, nodes):
@@ -92,15 +99,17 @@ def _units(graph: Graph, place: Place, by_phase: bool) -> Iterator[Unit]:
 
 
 def _weight(node: fx.Node) -> int:
-    """How many kernels a call is likely to be."""
+    """How many kernels a call is likely to be: none for a view."""
     if isinstance(node.target, Outlined):
         return LEAST
     return int(not is_view(node))
 
 
 def _apart(place: Place, nodes: Sequence[fx.Node]) -> list[_Stretch]:
-    """The stretches among some calls, none of which gives memory that anybody else has: views that
-    would are made outside.
+    """The stretches among some calls, so that no function returns a view of other memory.
+
+    Results of a function count as memory of their own (``calls/storage.py``), which the caller may
+    overwrite or free; the caller makes such views itself.
     """
     apart: set[fx.Node] = set()
     while True:
@@ -112,7 +121,7 @@ def _apart(place: Place, nodes: Sequence[fx.Node]) -> list[_Stretch]:
 
 
 def _shared(place: Place, stretch: _Stretch) -> Iterator[fx.Node]:
-    """The results that are views of an operand or of another result."""
+    """The results of a stretch that share memory with an operand or with another result."""
     outputs = _outputs(place, [*stretch.nodes])
     homes = [owner(node) for node in outputs]
     for node, home in zip(outputs, homes, strict=True):
@@ -121,7 +130,11 @@ def _shared(place: Place, stretch: _Stretch) -> Iterator[fx.Node]:
 
 
 def _stretches(nodes: Sequence[fx.Node], apart: Collection[fx.Node]) -> Iterator[_Stretch]:
-    """Cut where a transfer starts or is waited for, and where a call outside reads and is read."""
+    """Cut calls into stretches.
+
+    A stretch ends where a transfer starts or is waited for, and where a call of the function would
+    read a call that stays outside and itself reads the function's results.
+    """
     here, inside = _Stretch(), set()
     results = {node for node in nodes if node.target is operator.getitem}
     for node in nodes:
@@ -136,25 +149,28 @@ def _stretches(nodes: Sequence[fx.Node], apart: Collection[fx.Node]) -> Iterator
                 here = _Stretch()
             here.nodes |= dict.fromkeys([node, *(n for n in node.users if n in results)])
             inside.add(node)
-        elif here.feeds(node) or (here.behind and _draws(node)):  # in the order of draws
+        # A later draw stays behind an earlier one: a generator's numbers depend on the order.
+        elif here.feeds(node) or (here.behind and _draws(node)):
             here.behind[node] = None
     yield here
 
 
 def _call_of(node: fx.Node) -> fx.Node:
-    """The call that a value is a result of, itself if it has one result."""
+    """The call that a getitem picks a result of; any other node itself."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _is_transfer(node: fx.Node) -> bool:
+    """Whether a call starts a transfer or waits for one; ``keep_piece`` moves nothing."""
     return moves(node) and node.target not in (*collectives.LOCAL, collectives.axis_index)
 
 
 def _is_computed(node: fx.Node, apart: Collection[fx.Node]) -> bool:
-    """Whether a call belongs inside: it needs tensors alone, and gives what nobody puts away.
+    """Whether a function for torch.compile makes a call: it reads tensors and nothing else.
 
-    The gradient of a weight is written where it belongs by the call that makes it. Products of
-    groups have kernels of their own, and torch.compile takes them in fewer types than these do.
+    Two calls stay outside. A gradient of a weight is added to ``.grad`` by the call that computes
+    it. Grouped matrix products (``_grouped_mm``, of experts) are supported for fewer dtypes by
+    torch.compile than by their eager kernel.
     """
     if node.target is torch.ops.aten._grouped_mm.default:
         return False
@@ -166,12 +182,12 @@ def _is_computed(node: fx.Node, apart: Collection[fx.Node]) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call may take numbers from a generator."""
+    """Whether a call may draw random numbers."""
     return not is_movable(node) and not moves(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
-    """Whether a call would draw a dropout mask, but of probability 0: fused attention."""
+    """Whether a call that may draw a dropout mask has probability 0: fused attention."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -179,7 +195,10 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 
 def _outputs(place: Place, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The calls whose results are read outside, in any block of the run; the last comes first."""
+    """The calls whose results are read outside of the function, in any block of the run.
+
+    The last call is the main result and comes first.
+    """
     at = {node: i for i, node in enumerate(place.nodes)}
     groups = [g.nodes for g in place.loop.groups] if place.loop else [place.nodes]
     read: set[fx.Node] = set()
@@ -194,8 +213,9 @@ def _outputs(place: Place, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 # the functions ------------------------------------------------------------------------------------
 def _home(graph: Graph, place: Place, nodes: Collection[fx.Node], by_phase: bool) -> Home:
-    """What a function is called after: its block's class, the stage, or the module that computes
-    most.
+    """What a function is named after: the block's class in a loop, else the stage or the module.
+
+    The module is that of the call with the most FLOPs.
     """
     if place.loop is not None:
         layer = place.loop.run.layers[0]
@@ -205,7 +225,7 @@ def _home(graph: Graph, place: Place, nodes: Collection[fx.Node], by_phase: bool
 
 
 def _printed(graph: Graph, unit: Unit, helpers: Helpers, scope: Scope) -> Outlined:
-    """The function of a stretch; another stage's serves where it says the same."""
+    """The function of a stretch; one of an earlier stage or stretch, where the text is the same."""
     wish = wishes(graph, unit.home.path, {**given_names(graph, unit, {}), **_passing(unit)})
     wished = [wish.get(n, "value") for n in [*unit.inputs, *unit.nodes]]
     inline = unit.place.loop is None
@@ -227,9 +247,7 @@ def _printed(graph: Graph, unit: Unit, helpers: Helpers, scope: Scope) -> Outlin
 
 
 def _passing(unit: Unit) -> dict[fx.Node, str]:
-    """What runs through the blocks of a run: the largest that comes from another block, and the
-    largest gradient that does.
-    """
+    """Names of the largest value (``x``) and gradient (``d_y``) that come from another block."""
     names: dict[fx.Node, str] = {}
     for name, found in (("x", is_forward), ("d_y", is_backward)):
         passing = [

@@ -1,8 +1,9 @@
-"""The ``del`` lines of a block's methods: as few as keep their memory near the least.
+"""The ``del`` lines of a block's methods: as few as keep the peak memory near the least possible.
 
-What a method binds lives until it returns, and so does what it unpacks. Its memory is lowest where
-everything goes after its last use; this prints a ``del`` only where the method would otherwise
-rise over a limit, as late as that allows, so that one line drops all that has died by then.
+A value with a name lives until the method returns, and so does a saved value that was unpacked. The
+peak is lowest if every value goes right after its last reader. That would be a ``del`` behind
+nearly every line. So a ``del`` is printed only where the method would otherwise rise over a limit,
+and as late as the limit allows: one line then drops all that has died by then.
 """
 
 from __future__ import annotations
@@ -19,31 +20,34 @@ from partc.codegen.calls.storage import copies, num_bytes, owner, shares
 from partc.codegen.text import Line
 from partc.graph import is_tensor
 
-SLACK = 22  # the part of the least by which blocks may hold more: it is not worth a line
-SMALL = 64  # the part of a method's least that is not worth a name in a `del`
+SLACK = 22  # methods may hold 1/22 more than the least possible peak: less is not worth a line
+SMALL = 64  # a value of up to 1/64 of the peak is not worth a name in a `del`
 
 
 @dataclass(eq=False)
 class Piece:
-    """One memory: what holds it, from which statement on and to which one it is read."""
+    """One allocation: from statement ``born`` on, last read by statement ``last``.
+
+    ``names`` are the variables that hold the memory: values, views of them, handles of transfers.
+    """
 
     num_bytes: int
     born: int
     last: int
     names: dict[str, None] = field(default_factory=dict)
-    unpacked: str = ""  # the list that holds it too
-    stays: bool = False  # others hold it as well
+    unpacked: str = ""  # the argument, a list of saved values, that holds the memory too
+    stays: bool = False  # held from outside as well, so that no `del` frees it
 
     def lives(self, i: int) -> bool:
-        """Whether a statement finds it, if nothing is dropped."""
+        """Whether the memory is live during statement ``i``, if there is no ``del``."""
         return self.born <= i and (self.stays or bool(self.names) or i <= self.last)
 
 
 class Ledger:
-    """What one method holds at each of its statements.
+    """What one method holds in memory at each of its statements.
 
-    ``lists`` has the statements that unpack an argument, by the argument's name; ``given`` are
-    arguments that the caller holds.
+    ``lists`` has the statements that unpack a list of saved values, by the argument's name.
+    ``given`` are arguments that the caller holds, which no ``del`` here can free.
     """
 
     def __init__(
@@ -63,15 +67,15 @@ class Ledger:
         self._stay([*body.kept, *body.stored])
         outside = sum(map(num_bytes, dict.fromkeys(map(owner, given))))
         self.held_bytes = [outside + self._held(i) for i in range(len(statements))]
-        self.small = 0
+        self.small = 0  # `least` counts every value first
         self.small = self.least() // SMALL
 
     def least(self) -> int:
-        """The most bytes at a time if everything goes after its last use."""
+        """The peak in bytes if every value goes right after its last reader."""
         return max(held - _bytes(self._dead(i)) for i, held in enumerate(self.held_bytes))
 
     def free(self, limit: int) -> None:
-        """Add the lines that keep the method under a limit, as far as it can be."""
+        """Add the ``del`` lines that keep the method under a limit of bytes, as far as possible."""
         gone: list[Piece] = []
         names: dict[str, None] = {}
         i = self._rises(1, limit, gone)
@@ -87,12 +91,15 @@ class Ledger:
             self.lists[word].lines.append(Line(f"{word}.clear()"))
 
     def _rises(self, start: int, limit: int, gone: Sequence[Piece]) -> int:
-        """The first statement, from one on, during which more is held than the limit."""
+        """The first statement from ``start`` on with more than ``limit`` bytes, ``gone`` freed."""
         end, most = len(self.statements), limit + _bytes(gone)
         return next((i for i in range(start, end) if self.held_bytes[i] > most), end)
 
     def _worth(self, i: int, limit: int, gone: list[Piece]) -> list[Piece]:
-        """The fewest dead pieces that keep the method under its limit for as long as all do."""
+        """The fewest dead pieces, biggest first, that serve as long as dropping all of them would.
+
+        They keep the method under its limit up to the same statement.
+        """
         dead = [piece for piece in self._dead(i) if piece not in gone]
         dead.sort(key=lambda piece: -piece.num_bytes)
         latest = self._rises(i, limit, [*gone, *dead])
@@ -100,18 +107,19 @@ class Ledger:
         return dead[: next(enough, len(dead))]
 
     def _held(self, i: int) -> int:
-        """The bytes that live during a statement if nothing is dropped."""
+        """The bytes that are live during statement ``i`` if there is no ``del``."""
         passing = [n for n in self._unnamed(self.statements[i]) if n not in self.pieces]
         alive = [piece for piece in self.pieces.values() if piece.lives(i)]
         return _bytes(alive) + sum(map(num_bytes, passing))
 
     def _dead(self, i: int) -> list[Piece]:
-        """What nobody reads from a statement on, and is worth a name."""
+        """The pieces that a ``del`` before statement ``i`` can free and that are worth a name."""
         freed = (p for p in self.pieces.values() if p.last < i and p.num_bytes > self.small)
         return [piece for piece in freed if piece.names and not piece.stays]
 
     # what is held -----------------------------------------------------------------------------
     def _enter(self, i: int, statement: Statement) -> None:
+        """Note what statement ``i`` allocates, which names hold that, and what it reads."""
         for node in filter(is_tensor, statement.binds):
             memory, name = self._memory(node), str(self.body.text(node))
             if memory.op != "call_function" or memory not in self.own:
@@ -130,7 +138,7 @@ class Ledger:
                 self.pieces[memory].last = i
 
     def _memory(self, node: fx.Node) -> fx.Node:
-        """The call that has allocated what a value lies in."""
+        """The call that allocated the memory of a value, through views and calls in place."""
         while node.op == "call_function":
             if node in self.body.accumulated:
                 node = self.body.accumulated[node]
@@ -141,12 +149,15 @@ class Ledger:
         return node
 
     def _unnamed(self, statement: Statement) -> list[fx.Node]:
-        """What a statement allocates and binds no name to: gradients, and what it reads itself."""
+        """The calls whose results a statement allocates without a name: inlined, or gradients."""
         mine = [n for n in statement.calls if is_tensor(n) and self._memory(n) is n]
         return [n for n in mine if n not in statement.binds]
 
     def _transfers(self) -> None:
-        """A handle holds what it moves until it goes itself, and one that is given away longer."""
+        """Note what handles of transfers hold: c10d keeps the tensors that a handle moves.
+
+        A handle in ``reduced`` outlives the method.
+        """
         for statement in self.statements:
             for line in statement.lines:
                 handle = re.match(r"(?:\w+, )?(\w+_done) = ", line.code)
@@ -157,6 +168,7 @@ class Ledger:
                     self._hold(handle.group(1), moved)
 
     def _hold(self, handle: str, moved: Sequence[fx.Node]) -> None:
+        """Note that a handle holds what it moved, at least until it is waited for."""
         waits = [
             i
             for i, statement in enumerate(self.statements)
@@ -182,9 +194,10 @@ def _bytes(pieces: Iterable[Piece]) -> int:
 
 
 def free_blocks(methods: Sequence[Ledger]) -> None:
-    """Let the methods of equal blocks hold little more than the worst of them has to.
+    """Add ``del`` lines to the methods of a block class, under one limit for all of them.
 
-    They run while the same is kept of the other blocks, so that only the worst one counts.
+    The limit is the highest of their least peaks, and 1/22 more. While any of them runs the other
+    blocks hold the same, so only the method with the highest peak counts.
     """
     least = max(method.least() for method in methods)
     for method in methods:

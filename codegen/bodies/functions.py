@@ -1,4 +1,4 @@
-"""The calls of a unit as the text of a function."""
+"""The text of a function made of a few calls (a ``Unit``): signature, body, names of results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from partc.quoting import comment, docstring, identifier
 def given_names(
     graph: Graph, unit: Unit, known: dict[tuple[str, fx.Node], str]
 ) -> dict[fx.Node, str]:
-    """What runs through a function is ``x`` or ``d_y``, also where it was cast before; a parameter
-    has its own name.
+    """Names of a function's arguments.
+
+    The main argument is ``x``, in a backward ``d_y``; one that was cast on entry is ``x_float32``.
+    A parameter has its own name. ``known`` has the names that values have in the forward of the
+    same module, by module path and node: the backward uses them again.
     """
     names: dict[fx.Node, str] = {}
     main = "d_y" if unit.is_backward else "x"
@@ -45,7 +48,10 @@ def given_names(
 
 
 def _cast_on_entry(node: fx.Node, path: str) -> str:
-    """The dtype in which the module at ``path`` reads what it is given, if a value is just that."""
+    """The dtype of a value that is a cast, by the module at ``path``, of what comes from outside.
+
+    "" for any other value.
+    """
     if not is_call(node, torch.ops.aten._to_copy.default):
         return ""
     given = first_operand(node)
@@ -56,7 +62,7 @@ def _cast_on_entry(node: fx.Node, path: str) -> str:
 
 
 def _stored(node: fx.Node) -> fx.Node | None:
-    """The parameter or buffer that a value is, perhaps gathered."""
+    """The parameter or buffer that a value is, as stored or gathered; None for other values."""
     index = 0
     while node.op == "call_function" and (moves(node) or node.target is operator.getitem):
         index = picked(node)[1] if node.target is operator.getitem else index
@@ -67,7 +73,7 @@ def _stored(node: fx.Node) -> fx.Node | None:
 
 @dataclass
 class Written:
-    """The body of a function as one of its units reads."""
+    """The text of one unit as a function body, with the names of its values."""
 
     arguments: list[str]
     lines: list[Line]
@@ -79,8 +85,10 @@ class Written:
         cls, graph: Graph, unit: Unit, wished: Sequence[str], helpers: Helpers, *,
         fused: bool = False, frees: bool = False,
     ) -> Written:  # fmt: skip
-        """What torch.compile has ``fused`` has the modules' names as comments; what is read no more
-        is deleted where it ``frees``.
+        """Write the calls of a unit; ``wished`` has the wanted names of its inputs and nodes.
+
+        ``fused``: the text is for torch.compile, so module paths stand in it as comments and no
+        value is written over another. ``frees``: a ``del`` drops what is no longer read.
         """
         wish = dict(zip([*unit.inputs, *unit.nodes], wished, strict=True))
         scope = Scope()
@@ -92,7 +100,7 @@ class Written:
         )  # fmt: skip
         last = unit.nodes[-1]
         bound = last in body.accumulated or last.target is operator.getitem
-        ends = last in unit.outputs and not bound  # it needs no name
+        ends = last in unit.outputs and not bound  # `return expression` needs no name
         order = unit.nodes[:-1] if ends else unit.nodes
         statements = [s for node in order for s in body.one(node)]
         if ends:
@@ -100,7 +108,7 @@ class Written:
             body.seen[last] = body.expression(last)
         level = NONE if len(unit.outputs) == 1 else NONE + 1
         result = ", ".join(body.text(n).at(level) for n in unit.outputs)
-        result = f"({result})" if len(unit.outputs) > RESULTS else result  # it takes several lines
+        result = f"({result})" if len(unit.outputs) > RESULTS else result  # may be broken then
         line = Line(f"return {result}", comment(typed(last)) if ends else "")
         reads = [n for n in unit.outputs if n is not last or not ends]
         reads += body.read_by(last) if ends else []
@@ -116,10 +124,14 @@ class Written:
 
     @property
     def code(self) -> list[str]:
+        """Arguments and lines without their comments: units of equal code share a function."""
         return [*self.arguments, *(line.code for line in self.lines)]
 
     def function(self, name: str, unit: Unit, alike: Sequence[Sequence[Line]]) -> Outlined:
-        """The text; a line's remark is left out where units differ in it."""
+        """The function for several units; a comment in which the units differ is left out.
+
+        ``alike`` has the lines of every unit.
+        """
         lines = [
             same[0] if len(set(same)) == 1 else replace(same[0], remark="")
             for same in zip(*alike, strict=True)
@@ -130,7 +142,7 @@ class Written:
         return Outlined(name, self.text(name, says, lines), self.results)
 
     def text(self, name: str, says: str, lines: Sequence[Line]) -> str:
-        """Signature, docstring and body."""
+        """Signature, docstring and body of a function."""
         num = len(self.results)
         several = ", ".join(["Tensor"] * num) if num <= RESULTS else "Tensor, ..."
         result = "Tensor" if num == 1 else f"tuple[{several}]"
@@ -140,7 +152,10 @@ class Written:
 
 
 def function_name(unit: Unit) -> str:
-    """What the function of a unit would like to be called."""
+    """The wanted name of a unit's function: ``rms_norm``, ``rms_norm_backward``, ``rms_norm_anew``.
+
+    ``anew`` recomputes forward values in the backward.
+    """
     what = "_backward" if unit.is_backward else "_anew" if unit.repeats else ""
     return snake(unit.home.name) + what
 

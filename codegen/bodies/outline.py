@@ -1,8 +1,9 @@
-"""Calls that several places of a program make alike become one printed function.
+"""Makes one printed function of calls that a program repeats, such as a norm in every layer.
 
-In: the items of a step. Out: the items, with one call where the calls of a function stood. What
-belongs together is read off the user's code: the calls of one module, or of one line of a function
-that a module calls. Functions are told apart by their text alone.
+In: the items of a step (calls, and loops over equal blocks). Out: the items, with one call where
+the calls of a function stood. Which calls belong together follows from the user's code: the calls
+of one module (``LlamaRMSNorm``), or of one line of a function that a module calls. Two groups of
+calls share a function if their printed text is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from partc.graph import Graph
 
 
 def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item]:
-    """The items with calls of new functions, which ``helpers`` then prints."""
+    """The items with calls of new functions, which ``helpers`` then prints.
+
+    Functions of other stages in the same file, already among ``helpers.outlined``, are used again.
+    """
     places = list(places_of(items))
     units = [unit for place in places for unit in units_of(graph, place)]
     alike: dict[object, list[Unit]] = defaultdict(list)
@@ -36,7 +40,7 @@ def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item
     for group in sorted(alike.values(), key=_gain, reverse=True):
         free = _apart(group, used)
         if not free or not _is_worth_it(len(free), len(free[0].nodes)):
-            continue  # a call is a line at most
+            continue  # a call is one line at most: the text has no more lines than this
         function = _printed(graph, free, helpers, scope, known, others)
         if function is not None:
             helpers.outlined += [function] if function not in others else []
@@ -46,7 +50,7 @@ def outlined(graph: Graph, items: Sequence[Item], helpers: Helpers) -> list[Item
 
 
 def _apart(units: Sequence[Unit], used: Collection[fx.Node]) -> list[Unit]:
-    """The units that share no call with an earlier one or with ``used``."""
+    """The units whose calls are in no earlier unit and not in ``used``."""
     seen, kept = set(used), []
     for unit in units:
         if seen.isdisjoint(unit.nodes):
@@ -56,7 +60,11 @@ def _apart(units: Sequence[Unit], used: Collection[fx.Node]) -> list[Unit]:
 
 
 def _gain(units: Sequence[Unit]) -> tuple[bool, int, int]:
-    """Forwards first; then by how many calls fewer are printed, the innermost name first."""
+    """Sorts groups of units, the best last: forwards are better, then more calls saved.
+
+    Forwards come first since backwards use the names of their values. Of equal ones the innermost
+    module or function is better.
+    """
     first = units[0]
     return not first.is_backward, (len(units) - 1) * len(first.nodes), first.home.depth
 
@@ -69,12 +77,14 @@ def _printed(
     known: dict[tuple[str, fx.Node], str],
     others: Sequence[Outlined],
 ) -> Outlined | None:
-    """The function of all units whose text is that of the first; the others are dropped.
+    """The function of all units that have the same text as the first one; None if not worth it.
 
-    One of ``others`` serves where it says the same.
+    Units with another text are dropped from ``units``. A function of ``others`` is taken where it
+    has the same text.
     """
     first = units[0]
-    unnamed = ["value"] * len([*first.inputs, *first.nodes])  # names of a whole graph take time
+    # Compared without names first: to find the names of a whole graph's values takes long.
+    unnamed = ["value"] * len([*first.inputs, *first.nodes])
     codes = [Written.of(graph, unit, unnamed, helpers).code for unit in units]
     if not _is_worth_it(codes.count(codes[0]), len(codes[0]) - len(first.inputs)):
         return None
@@ -97,5 +107,5 @@ def _printed(
 
 
 def _is_worth_it(num_calls: int, num_lines: int) -> bool:
-    """Whether a function takes away more lines than its signature and body add."""
+    """Whether a function saves more lines, where it is called, than its own text adds."""
     return num_calls * (num_lines - 1) > num_lines + 2

@@ -1,4 +1,4 @@
-"""The items of a step with calls of functions in place of what they are made of."""
+"""Replaces calls of a graph by one of a printed function: ``pow, mean, rsqrt, mul -> rms_norm``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ from partc.graph import (
 def rewritten(
     graph: Graph, places: Sequence[Place], chosen: Sequence[tuple[Outlined, Sequence[Unit]]]
 ) -> list[Item]:
-    """The items of the step with the units of all blocks replaced by calls."""
+    """The items of a step, with a call of its function for each unit, in all blocks of a run.
+
+    ``chosen`` has each function with its units, which are of the first block of a run; the same
+    calls of the other blocks are replaced too. The graph is changed.
+    """
     cuts: dict[Place, list[tuple[Outlined, Unit]]] = defaultdict(list)
     for function, units in chosen:
         for unit in units:
@@ -59,6 +63,7 @@ def rewritten(
 
 
 def _with_groups(run: Run, groups: dict[Group, Group]) -> Run:
+    """A run with the blocks' new calls in place of the old."""
     again = (tuple(groups[g] for g in run.of(phase)) for phase in PHASES)
     return Run(run.layers, *again)
 
@@ -67,7 +72,10 @@ def _replaced(
     graph: Graph, place: Place, nodes: Sequence[fx.Node],
     cuts: Sequence[tuple[Outlined, Unit]], stand_ins: dict[str, str],
 ) -> list[fx.Node]:  # fmt: skip
-    """``nodes``, which do what those of the place do, with calls where its units stood."""
+    """The calls of one block, ``nodes``, with calls of functions for the units of its place.
+
+    Call i of ``nodes`` does what call i of the place does, which is the first block.
+    """
     at = {node: i for i, node in enumerate(place.nodes)}
     replaced: dict[int, list[fx.Node]] = {i: [node] for i, node in enumerate(nodes)}
     for function, unit in sorted(cuts, key=lambda cut: at[cut[1].end or cut[1].nodes[-1]]):
@@ -84,10 +92,14 @@ def _called(
     graph: Graph, function: Outlined, members: Sequence[fx.Node], outputs: Sequence[fx.Node],
     stand_ins: dict[str, str],
 ) -> list[fx.Node]:  # fmt: skip
-    """A call in place of some calls, and the results that others read."""
+    """Replace ``members`` by one call of a function; return this call and its results' nodes.
+
+    ``stand_ins`` notes by name what takes the place of each forward call, so that the backward's
+    ``Value.forward`` can follow.
+    """
     inside = set(members)
     reads = dict.fromkeys(n for node in members for n in node.all_input_nodes)
-    with graph.fx.inserting_after(max(members)):
+    with graph.fx.inserting_after(max(members)):  # fx compares nodes by their place in the graph
         call = graph.fx.call_function(function, tuple(n for n in reads if n not in inside))
     set_like(call, outputs[0])
     follows = [value(n).forward for n in [outputs[0], *reversed(members)] if value(n).forward]
@@ -108,7 +120,7 @@ def _called(
         # the gradient of what stands inside follows the call, if it is that of an operand
         near = any(_alike(n, node) for n in node.all_input_nodes if n not in inside)
         stand_ins[known_as(node)] = known_as(call) if near else ""
-    for node in sorted(members, reverse=True):
+    for node in sorted(members, reverse=True):  # fx erases no node that another one still reads
         graph.fx.erase_node(node)
     return results
 

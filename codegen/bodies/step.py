@@ -1,4 +1,4 @@
-"""The body of ``step``: what stands in line, and a ``for`` loop for every run of equal blocks."""
+"""The body of ``step``: single calls, and a ``for`` loop for each phase of equal blocks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ CALLS: dict[Phase, str] = {"F": "", "B": ".backward", "W": ".weights"}
 
 @dataclass
 class StepBody(Body):
-    """A Body whose items may be loops. ``order`` has the calls that stand in line.
+    """A Body that also writes loops: ``items`` has single calls (``order``) and loops in order.
 
-    Between two loops the gathers of ``prefetch`` blocks begin.
+    In a loop the weights of the next block are gathered while one computes. Before a loop, where
+    calls stand between it and the loop before, the gathers of its first ``prefetch`` blocks start;
+    before any other loop that of its first block.
     """
 
     items: Sequence[Item] = ()
     classes: dict[Run, BlockClass] = field(default_factory=dict)
-    ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last turn
+    ahead: set[fx.Node] = field(default_factory=set)  # gathers started in a loop's last iteration
     prefetch: int = 1
-    begun: set[Loop] = field(default_factory=set)  # of which more blocks than one are gathered
-    # lines before a loop over blocks, and those at the end of each turn
+    begun: set[Loop] = field(default_factory=set)  # loops with several blocks gathered before them
+    # for each run the lines before its loop, and those at the end of each iteration
     sums: Mapping[Run, tuple[list[Line], list[Line]]] = field(default_factory=dict)
 
     def statements(self) -> list[Statement]:
-        """One Statement per call or loop, in order."""
+        """The statements of all calls and loops, in order.
+
+        Gathers that stand behind a loop are started in the loop's last iteration.
+        """
         found: list[Statement] = []
         self._carry_names()
         sections = self._sections()
@@ -60,12 +65,13 @@ class StepBody(Body):
         return behind if start in self.ahead else super()._hidden_by(start, wait)
 
     def _next_wait(self, start: fx.Node) -> fx.Node | None:
+        """As in ``Transfers``; None where a loop between start and wait hides the transfer."""
         wait = super()._next_wait(start)
         stretches = [nodes for _, nodes in self._sections()]
         return wait if any(start in nodes and wait in nodes for nodes in stretches) else None
 
     def _sections(self) -> list[tuple[Loop | None, list[fx.Node]]]:
-        """Each loop with the calls up to the next one; those before the first loop come first."""
+        """Each loop with the calls behind it, up to the next loop; first the calls before any."""
         sections: list[tuple[Loop | None, list[fx.Node]]] = [(None, [])]
         for item in self.items:
             if isinstance(item, Loop):
@@ -75,12 +81,12 @@ class StepBody(Body):
         return sections
 
     def _gather(self, loop: Loop) -> str:
-        """The method that starts to gather a block's weights, if the loop's blocks need it."""
+        """The method that starts to gather a block's weights; "" if this loop gathers none."""
         cls = self.classes[loop.run]
         return "" if cls.is_steady else cls.gather_name(self._side(loop))
 
     def _begin(self, loop: Loop, num: int) -> Statement:
-        """Start the gathers of a loop's first blocks."""
+        """The lines that start the gathers of a loop's first ``num`` blocks."""
         self.begun |= {loop} if num > 1 else set()
         blocks = f"self.{self.classes[loop.run].attribute}"
         indices = [-1 - i if self._descends(loop) else i for i in range(num)]
@@ -94,7 +100,10 @@ class StepBody(Body):
         return next(s for s in self.classes[loop.run].sides if s.loop.phase == loop.phase)
 
     def _carry_names(self) -> None:
-        """A value that only starts off a loop takes the name of the loop's variable at once."""
+        """Give a value that only the first iteration of a loop reads the loop variable's name.
+
+        Then ``x = embedding(...)`` stands before the loop over ``x`` in place of ``x = embedding``.
+        """
         for item in self.items:
             if not isinstance(item, Loop):
                 continue
@@ -108,7 +117,7 @@ class StepBody(Body):
                     self.wishes |= dict.fromkeys(self._in_place_of(first), name)
 
     def _in_place_of(self, node: fx.Node) -> Iterator[fx.Node]:
-        """A value and those before it that only a transfer reads: it takes over their name."""
+        """A value, and the values before it that were moved without a copy: they share a name."""
         while node in self.place:
             yield node
             before = carried(node)
@@ -118,19 +127,23 @@ class StepBody(Body):
             node = before
 
     def _variable_name(self, side: Interface, slot: Slot) -> str:
-        """``x`` and ``d_x`` for what runs through the blocks."""
+        """The loop variable of a carried value: ``x`` or ``d_x`` for the residual stream."""
         if slot is main_slot(side):
             return "x" if side.loop.phase == "F" else "d_x"
         return argument_name(side, slot, self.wishes)
 
     def _backward_of(self, loop: Loop) -> set[fx.Node]:
-        """Calls that read what the first block has saved for them."""
+        """The calls of the first block's later phases, which read its saved values."""
         later = [loop.run.of(phase) for phase in LATER] if loop.phase == "F" else []
         return {node for groups in later if groups for node in groups[0].nodes}
 
     # loops -----------------------------------------------------------------------------------
     def _loop(self, loop: Loop, early: Sequence[fx.Node]) -> Statement:
-        """The ``for`` statement of a loop; its last turn starts the gathers ``early``."""
+        """The lines of a loop over blocks; its last iteration starts the gathers ``early``.
+
+        ``for layer in self.layers:`` with the lists of saved values before it, the call of the
+        block's method in it, and ``del`` of the last saved values behind it.
+        """
         side, cls = self._side(loop), self.classes[loop.run]
         lines: list[Line] = []
         variables = {
@@ -189,7 +202,7 @@ class StepBody(Body):
         return {n for group in loop.groups for n in group.nodes}
 
     def _variable(self, side: Interface, slot: Slot, lines: list[Line]) -> str:
-        """The loop variable of a carried value, set to its first value."""
+        """The loop variable of a carried value; ``lines`` get ``x = ...`` if it has to be set."""
         first = str(self.text(slot.nodes[0]))
         wish = self._variable_name(side, slot)
         if (
@@ -203,7 +216,7 @@ class StepBody(Body):
         return name
 
     def _list(self, slot: Slot) -> str:
-        """The values of a listed slot, a repeating pattern written once."""
+        """A listed slot as a list, one value for each block: ``[a, b] * 4``, ``kept[:8]``."""
         texts = [str(self.text(n)) for n in slot.nodes]
         for period in range(1, len(texts) // 2 + 1):
             if len(texts) % period == 0 and texts == texts[:period] * (len(texts) // period):
@@ -211,19 +224,26 @@ class StepBody(Body):
         return _sliced(texts) or f"[{', '.join(texts)}]"
 
     def _saved(self, cls: BlockClass, word: str) -> str:
+        """The step's list of the blocks' lists of saved values: ``layers_saved``."""
         name = f"{cls.attribute}_{word}"
         self.scope.taken.add(name)
         return name
 
     def _pop(self, cls: BlockClass, word: str, loop: Loop) -> str:
-        """The last that was put away, or the first where the loop runs as the one before."""
+        """The saved values of the block of this iteration: ``layers_saved.pop()``.
+
+        The last that was added, or the first, where this loop runs in the order of the loop that
+        saved them.
+        """
         turned = self._descends(loop) and word != "left"
         return f"{self._saved(cls, word)}.pop({'' if turned else '0'})"
 
     def _descends(self, loop: Loop) -> bool:
+        """Whether a loop runs from the last block to the first."""
         return loop.groups[0].layer != loop.run.layers[0]
 
     def _head(self, cls: BlockClass, loop: Loop, items: list[str], lists: list[str]) -> str:
+        """The ``for`` line; ``following`` is the next block, None in the last iteration."""
         over, layer = f"self.{cls.attribute}", "layer"
         over = f"reversed({over})" if self._descends(loop) else over
         if self._gather(loop):
@@ -234,7 +254,7 @@ class StepBody(Body):
         return f"for {layer}, {', '.join(items)} in zip({', '.join([over, *lists])}, strict=True):"
 
     def _gather_ahead(self, loop: Loop, early: Sequence[fx.Node]) -> list[Line]:
-        """Start the next block's gathers, in the last turn those of what follows the loop."""
+        """The lines that start the next block's gathers, or after the last block ``early``."""
         remark = comment(
             f"hidden behind this block's {'forward' if loop.phase == 'F' else 'backward'}"
         )
@@ -257,7 +277,7 @@ class StepBody(Body):
     def _bind_results(
         self, loop: Loop, side: Interface, variables: dict[int, str], kept: dict[int, str]
     ) -> None:
-        """How values of the blocks are read after the loop."""
+        """Note how calls behind a loop read the blocks' results: ``x``, or ``x_all[3]``."""
         for position, name in kept.items():
             for i, group in enumerate(loop.groups):
                 self.seen[group.nodes[position]] = Text(f"{name}[{i}]")
@@ -271,7 +291,9 @@ class StepBody(Body):
 
 
 def _sliced(texts: Sequence[str]) -> str:
-    """Entries of one list in order or reverse, perhaps with one other value, by slices.
+    """Texts that are the entries of one list, in order or in reverse, written as a slice.
+
+    One other text may stand before or behind them. "" if the texts are not of this kind.
 
     >>> _sliced(["x", "kept[0]", "kept[1]"])
     '[x, *kept[:2]]'

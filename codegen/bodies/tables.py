@@ -1,4 +1,8 @@
-"""The plain data of a program: which piece of which parameter each attribute is."""
+"""The tables of a program: which shard of which of the model's parameters each attribute holds.
+
+``SHARDS = {"w1_weight": ("w1.weight", (64, 16), "float32", (("tp", 0, 1),))}``. Loading,
+checkpoints and DTensors are made from these tables.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,28 @@ from partc.graph import Graph, Kind, fake_of, typed, value
 from partc.quoting import comment, literal
 
 TABLES: dict[Kind, str] = {"param": "SHARDS", "buffer": "BUFFERS"}
-MANY = 8  # parameters and buffers; fewer are written one by one
+MANY = 8  # from so many parameters and buffers on, a loop over the table makes them
 Cuts = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter or buffer: its attribute here and what it is in the model."""
+    """One parameter or buffer: its attribute in the program, and what it is in the model."""
 
     attribute: str
     name: str
     shape: tuple[int, ...]
     dtype: str
-    cuts: Cuts  # (axis, dim, outer), in the order in which they are applied to the whole
+    cuts: Cuts  # (mesh axis, dim, outer), in the order in which they shard the whole tensor
 
     @property
     def known(self) -> str:
-        """The table entry's right side, behind the name."""
+        """The entry's text behind the name in the model: ``(64, 16), "float32", ...``."""
         return ", ".join(map(literal, (self.shape, self.dtype, self.cuts)))
 
 
 def row(graph: Graph, node: fx.Node, attribute: str) -> Row:
-    """The table row of a placeholder."""
+    """The table row of a parameter's or buffer's node."""
     known = value(node)
     sharding = known.sharding
     cuts = tuple((a, lay.dim, sharding.local_outer(a, graph.mesh)) for a, lay in sharding.cuts())
@@ -44,7 +48,10 @@ def row(graph: Graph, node: fx.Node, attribute: str) -> Row:
 
 
 def is_listed(graph: Graph, nodes: Sequence[fx.Node]) -> bool:
-    """Whether parameters or buffers are so many that a loop over their table makes them."""
+    """Whether a loop over the table makes these parameters or buffers, and not a line for each.
+
+    A frozen parameter has its own line, as the table does not say ``requires_grad``.
+    """
     many = len(graph.params) + len(graph.buffers) >= MANY
     return many and len(nodes) > 1 and not any(_is_frozen(graph, node) for node in nodes)
 
@@ -53,9 +60,10 @@ def declarations(
     graph: Graph, attributes: Mapping[fx.Node, str], kind: Kind, source: str, helpers: Helpers,
     some: bool = False,
 ) -> list[Line]:  # fmt: skip
-    """The statements that make this rank's pieces of parameters or buffers.
+    """The statements that make this rank's shards of parameters or buffers.
 
-    ``source`` is their table; with ``some`` it has those of blocks too, under dotted names.
+    ``source`` is the text of their table. With ``some`` the table also has the blocks' parameters,
+    under dotted names (``layers.0.w``), which the blocks make themselves.
     """
     if not is_listed(graph, list(attributes)):
         return [
@@ -73,11 +81,12 @@ def declarations(
 
 
 def _is_frozen(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node is a parameter without a gradient."""
     return value(node).kind == "param" and value(node).name not in graph.grads
 
 
 def _declaration(node: fx.Node, attribute: str, kind: Kind, frozen: bool) -> str:
-    """The statement that makes this rank's piece of a parameter or buffer."""
+    """The statement that makes this rank's shard of one parameter or buffer."""
     fake = fake_of(node)
     sizes = ", ".join(map(str, fake.shape)) or "()"
     dtype = "" if literal(fake.dtype) == "torch.float32" else f", dtype={literal(fake.dtype)}"
@@ -88,7 +97,7 @@ def _declaration(node: fx.Node, attribute: str, kind: Kind, frozen: bool) -> str
 
 
 def table(name: str, remark: str, entries: Iterable[Line]) -> str:
-    """A dict as a module constant, one entry per line; a short one alone beside its braces."""
+    """A dict as a constant of the file, one entry on a line; a single short entry on the first."""
     rows = list(entries)
     if not rows:
         return f"{name} = {{}}  # {remark}"

@@ -1,6 +1,6 @@
-"""Which calls of a step belong together in the user's code, so that one call could stand for them.
+"""Which calls belong together in the user's code, so that one call of a function can replace them.
 
-The calls of one module, or of one line of a function that a module calls.
+A unit has the calls of one module, or of one line of a function that a module calls.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from partc.graph import (
 )
 from partc.graph.moves import gathers_param
 
-LINES = 3  # a shorter function hides more than it says
-ARGUMENTS, RESULTS = 6, 6  # a call with more of them is hard to read
+LINES = 3  # a function of fewer calls hides more from a reader than it says
+ARGUMENTS, RESULTS = 6, 6  # a call with more arguments or results is hard to read
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The calls of one printed function: those between two loops, or of a loop's first block."""
+    """The calls of one printed method: those of ``step`` between two loops, or of a block's method.
+
+    A block's method is printed from the first block of the ``loop``.
+    """
 
     nodes: tuple[fx.Node, ...]
     loop: Loop | None = None
@@ -40,7 +43,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Home:
-    """A module, or a line of a function that it calls, ``depth`` calls inside the user's code."""
+    """What a unit's function is named after: a module, or a line of a function that it calls.
+
+    ``depth`` counts the modules and functions around it in the user's code.
+    """
 
     name: str  # of the class or function
     path: str  # of the module
@@ -50,8 +56,10 @@ class Home:
 
 @dataclass(eq=False)
 class Unit:
-    """Calls that one call can stand for, where ``end`` stands or else the last of them; others move
-    ``behind``.
+    """Calls (``nodes``) that one call of a function can replace, with their inputs and outputs.
+
+    The one call stands in the place of ``end``, or else of the last node. ``behind`` has calls from
+    between the nodes, which move behind the one call.
     """
 
     home: Home
@@ -68,11 +76,12 @@ class Unit:
 
     @property
     def repeats(self) -> bool:
-        """Whether a backward computes values of its forward from some that were saved."""
+        """Whether these calls recompute forward values in the backward."""
         return not self.is_backward and any(is_backward(n) for n in self.nodes)
 
 
 def places_of(items: Sequence[Item]) -> Iterator[Place]:
+    """The places of a step in order: calls between loops, and the first block of each loop."""
     inline: list[fx.Node] = []
     for item in items:
         if isinstance(item, Loop):
@@ -87,12 +96,12 @@ def places_of(items: Sequence[Item]) -> Iterator[Place]:
 
 # what belongs together ----------------------------------------------------------------------------
 def units_of(graph: Graph, place: Place) -> list[Unit]:
-    """The calls of each module and of each line of a function, where one call can replace them."""
+    """The units of a place: calls of one module, or one line of a function, that fit one call."""
     members: dict[tuple[Home, str, int], list[fx.Node]] = defaultdict(list)
     part = 0
     for node in place.nodes:
         if node.target is collectives.wait and not gathers_param(node.all_input_nodes[0]):
-            part += 1  # no work is moved over a wait: it hides what is waited for
+            part += 1  # no call moves over a wait: it hides the transfer
         elif is_movable(node):
             for home in _homes(graph, node):
                 members[home, value(node).phase, part].append(node)
@@ -106,18 +115,18 @@ def units_of(graph: Graph, place: Place) -> list[Unit]:
 
 
 def is_movable(node: fx.Node) -> bool:
-    """Whether a call needs nothing but its operands."""
+    """Whether a call depends on its operands alone: no random draw, no rank, no transfer."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return not (random or moves(node) or node.target in (*ops.DRAWS, ops.same_mask))
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether a call is a collective, a wait, or depends on the rank."""
+    """Whether a call is a collective, a wait, or an op that depends on the rank."""
     return getattr(node.target, "__module__", "") == collectives.__name__
 
 
 def _homes(graph: Graph, node: fx.Node) -> Iterator[Home]:
-    """All that a call is part of."""
+    """Every module, and every line of a function, that a call is part of, the outermost first."""
     known = value(node)
     parts = known.module.split(".") if known.module else []
     for i in range(1, len(parts) + 1):
@@ -130,10 +139,10 @@ def _homes(graph: Graph, node: fx.Node) -> Iterator[Home]:
 
 
 def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The calls without what only the gradient of a parameter needs.
+    """The calls of a unit without two kinds that a backward function should not have.
 
-    That is computed when there is time for it, perhaps far from the others. Nor is the sum with a
-    gradient from elsewhere part of a function.
+    Calls that only a parameter's gradient needs: they may be scheduled far from the others, where
+    they hide a transfer. And sums with a gradient that comes from outside of the unit.
     """
     inside = set(nodes)
     for node in nodes:
@@ -152,13 +161,13 @@ def _core(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether a call only moves a value to where the step gives it back."""
+    """Whether a node is the step's output, or a transfer (or getitem) that leads only there."""
     passes = moves(node) or node.target is operator.getitem
     return node.op == "output" or (passes and all(is_stored(u) for u in node.users))
 
 
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The calls in sets that exchange values, in order.
+    """The calls as connected components: calls that read one another's results, in order.
 
     networkx's connected_components gives the same; its import alone takes 0.08 s, which every
     compile would pay for.
@@ -176,7 +185,11 @@ def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 # where one call can stand -------------------------------------------------------------------------
 def _placed(unit: Unit) -> bool:
-    """Fill in what a unit reads and gives; False where it cannot stand in one place."""
+    """Fill in a unit's inputs and outputs; False if one call cannot replace the unit.
+
+    That is so where the unit is too small, reads or returns too much, or is read before its last
+    call.
+    """
     _drop_shared_views(unit)
     if len(unit.nodes) < LINES:
         return False
@@ -195,7 +208,7 @@ def _placed(unit: Unit) -> bool:
 
 
 def _drop_shared_views(unit: Unit) -> None:
-    """Leave out last views: what a function returns should be memory that nobody else has."""
+    """Drop views at the end of a unit, so that a function returns memory of its own alone."""
     while True:
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if set(n.users) - inside]
@@ -211,7 +224,7 @@ def _drop_shared_views(unit: Unit) -> None:
 
 
 def signature(unit: Unit) -> tuple[object, ...]:
-    """What a unit computes; equal ones may still read differently."""
+    """A key for what a unit computes; units with equal keys may still have different texts."""
     number = {node: i for i, node in enumerate([*unit.inputs, *unit.nodes])}
     calls = tuple(
         (

@@ -1,4 +1,4 @@
-"""One ATen call, its arguments by name, ready to be spelled."""
+"""One ATen call with its arguments by name, and the text of each argument."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import fx
 from partc.codegen.text import Text
 from partc.quoting import literal
 
-_PLACE = ("device", "layout", "pin_memory")  # decided by the operands or by the step's device
+# Not printed: they follow from the operands, or the step's own device takes their place.
+_PLACE = ("device", "layout", "pin_memory")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call with its ``given`` arguments, those that differ from the default, in order.
+    """An ATen call; ``given`` has its arguments that differ from their defaults, in order.
 
-    ``operand`` gives the text of a node, ``device`` the text of the device that new tensors go to.
+    ``operand`` gives the text of a node. ``device`` is the text of the device on which a call makes
+    a tensor from no other tensor: ``x.device``.
     """
 
     node: fx.Node
@@ -69,10 +71,15 @@ class Call:
         if isinstance(value, list | tuple):
             return Text(literal(tuple(value)))
         text = literal(value)
+        # A negative number stands in parentheses in sums and products, bare in comparisons.
         return Text(text, 14) if text.startswith("-") else Text(text)
 
     def arguments(self, skip: int = 0, place: bool = False) -> str:
-        """The given arguments after the first ``skip`` as text, flags and late ones by name."""
+        """The given arguments, but for the first ``skip``, as text.
+
+        A boolean is written by name, and so is every argument behind it or behind one that is left
+        out. With ``place`` the device is added.
+        """
         arguments = list(self.node.target._schema.arguments)  # type: ignore[union-attr]
         texts, by_name = [], False
         for arg in arguments[skip:]:

@@ -1,5 +1,7 @@
-"""New values of buffers are written where the old ones lie: running statistics of a batch norm by
-its kernel, as eager ones are, and what is counted by ``+=``.
+"""Writes new values of buffers over the old ones, as eager PyTorch does.
+
+The kernel of a batch norm updates its running statistics itself. A counter is printed as
+``self.num_batches_tracked += 1``. Any other new value is copied when the step ends.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ from partc.codegen.text import Line, Text
 from partc.graph import Graph, fake_of, is_call, set_fake
 
 aten = torch.ops.aten
-NEW_MEAN, NEW_VAR = 3, 4  # results of a batch norm; the old ones among its arguments
-TRAINING = 5  # among its arguments
+# Places in the signature of a batch norm: the new running mean and variance have these places among
+# the results, the old ones the same places among the arguments.
+NEW_MEAN, NEW_VAR = 3, 4
+TRAINING = 5  # the place of the argument `training`
 SIGNS = {aten.add.Tensor: "+", aten.sub.Tensor: "-", aten.mul.Tensor: "*"}
 
 
 def keep_statistics(graph: Graph) -> None:
-    """Let batch norms write their running statistics themselves, and those whose new ones nobody
-    reads, as they are computed again, have none.
+    """Let the kernel of each batch norm write its running statistics, if no other call reads them.
+
+    A batch norm that the backward recomputes gets no running statistics: they would be updated
+    twice.
     """
     functional = aten._native_batch_norm_legit_functional.default
     found = [n for n in graph.calls() if is_call(n, functional)]
@@ -35,7 +41,7 @@ def keep_statistics(graph: Graph) -> None:
 
 
 def _keep(graph: Graph, node: fx.Node) -> None:
-    """One batch norm whose statistics nobody but itself and the end of the step reads."""
+    """Let one batch norm write its statistics, if only itself and the step's end read them."""
     new, outputs = _new(node), graph.outputs
     names = {b: name for name, b in outputs.buffers.items() if b in new.values()}
     if set(new) != {NEW_MEAN, NEW_VAR} or len(names) < len(new):
@@ -52,20 +58,24 @@ def _keep(graph: Graph, node: fx.Node) -> None:
 
 
 def _new(node: fx.Node) -> dict[int, fx.Node]:
-    """The new statistics, by their place among the results."""
+    """The nodes of the new running mean and variance, by their place among the results."""
     picks = (user for user in node.users if user.target is operator.getitem)
     return {user.args[1]: user for user in picks if user.args[1] in (NEW_MEAN, NEW_VAR)}  # type: ignore[misc]
 
 
 def _retarget(node: fx.Node, mean: fx.Node | None, var: fx.Node | None) -> None:
-    """The batch norm that writes its statistics, or that has none."""
+    """Turn a functional batch norm into one that writes ``mean`` and ``var``; None: has none."""
     node.target = aten.native_batch_norm.default
     node.args = (*node.args[:NEW_MEAN], mean, var, *node.args[NEW_VAR + 1 :])
     set_fake(node, tuple(fake_of(node)[:NEW_MEAN]))
 
 
 def counted(graph: Graph, order: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The calls that may write a buffer's new value over the old one, with the buffer."""
+    """The calls that may be printed as ``buffer += x``, each with the buffer's node.
+
+    That is so where the call adds to the old value, and nothing else reads the old value or, before
+    the step ends, the new one.
+    """
     buffers, found = graph.buffers, dict[fx.Node, fx.Node]()
     for name, node in graph.outputs.buffers.items():
         old = buffers[name]
@@ -77,6 +87,6 @@ def counted(graph: Graph, order: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 def updates(places: Mapping[fx.Node, str], text: Callable[[fx.Node], Text]) -> list[Line]:
-    """The statements that copy new values to the places of the old, where they do not lie there."""
+    """The statements that copy new values of buffers over the old ones, unless already there."""
     copied = ((place, str(text(node))) for node, place in places.items())
     return [Line(f"{place}.copy_({new})") for place, new in copied if new != place]

@@ -1,4 +1,8 @@
-"""The values of one generated function: their names, and the text of the calls that make them."""
+"""The values of one generated function: their names, and the text of the calls that make them.
+
+Here is decided which values get a line with a name of their own, which are written inside the
+expression that reads them, and which are written over another value.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,8 @@ from partc.graph import (
 from partc.passes.overlap.write_pieces import joins_pieces
 from partc.quoting import literal
 
+# The helpers that add to a gradient: to ``.grad``, or to a rank's part of a gradient that a
+# pipeline stage sums over microbatches first and over ranks once, when the step ends.
 ADDS = ("add_grad", "add_weight_grad", "finish")
 PARTIALS = ("add_partial", "add_weight_partial", "finish_partials")
 
@@ -40,8 +46,11 @@ PARTIALS = ("add_partial", "add_weight_partial", "finish_partials")
 def apart(
     stored: Mapping[fx.Node, list[str]], order: Sequence[fx.Node]
 ) -> tuple[dict[fx.Node, list[str]], set[fx.Node]]:
-    """The parameters by the pieces of their final gradients, each of which is added as it comes,
-    and the sums of them, which are then not needed; ``order`` has the calls of the function.
+    """Adds each piece of a gradient to ``.grad`` by itself: ``g = g0 + g1 -> += g0, += g1``.
+
+    A block that is computed in overlap pieces has a gradient of each weight for each piece.
+    ``stored`` has the parameters of each final gradient, ``order`` the calls of the function. The
+    results are the parameters of each piece, and the sums of pieces that need no line any more.
     """
     found, todo = dict[fx.Node, list[str]](), dict(stored)
     summed, here = set[fx.Node](), set(order)
@@ -59,7 +68,7 @@ def apart(
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether a call adds up gradients."""
+    """Whether a call is an addition in the backward, so that it adds up gradients."""
     return node.target is torch.ops.aten.add.Tensor and is_backward(node)
 
 
@@ -67,9 +76,11 @@ def is_sum(node: fx.Node) -> bool:
 class Expressions:
     """What one function knows of its values: names, and texts of the calls that make them.
 
-    ``seen`` has the texts of what comes from outside: parameters, arguments; ``wishes`` what values
-    would like to be called; ``kept`` what is read outside; ``stored`` the parameters, as texts,
-    whose final gradient a node is; ``own`` all parameters of the module, as texts.
+    ``order`` has the function's calls. ``seen`` has the text by which a node is read, at first for
+    parameters and arguments, later for every value that has a name. ``wishes`` has the name that a
+    value gets if it is free. ``kept`` has the nodes that something outside of the function reads.
+    ``stored`` has the parameters (``self.w1_weight``) whose final gradient a node is, ``own`` all
+    parameters of the module. ``prefix`` is the path of the module that the function is a method of.
     """
 
     graph: Graph
@@ -82,10 +93,10 @@ class Expressions:
     stored: dict[fx.Node, list[str]] = field(default_factory=dict)
     device: str = "self.device"
     prefix: str = ""
-    adds: tuple[str, str, str] = ADDS  # the functions that add to a gradient
+    adds: tuple[str, str, str] = ADDS  # the helpers that add to a gradient
     own: Sequence[str] = ()
-    one_turn: bool = False  # whether it is the same function for all pieces of a block
-    fused: bool = False  # whether torch.compile decides what is written where
+    one_turn: bool = False  # whether all overlap pieces of a block call this function
+    fused: bool = False  # whether torch.compile compiles it, and so decides what is written where
 
     def __post_init__(self) -> None:
         wished = {n: self.wishes.get(n, "") for n in self.order}
@@ -93,6 +104,7 @@ class Expressions:
         self.joint = JointGrads(self.graph, self.order, self.stored)
         self.stored, self.summed = apart(self.stored, self.order)
         fixed = self.kept | self.stored.keys() | self.joint.place.keys()
+        # Twice: what is written over another value needs a line; then more or less fits inline.
         in_line = inlined(self.order, fixed, self.named)
         sums = accumulations(self.order, self.kept | self.stored.keys(), sums_only=self.fused)
         self.accumulated = {
@@ -107,7 +119,7 @@ class Expressions:
         self.place = {node: i for i, node in enumerate(self.order)}
 
     def text(self, node: fx.Node) -> Text:
-        """How a value is read here: its name, or its expression where it has no line of its own."""
+        """The text that reads a value: its name, or its expression if it has no line of its own."""
         if node not in self.seen:
             assert node in self.inlined or not is_tensor(node), (
                 f"{node} is read before it is written"
@@ -116,7 +128,7 @@ class Expressions:
         return self.seen[node]
 
     def expression(self, node: fx.Node) -> Text:
-        """The right side of a call."""
+        """The right side of a call's assignment: ``F.linear(x, self.w1_weight)``."""
         if node.target in (*collectives.LOCAL, collectives.axis_index):
             return c10d.local(node, self.text(node.all_input_nodes[0]), self.helpers)
         if isinstance(node.target, Outlined):
@@ -131,7 +143,7 @@ class Expressions:
         return anywhere or spell(node, self.text, self.device)
 
     def _composite(self, node: fx.Node) -> Text:
-        """A call of a printed function."""
+        """A call of an op of ``partc.graph.ops``, whose helper function is printed."""
         name = self.helpers.use(node.target.__name__)  # type: ignore[union-attr]
         texts = [str(self.text(a)) if isinstance(a, fx.Node) else literal(a) for a in node.args]
         if node.target is ops.cross_entropy_grad:
@@ -144,6 +156,7 @@ class Expressions:
         if node.target is ops.same_mask:
             texts.append(self.device)
         named = dict(node.kwargs)
+        # `ignore` marks targets that do not count: -1 is outside of every rank's rows.
         if node.target is ops.window and "ignore" in named:
             ids = self.text(node.all_input_nodes[0]).at(COMPARE + 1)
             texts[0] = f"torch.where({ids} == {literal(named.pop('ignore'))}, -1, {ids})"
@@ -154,14 +167,17 @@ class Expressions:
         return Text(f"{name}({', '.join(texts)})")
 
     def bind(self, node: fx.Node) -> str:
-        """Give a value its name; a gradient that is reduced with others its place among them."""
+        """Name a value, or give a gradient its place in a dict: ``grads[self.w1_weight]``."""
         name = self.joint.entry(node, self.scope)
         name = name or self.scope.fresh(self._wish(node))
         self.seen[node] = Text(name)
         return name
 
     def _wish(self, node: fx.Node) -> str:
-        """What a value would like to be called, or the sum that takes over its memory."""
+        """The name that a value gets if it is free.
+
+        A value that a sum is written over has the sum's name: ``d_x = ...``, then ``d_x += d_y``.
+        """
         chain = [node]
         while chain[-1] in self.becomes:
             chain.append(self.becomes[chain[-1]])
@@ -170,13 +186,13 @@ class Expressions:
         return wish if self.one_turn else of_turn(node, wish)
 
     def _has_line(self, node: fx.Node) -> bool:
-        """Whether a node is a statement; the step's last waits stand in `finish`."""
+        """Whether a node is a statement here; the last waits of a step are those of ``finish``."""
         if ends_step(self.graph, node) or node in self.summed:
             return False
         return is_tensor(node) or len(results_of(node)) > 1
 
     def read_by(self, node: fx.Node) -> list[fx.Node]:
-        """The named values that a node's statement reads, those of inlined operands among them."""
+        """The named values that a node's statement reads, directly or in an inlined operand."""
         reads: list[fx.Node] = []
         for operand in node.all_input_nodes:
             within = operand in self.inlined or _holds_one(operand)
@@ -185,5 +201,5 @@ class Expressions:
 
 
 def _holds_one(node: fx.Node) -> bool:
-    """Whether a call gives a tuple of one, which is written where that one is taken out."""
+    """Whether a call returns a tuple of one tensor: its text stands where that tensor is read."""
     return node.op == "call_function" and not is_tensor(node) and len(results_of(node)) == 1

@@ -1,4 +1,7 @@
-"""Which values need no line of their own: they read well inside the statement that uses them."""
+"""Which values need no line of their own: they read well inside the statement that reads them.
+
+``t = w.T; y = x @ t`` becomes ``y = x @ w.T``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from partc.codegen.calls.storage import VIEWS, num_bytes, owner
 from partc.codegen.helpers.needed import Outlined
 from partc.graph import collectives, is_tensor, tensor_args, value
 
-DEPTH = 3  # of views, or of pointwise ops, in one expression
+DEPTH = 3  # how many views, or pointwise ops, may stand inside each other in one expression
+# Views of one result; those with several have a line that names all results.
 _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
     "split",
     "split_with_sizes",
@@ -21,7 +25,8 @@ _FREE = {"view", "reshape", "_unsafe_view"} | VIEWS - {
     "chunk",
 }
 _PRODUCTS = {"matmul", "mm", "linear"}
-_LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy", "ones_like"}  # read as pointwise ops do
+# Not pointwise, or without the tag, but as easy to read inside of a pointwise expression.
+_LIGHT = {"sum", "mean", "rsqrt", "cat", "_to_copy", "ones_like"}
 
 
 def inlined(
@@ -30,12 +35,16 @@ def inlined(
     named: set[fx.Node],
     sums: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
 ) -> set[fx.Node]:
-    """The nodes of one function that are written inside their only user.
+    """The nodes of one function that are written inside the only call that reads them:
 
-    Views always; a pointwise value inside a pointwise statement of the same module, unless the user
-    gave it a name (``named``) or it would be computed at a worse time; a cast inside the views that
-    follow it; a product or what a function gives inside the ``+=`` of ``sums`` that follows it.
-    ``kept`` are read outside the function.
+    - every view, up to DEPTH of them;
+    - a pointwise value inside a pointwise call of the same module, unless the user's code has a
+      variable for it (``named``), or it would then be computed at a worse time (``_Time``);
+    - a cast inside the views of it that follow;
+    - a product, or the result of a printed function, inside the ``+=`` that follows (``sums`` has
+      each sum with the value that it is written over).
+
+    ``kept`` has the nodes that are read outside the function, which need a name.
     """
     inside = set(order)
     chosen: set[fx.Node] = set()
@@ -66,19 +75,22 @@ def inlined(
 
 
 class _Time:
-    """Whether a value may as well be computed later, where it is read."""
+    """Whether a value may be computed later, where it is read, at no cost."""
 
     def __init__(self, order: Sequence[fx.Node], sums: Mapping[fx.Node, fx.Node]) -> None:
         self.order, self.sums = order, sums
         self.at = {node: i for i, node in enumerate(order)}
-        self.last: dict[fx.Node, int] = {}  # use of any view of what a node allocated
+        self.last: dict[fx.Node, int] = {}  # the last use of any view of a node's memory
         for node in order:
             for operand in node.all_input_nodes:
                 self.last[owner(operand)] = self.at[node]
 
     def may_pass(self, node: fx.Node, user: fx.Node, chosen: Container[fx.Node]) -> bool:
-        """Not over a transfer, which it hides, nor over a sum that overwrites what it reads, nor
-        where its operands would be kept for it alone and take more memory than it does.
+        """Whether the computation of ``node`` may move down to ``user``.
+
+        It may not move over the start or wait of a transfer, which it helps to hide; nor over a sum
+        that overwrites an operand; nor where operands larger than the value itself would have to
+        live longer.
         """
         between = self.order[self.at[node] + 1 : self.at[user]]
         if any(n.target in (*collectives.COLLECTIVES, collectives.wait) for n in between):
@@ -91,7 +103,7 @@ class _Time:
 
 
 def _read(node: fx.Node, chosen: Container[fx.Node]) -> Iterator[fx.Node]:
-    """The values that an expression reads."""
+    """The values with a name that an expression reads, through operands written inside of it."""
     for operand in node.all_input_nodes:
         if operand in chosen:
             yield from _read(operand, chosen)
@@ -100,7 +112,7 @@ def _read(node: fx.Node, chosen: Container[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
-    """The one call that reads a node, once."""
+    """The only call that reads a node, if there is one and it reads the node once."""
     if len(node.users) != 1:
         return None
     user = next(iter(node.users))
@@ -108,7 +120,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _next_statements(order: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each node the next that is not a view."""
+    """For each node the next call in order that is not a view, and so has a statement."""
     found: dict[fx.Node, fx.Node] = {}
     after: fx.Node | None = None
     for node in reversed(order):
@@ -128,22 +140,22 @@ def _is_next(
     node: fx.Node, user: fx.Node, following: Mapping[fx.Node, fx.Node],
     sums: Mapping[fx.Node, fx.Node],
 ) -> bool:  # fmt: skip
-    """Whether work is added to a sum by the very next statement."""
+    """Whether the next statement adds a product to a sum: ``d_x += d_y @ self.w1_weight``."""
     return user in sums and following.get(node) is user and is_work(node)
 
 
 def _is_cast(node: fx.Node, view: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether a cast is read through the views that follow it, which have a line."""
+    """Whether a cast is read only through the view behind it, and this view has a line."""
     return _name(node) == "_to_copy" and node.next is view and _have_line(view, kept)
 
 
 def is_work(node: fx.Node) -> bool:
-    """Whether a value is a product or what a printed function gives."""
+    """Whether a call does real work: a matrix product, or a printed function."""
     return _name(node) in _PRODUCTS or isinstance(node.target, Outlined)
 
 
 def _have_line(view: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether a view, or the last of some, is read so often that it stands in a line of its own."""
+    """Whether the last of a chain of views has a line: several calls read it, or one outside."""
     while is_free(view) and view not in kept and len(view.users) == 1:
         view = next(iter(view.users))
     return is_free(view)
@@ -157,18 +169,22 @@ def is_free(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a call may be written inside another one, and others inside it."""
+    """Whether a call reads well inside a pointwise expression, and other such calls inside it."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _name(node) in _LIGHT
 
 
 def _together(node: fx.Node, user: fx.Node) -> bool:
-    """Whether two calls are of one module, or of a module and its parent."""
+    """Whether two calls are of one module, or of a module and one that it stands in."""
     mine, theirs = value(node).module, value(user).module
     return mine == theirs or f"{theirs}." in f"{mine}." or f"{mine}." in f"{theirs}."
 
 
 def _may_hold(user: fx.Node) -> bool:
-    """What is waited for or overwritten needs a name, a function's argument deserves one."""
+    """Whether views may be written inside a call.
+
+    A value that is waited for or overwritten needs a name; so does the argument of a printed
+    function, for the reader.
+    """
     if isinstance(user.target, Outlined):
         return False
     return user.target not in (collectives.wait, collectives.all_reduce, operator.getitem)

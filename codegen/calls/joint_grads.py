@@ -1,9 +1,10 @@
-"""The dicts in which a generated function collects the gradients that one transfer reduces.
+"""The dicts in which a generated function collects the gradients of one bucket.
 
-``grads[self.w] = ...`` binds a gradient at its place; what is sent leaves the dict empty for those
-that follow, and a reduction that goes on with all results of another uses its dict. Gradients that
-are summed over ranks last thing in the step are written straight into the memory that is sent:
-``flat, grads = room([self.w, ...])``.
+A bucket is reduced in one transfer. ``grads[self.w] = ...`` puts a gradient into the dict, by its
+parameter; ``scatter_grads(grads, 2, self.dp)`` sends all of them and leaves the dict empty for the
+next bucket. A second reduction of the same gradients, over another axis, takes the dict that the
+first one returns. The last all_reduce of gradients is sent without a copy: they are written
+straight into the memory that is sent, ``flat, grads = room([self.w, ...])``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from partc.codegen.repeats.equal import ends_step
 from partc.graph import Graph, collectives, tensor_args
 from partc.graph.moves import Move, carried, moves
 
-REDUCTIONS = (  # and what gathers the pieces of a sum
+REDUCTIONS = (  # the gathers are those of a hierarchical all-reduce: scatter, sum, gather
     collectives.all_gather,
     collectives.all_gather_joined,
     collectives.all_reduce,
@@ -28,10 +29,12 @@ REDUCTIONS = (  # and what gathers the pieces of a sum
 
 
 class JointGrads:
-    """``params`` has per reduction the parameters, as texts, whose gradients it is on the way to:
-    joined ones, and single ones that scatter last;
-    ``place`` the reduction and parameter of each gradient that nothing else reads;
-    ``rooms`` the name of what is sent, per dict whose tensors are its parts.
+    """The dicts of one function, and what is in them when.
+
+    ``params`` has for each reduction the parameters (``self.w``) whose gradients it reduces:
+    reductions of several gradients, and a last reduce-scatter of one. ``place`` has the reduction
+    and the parameter of each gradient that nothing else reads. ``rooms`` has, for each dict whose
+    gradients are parts of the memory that is sent, the name of that memory.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class JointGrads:
     ) -> None:
         reductions = [n for n in order if n.target in REDUCTIONS]
         self.params: dict[fx.Node, list[str]] = {}
-        for start in reversed(reductions):
+        for start in reversed(reductions):  # the parameter of a first reduction is the second's
             found = [self._param(move.result, stored) for move in moves(start)]
             if None not in found:
                 self.params[start] = [param for param in found if param is not None]
@@ -62,7 +65,7 @@ class JointGrads:
         self.empty: list[str] = []  # dicts whose gradients have been sent
 
     def _param(self, result: fx.Node | None, stored: Mapping[fx.Node, list[str]]) -> str | None:
-        """The parameter whose gradient a reduction's result is, or becomes by the next one."""
+        """The parameter whose gradient a reduction's result is, or becomes in a later reduction."""
         if result is None or result in stored:
             return stored[result][0] if result is not None else None
         reader = next(iter(result.users))
@@ -71,7 +74,7 @@ class JointGrads:
         return self._param(reader, stored) if carried(reader) is result else None
 
     def name(self, start: fx.Node, scope: Scope) -> str:
-        """The dict that holds what a reduction moves."""
+        """The name of the dict that holds the gradients of a reduction; made at the first use."""
         if start not in self.names:
             source = self._source(start)
             if source is not None:
@@ -81,7 +84,7 @@ class JointGrads:
         return self.names[start]
 
     def _begin(self, start: fx.Node, scope: Scope) -> str:
-        """An empty dict for a reduction, or one with room in what is sent."""
+        """A dict for a reduction: an emptied one, a new one, or one with room for an all_reduce."""
         in_place = self._ends_in_place(start)
         if self.empty and not in_place:
             name = self.empty.pop()
@@ -94,16 +97,16 @@ class JointGrads:
         return name
 
     def sent(self, start: fx.Node) -> None:
-        """Note that a reduction has left its dict empty."""
+        """Note that a reduction has sent its gradients and left its dict empty."""
         self.empty.append(self.names[start])
 
     def _ends_in_place(self, start: fx.Node) -> bool:
-        """Whether a reduction gives the step's gradients, each as large as its parameter."""
+        """Whether a reduction is a last all_reduce: its results are the gradients themselves."""
         whole = start.target is collectives.all_reduce_joined
         return whole and ends_step(self.graph, next(iter(start.users)))
 
     def _source(self, start: fx.Node) -> fx.Node | None:
-        """The reduction before, if this one goes on with all its results and nothing else."""
+        """The reduction whose results this one reduces further, all of them and nothing else."""
         befores = [self._reduced_by(operand) for operand in tensor_args(start)]
         first = befores[0]
         if first is None or first not in self.names or set(befores) != {first}:
@@ -111,20 +114,21 @@ class JointGrads:
         return first if len(tensor_args(first)) == len(befores) else None
 
     def _reduced_by(self, node: fx.Node) -> fx.Node | None:
+        """The reduction that a value is a result of; None for other values."""
         wait = node.all_input_nodes[0] if carried(node) is not None else node
         return wait.all_input_nodes[0] if wait.target is collectives.wait else None
 
     def begun(self) -> list[fx.Node]:
-        """The reductions whose dict was named since the last call."""
+        """The reductions whose dict was first used since this was last called."""
         begun, self.fresh = self.fresh, []
         return begun
 
     def entry(self, node: fx.Node, scope: Scope) -> str:
-        """Where a value that is about to be bound is collected, "" if it is not."""
+        """The place in a dict that a gradient is assigned to, ``grads[self.w]``; "" if none."""
         return "" if self.has_room(node, scope) else self._entry(node, scope)
 
     def part(self, node: fx.Node, scope: Scope) -> str:
-        """Where a value is written that a room has been made for, "" if there is none."""
+        """The part of the memory to send that a gradient is written to; "" if there is none."""
         return self._entry(node, scope) if self.has_room(node, scope) else ""
 
     def _entry(self, node: fx.Node, scope: Scope) -> str:
@@ -136,10 +140,11 @@ class JointGrads:
         return f"{name}[{param}]"
 
     def has_room(self, node: fx.Node, scope: Scope) -> bool:
+        """Whether a gradient is a part of the memory that is sent."""
         return node in self.place and self.name(self.place[node][0], scope) in self.rooms
 
     def missing(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-        """What a reduction moves and was bound elsewhere, each with its place in the dict."""
+        """The gradients of a reduction that are not in its dict yet, each with its place there."""
         name = self.names[start]
         for operand, param in zip(tensor_args(start), self.params[start], strict=True):
             if param not in self.entries[name]:
@@ -147,12 +152,12 @@ class JointGrads:
                 yield operand, f"{name}[{param}]"
 
     def in_order(self, start: fx.Node) -> list[Move]:
-        """The tensors of a reduction in the order of its dict."""
+        """The tensors of a reduction, in the order in which its dict got them."""
         by_param = dict(zip(self.params[start], moves(start), strict=True))
         return [by_param[param] for param in self.entries.get(self.names.get(start, ""), by_param)]
 
     def results(self, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-        """Where the results of a joined reduction are found."""
+        """The results of a reduction, each with its place in the dict."""
         for move, param in zip(moves(start), self.params[start], strict=True):
             if move.result is not None:
                 yield move.result, f"{self.names[start]}[{param}]"

@@ -1,4 +1,8 @@
-"""What values are called: after their module, variable or op; gradients ``d_<value>``."""
+"""The names of values in a program.
+
+A value of the forward is named after its module (``w1``), else after the user's variable, else
+after its op (``gelu``). A gradient is named after its value: ``d_w1``.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from partc.passes.overlap.write_pieces import taken_from
 from partc.plan.sharding import DTYPE_NAMES
 from partc.quoting import identifier
 
+# Names that no value gets: Python's and a program's own, and those of helper functions.
 RESERVED = {
     "self",
     "torch",
@@ -49,19 +54,20 @@ PLAIN = {
     "to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part",
     "cross_entropy_grad": "logits",
 }  # fmt: skip
+# The targets of an assignment in a source line: ``a, b`` of ``model.py:14: a, b = x.chunk(2)``.
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
 )
 
 
 class Scope:
-    """The identifiers of one generated function: each wish is granted once, then numbered."""
+    """The identifiers that one generated function uses; a name that is taken gets a number."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self.taken = {*RESERVED, *taken}
 
     def fresh(self, wish: str) -> str:
-        """``x``, then ``x_1``, ``x_2``."""
+        """A new identifier for a wanted name: ``x``, then ``x_1``, then ``x_2``."""
         name = base = identifier(wish)
         number = 0
         while name in self.taken:
@@ -74,9 +80,10 @@ class Scope:
 def wishes(
     graph: Graph, prefix: str = "", given: Mapping[fx.Node, str] = MappingProxyType({})
 ) -> dict[fx.Node, str]:
-    """What every value would like to be called, seen from the module at ``prefix``, were it alone.
+    """The wanted name of every value; ``Scope.fresh`` numbers those that several values want.
 
-    ``given`` names stand, and gradients follow them.
+    Module paths are shortened by ``prefix``, the path of the module whose method is printed. Names
+    in ``given`` are used as they are, and for the names of gradients.
     """
     named = dict(_placeholder_names(graph, prefix))
     forward = [n for n in graph.calls() if has_value(n) and is_forward(n)]
@@ -95,18 +102,18 @@ def wishes(
 
 
 def of_turn(node: fx.Node, wish: str) -> str:
-    """What one of the pieces of a block is called: ``x_0`` of ``x``."""
+    """The name of a value in an overlap piece of a block: ``x_0`` for ``x`` in piece 0."""
     turn = value(node).turn
     return wish if turn is None else f"{wish}_{turn}"
 
 
 def _before(node: fx.Node) -> fx.Node | None:
-    """The value that a node is in another layout, or a piece of; None for other calls."""
+    """The value that a node holds in another layout, or a piece of; None for other calls."""
     return carried(node) or taken_from(node)
 
 
 def moved_from(node: fx.Node) -> list[fx.Node]:
-    """A value and what it was before collectives moved it."""
+    """A value, and the values of calls that it was before collectives moved it, latest first."""
     chain = [node]
     while (before := carried(chain[-1])) is not None:
         chain.append(before)
@@ -114,7 +121,10 @@ def moved_from(node: fx.Node) -> list[fx.Node]:
 
 
 def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
-    """A moved value keeps its name, a cast one adds its dtype."""
+    """Name values after their operands: a moved value keeps the name, a cast adds its dtype.
+
+    ``x -> x_bfloat16`` for a cast of ``x``.
+    """
     for node in forward:
         if (before := _before(node)) is not None:
             named[node] = named[before]
@@ -135,7 +145,7 @@ def inside(path: str, prefix: str) -> str:
 
 
 def known_as(node: fx.Node) -> str:
-    """The name that ``forward`` of a backward call has for a forward one."""
+    """The name by which ``Value.forward`` of a backward call refers to this forward call."""
     return value(node).name or node.name
 
 
@@ -153,7 +163,7 @@ def module_name(path: str) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """The op's own name: ``silu`` of ``aten.silu.default``; attention is ``attention``."""
+    """The op's own name: ``silu`` of ``aten.silu.default``, ``attention`` of every fused kernel."""
     target = node.target
     if isinstance(target, helpers.Outlined):
         return target.results[0]
@@ -170,13 +180,14 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_given(node: fx.Node, wish: str) -> bool:
-    """Whether a value's name is the user's: it says more than its op, or its operand's cast."""
+    """Whether a value's name comes from the user's code, and not from its op or a cast's dtype."""
     word = op_name(node)
     dtype = DTYPE_NAMES.get(fake_of(node).dtype, "") if is_tensor(node) else ""
     return wish != word and not (word == "cast" and wish.endswith(f"_{dtype}"))
 
 
 def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str]]:
+    """Names of parameters, buffers, inputs, and of what other pipeline stages send."""
     for node in graph.placeholders("received").values():
         yield node, "x" if is_forward(node) else "d_y"
     for kind in ("param", "buffer", "input"):
@@ -190,8 +201,9 @@ def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str
 
 
 def _last_words(name: str) -> str:
-    """What a parameter is called where no other is called so: the last two words of its name, and
-    a list's where they are a member's number and its own.
+    """A parameter's short name, used if no other parameter has the same one.
+
+    It has the last two words of the full name, with the list's name before a layer's number.
 
     >>> _last_words("self_attn.q_proj.weight"), _last_words("model.blocks.5.weight")
     ('q_proj.weight', 'blocks.5.weight')
@@ -201,7 +213,7 @@ def _last_words(name: str) -> str:
     return ".".join(parts[first:])
 
 
-RESULTS = {  # of ops whose schema does not name them
+RESULTS = {  # names of the results of ops whose schema does not name them
     "native_layer_norm": ("", "mean", "rstd"),
     "native_group_norm": ("", "mean", "rstd"),
     "native_batch_norm": ("", "mean", "rstd"),
@@ -214,14 +226,14 @@ RESULTS = {  # of ops whose schema does not name them
 
 
 def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
-    """The results of a call that has several: ``mean`` and ``rstd`` of a layer norm."""
+    """Names of the results of calls with several: ``mean`` and ``rstd`` of a layer norm."""
     for node in nodes:
         if name := _result_name(node):
             yield node, name
 
 
 def _result_name(node: fx.Node) -> str:
-    """What a call that has several results calls this one; "" if nothing."""
+    """The name that an op with several results has for this one; "" if it has none."""
     if node.target is not operator.getitem:
         return ""
     index, names = node.args[1], _names_of_results(node.all_input_nodes[0])
@@ -238,7 +250,7 @@ def _names_of_results(call: fx.Node) -> Sequence[str | None]:
 
 
 def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
-    """What compiled functions give is called as it is there."""
+    """The results of functions for torch.compile have the names that they have in the function."""
     for node in graph.calls():
         call = node.all_input_nodes[0] if node.target is operator.getitem else node
         if isinstance(call.target, helpers.Outlined) and call.target.compiled:
@@ -248,7 +260,10 @@ def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
-    """The user's variables, read off the source line: its last values are its targets."""
+    """Names of the user's variables: ``a, b = x.chunk(2)`` names the last values of its line.
+
+    They are used where a line's calls have as many last values as the line has targets.
+    """
     lines: dict[tuple[str, str, int | None], list[fx.Node]] = {}
     for node in nodes:
         if _before(node) is None:  # a moved value is called as it was
@@ -265,14 +280,17 @@ def _variable_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _unmoved(node: fx.Node) -> fx.Node:
-    """A value as it was before collectives moved it."""
+    """The value that a node was before collectives moved it; the node itself if none did."""
     while (before := carried(node)) is not None:
         node = before
     return node
 
 
 def _is_argument(node: fx.Node, source: str) -> bool:
-    """Whether a module that the line itself calls reads a value: it is not the line's result."""
+    """Whether a value is an argument of a module that its source line calls, not its result.
+
+    In ``y = self.up(x * 2)`` the product is read by ``self.up``, so ``y`` is not its name.
+    """
     path = value(node).module
     readers = [inside(value(u).module, path) for u in node.users if has_value(u)]
     return any(
@@ -281,7 +299,7 @@ def _is_argument(node: fx.Node, source: str) -> bool:
 
 
 def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, str]]:
-    """A module's only value that others read in the forward has the module's name."""
+    """Names of modules' results: the only value that calls outside read in the forward."""
     results: dict[tuple[str, int | None], list[fx.Node]] = {}
     for node in nodes:
         readers = [value(u).module for u in node.users if has_value(u) and is_forward(u)]
@@ -290,7 +308,8 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
             if any(not _within(reader, path) for reader in readers):
                 results.setdefault((path, value(node).turn), []).append(node)
             path = path.rpartition(".")[0]
-    for path, turn in sorted(results, key=lambda at: at[0].count(".")):  # the innermost module wins
+    # The innermost module wins: its name comes last and replaces an outer module's.
+    for path, turn in sorted(results, key=lambda at: at[0].count(".")):
         if len(results[path, turn]) == 1 and path != prefix:
             yield results[path, turn][0], module_name(inside(path, prefix))
 
@@ -305,7 +324,11 @@ def _gradient_names(
     given: Mapping[fx.Node, str],
     compiled: Mapping[fx.Node, str],
 ) -> Iterator[tuple[fx.Node, str]]:
-    """``d_<value>`` for what a backward node computes the gradient of."""
+    """Names of the backward's values: ``d_<value>`` for the gradient of a value.
+
+    A forward value that the backward computes again has the name it has in the forward.
+    """
+    # Reversed, so that of several calls with one name the first in the graph stands in the table.
     by_name = {known_as(n): n for n in reversed(list(graph.calls())) if has_value(n)}
     params = graph.params
     final = {n: params[name] for name, node in graph.grads.items() for n in moved_from(node)}
@@ -334,7 +357,7 @@ def _gradient_names(
 
 
 def _origin(node: fx.Node) -> tuple[object, ...]:
-    """What a value and its recomputation have in common."""
+    """A key that is equal for a value and for its recomputation."""
     shape = tuple(fake_of(node).shape) if is_tensor(node) else ()
     result = node.args[1] if node.target is operator.getitem else None
     return (node.target, value(node).module, value(node).source, shape, result)
@@ -343,7 +366,7 @@ def _origin(node: fx.Node) -> tuple[object, ...]:
 def _is_again(
     node: fx.Node, gradients: Mapping[fx.Node, str], known: Mapping[object, fx.Node]
 ) -> bool:
-    """Whether a backward node is no gradient but a forward value computed or gathered once more."""
+    """Whether a backward node is no gradient but a forward value, recomputed or gathered again."""
     return (
         (bool(node.all_input_nodes) or value(node).name in known)
         and not value(node).forward
@@ -354,6 +377,11 @@ def _is_again(
 def _gradient_name(
     node: fx.Node, by_name: dict[str, fx.Node], named: dict[fx.Node, str], found: dict[fx.Node, str]
 ) -> str:
+    """The name of one gradient.
+
+    It is that of the forward call's operand which has the gradient's shape; the operand in the
+    same place as the result is tried first.
+    """
     before = _before(node)
     if before in found:
         return found[before]

@@ -1,7 +1,8 @@
-"""Random generators of a program: pieces of a value draw different numbers, copies of it the same.
+"""The random generators of a program, from which dropout masks are drawn.
 
-There is one generator per set of axes that cut a dropout mask, seeded from the seed and this rank's
-coordinates on these axes.
+Ranks that hold different shards of a mask must draw different numbers, ranks that hold copies of it
+the same. So there is one generator for each set of mesh axes that shard a mask; its seed follows
+from the step's seed and from this rank's coordinates on these axes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from partc.plan.mesh import MICROBATCH_AXIS
 
 
 def generator(graph: Graph, mask: fx.Node) -> str:
-    """The attribute of the generator that a mask is drawn from: ``rng_dp`` where dp cuts it."""
+    """The attribute of the generator from which a mask is drawn: ``rng_dp`` if dp shards it."""
     return "_".join(["rng", *_axes(graph, mask)])
 
 
 def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
-    """The body of ``seed``; the modules in the lists ``blocks`` use the same generators."""
+    """The body of a program's method ``seed``.
+
+    ``blocks`` are the attributes of lists of blocks, to which the same generators are given.
+    """
     masks = {generator(graph, n): _axes(graph, n) for n in graph.calls() if n.target in ops.DRAWS}
     if not masks:
         return []
@@ -48,11 +52,18 @@ def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
 
 
 def _axes(graph: Graph, mask: fx.Node) -> list[str]:
+    """The mesh axes that shard a mask.
+
+    Microbatches are no ranks: they draw one after the other from the same generator.
+    """
     cutting = {axis for axis, _ in value(mask).sharding.cuts()}
     return [axis for axis in graph.mesh.names if axis in cutting and axis != MICROBATCH_AXIS]
 
 
 def _mixed(number: int, num: int, index: str) -> str:
-    """Different for every generator and coordinate: ``2**20`` coordinates lie between two seeds."""
+    """The seed of generator ``number`` of ``num``: ``(seed * num + number) * 2**20 + index``.
+
+    ``index`` is the rank's coordinate, below 2**20, so no two generators have the same seed.
+    """
     stream = "seed" if num == 1 else f"(seed * {num} + {number})"
     return stream if index == "0" else f"{stream} * 2**20 + {index}"

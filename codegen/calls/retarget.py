@@ -1,4 +1,7 @@
-"""Calls that a step traced on a CPU makes for a CPU alone, as calls that run on every device."""
+"""Replaces what PyTorch calls on a CPU alone by helper functions that run on every device.
+
+Models are traced on fake CPU tensors, so a call of fused attention is recorded as the CPU's kernel.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from partc.codegen.text import Text
 from partc.graph import fake_of
 
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-FLASH_HEAD = 256  # elements of a head, at most
-REGISTER_BYTES = 16  # a head's bytes are a multiple of it, for fused kernels
+FLASH_HEAD = 256  # the flash kernel's limit of elements in a head
+REGISTER_BYTES = 16  # fused kernels need heads of a multiple of so many bytes
 
 
 def for_any_device(
     node: fx.Node, operand: Callable[[fx.Node], Text], device: str, helpers: Helpers
 ) -> Text | None:
-    """The text of a call of attention; None where a call runs everywhere as it stands."""
+    """The text of a call of fused attention; None for a call that runs on every device."""
     if not str(node.target).startswith(f"aten.{CPU_ATTENTION}"):
         return None
     call = Call.of(node, operand, device)
@@ -40,10 +43,14 @@ def for_any_device(
 
 
 def _kernel(call: Call) -> str:
-    """Which kernel of a GPU computes it; the flash kernel counts causal queries from the end."""
+    """Which GPU kernel computes an attention: flash, efficient, or plain matrix products.
+
+    Under a causal mask the flash kernel lets the last query see the last key, the CPU's kernel the
+    first query the first key: they agree only for as many queries as keys.
+    """
     query, key = fake_of(call.get("query")), fake_of(call.get("key"))
     head, item_bytes = query.shape[-1], query.element_size()
-    if item_bytes > 4 or head * item_bytes % REGISTER_BYTES:
+    if item_bytes > 4 or head * item_bytes % REGISTER_BYTES:  # float64, say: no fused kernel
         return "plain"
     square = query.shape[-2] == key.shape[-2] or not call.get("is_causal")
     if item_bytes < 4 and call.get("attn_mask") is None and square and head <= FLASH_HEAD:

@@ -1,7 +1,7 @@
-"""How a call reads in public torch: ``aten.linear(x, w, b)`` becomes ``F.linear(x, w, b)``.
+"""Writes ATen ops as public torch functions: ``aten.linear(x, w, b) -> F.linear(x, w, b)``.
 
-A table from op names to functions of a Call. What it does not know is written
-``torch.ops.aten.op(...)``, which is always right: the table is for the reader.
+``SPELLERS`` maps an op's name to a function from a Call to its text. An op that is not in the table
+is written ``torch.ops.aten.op(...)``, which is always right: the table is for the reader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ SPELLERS: dict[str, Speller] = {}
 
 
 def spell(node: fx.Node, operand: Callable[[fx.Node], Text], device: str) -> Text:
-    """The text of a call of an ATen op or of ``operator.getitem``."""
+    """The text of a call of an ATen op or of ``operator.getitem``.
+
+    ``operand`` gives the text of a node, ``device`` that of the device for new tensors.
+    """
     if node.target is operator.getitem:
         whole, index = node.args
         assert isinstance(whole, fx.Node)
@@ -45,7 +48,7 @@ def spell(node: fx.Node, operand: Callable[[fx.Node], Text], device: str) -> Tex
 
 
 def spells(*names: str) -> Callable[[Speller], Speller]:
-    """Register how the ops with these names read."""
+    """Register a function that writes the ops with these names; a later one replaces it."""
 
     def add(speller: Speller) -> Speller:
         SPELLERS.update(dict.fromkeys(names, speller))
@@ -55,7 +58,7 @@ def spells(*names: str) -> Callable[[Speller], Speller]:
 
 
 def _aten(call: Call) -> Text:
-    """The op as it stands, under ``torch.ops``."""
+    """``aten.foo.Tensor(x)`` is ``torch.ops.aten.foo.Tensor(x)``."""
     target: Any = call.node.target
     overload = "" if target._overloadname == "default" else f".{target._overloadname}"
     return Text(
@@ -64,12 +67,16 @@ def _aten(call: Call) -> Text:
 
 
 def written_over(call: Text, into: Text) -> str:
-    """The gradient of an activation as a statement that writes it over a tensor."""
+    """A call that gives the gradient of an activation, written over the tensor ``into``.
+
+    ``torch.ops.aten.gelu_backward(d_y, x)`` becomes
+    ``torch.ops.aten.gelu_backward.grad_input(d_y, x, grad_input=d_y)``.
+    """
     return f"{call.code.replace('(', '.grad_input(', 1)[:-1]}, grad_input={into})"
 
 
 def _is_factory(call: Call) -> bool:
-    """Whether the call makes a tensor from no tensor, so that it must be told where."""
+    """Whether a call makes a tensor from no other tensor, so that it has to name the device."""
     names = [arg.name for arg in call.node.target._schema.arguments]  # type: ignore[union-attr]
     return "device" in names and not call.node.all_input_nodes
 
@@ -107,11 +114,11 @@ def _in_torch(call: Call) -> Text:
     return Text(f"torch.{call.name}({call.arguments(place=_is_factory(call))})")
 
 
-FIRST = {"torch.native_layer_norm(": "F.layer_norm("}  # functions that give one result alone
+FIRST = {"torch.native_layer_norm(": "F.layer_norm("}  # the same, with the first result alone
 
 
 def first_result(call: Text) -> str:
-    """The first of a call's results: of a layer norm ``F.layer_norm(...)``."""
+    """A call's first result: ``F.layer_norm(...)`` of a layer norm, ``call[0]`` of any other."""
     text = call.at(ATOM)
     known = next((name for name in FIRST if text.startswith(name)), "")
     return f"{FIRST[known]}{text.removeprefix(known)}" if known else f"{text}[0]"
@@ -134,7 +141,7 @@ def _functional(call: Call) -> Text:
 
 @spells("elu")
 def _elu(call: Call) -> Text:
-    """``F.elu`` knows no scale, which a SELU has; its third argument is another."""
+    """``F.elu`` has no argument ``scale``, which a SELU needs: that is written as the ATen op."""
     return (_functional if set(call.given) <= {"self", "alpha"} else _aten)(call)
 
 
@@ -216,7 +223,7 @@ def _select(call: Call) -> Text:
 
 
 def _at_dim(call: Call, dim: int) -> str:
-    """What stands before the index of ``dim``: nothing, ``:, `` or ``..., ``."""
+    """The text before the index of ``dim`` in brackets: nothing, ``:, `` or ``..., ``."""
     ndim = fake_of(call.get("self")).dim()
     dim %= ndim
     return "..., " if dim == ndim - 1 and ndim > 2 else ":, " * dim
@@ -238,7 +245,7 @@ def _index_put(call: Call) -> Text:
 
 @spells("_to_copy")
 def _to_copy(call: Call) -> Text:
-    """A change of dtype; a mere copy is ``clone``."""
+    """``x.to(torch.bfloat16)``; ``copy=True`` keeps a copy where the dtype does not change."""
     x = call.text("self").at(ATOM)
     options = [str(call.text("dtype"))] if call.get("dtype") else []
     if call.get("memory_format") not in (None, torch.preserve_format):
@@ -277,7 +284,7 @@ def _pad(call: Call) -> Text:
 
 @spells("slice_backward")
 def _slice_backward(call: Call) -> Text:
-    """Zeros around the gradient of a slice are padding."""
+    """The gradient of a slice, with zeros around it, is ``F.pad``, unless the slice has a step."""
     dim, start, step = (call.get(n) for n in ("dim", "start", "step"))
     sizes = call.get("input_sizes")
     if step != 1:
@@ -291,7 +298,7 @@ def _slice_backward(call: Call) -> Text:
 
 @spells("scalar_tensor")
 def _scalar_tensor(call: Call) -> Text:
-    """Written where it is read: ``torch.tensor`` would bring the number from the host."""
+    """``torch.full`` fills a number on the device; ``torch.tensor`` would copy it from the host."""
     dtype = literal(fake_of(call.node).dtype)
     return Text(f"torch.full((), {call.text('s')}, dtype={dtype}, device={call.device})")
 
@@ -304,7 +311,7 @@ def _slice_scatter(call: Call) -> Text:
 # nn.functional with another order or name ---------------------------------------------------------
 @spells("embedding")
 def _embedding(call: Call) -> Text:
-    """The padding row and the gradient's flags mean nothing to the forward."""
+    """``F.embedding(indices, weight)``; the op's other arguments matter to its gradient alone."""
     return Text(f"F.embedding({call.text('indices')}, {call.text('weight')})")
 
 
@@ -324,7 +331,7 @@ def _convolution(call: Call) -> Text:
 
 
 def _one(sizes: Any) -> Any:
-    """A single size for equal ones: ``(2, 2)`` is ``2``."""
+    """One number for sizes that are all equal: ``(2, 2)`` is ``2``."""
     if isinstance(sizes, list | tuple):
         return sizes[0] if len(set(sizes)) == 1 else tuple(sizes)
     return sizes

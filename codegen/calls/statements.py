@@ -1,4 +1,8 @@
-"""The statements of a function as lines: sections, and ``del`` where a value is read no more."""
+"""The statements of a function as lines, with a comment for each module and ``del`` lines.
+
+``# blocks.0.mlp`` stands above the lines of a module; ``del up`` stands behind the last reader of a
+value that takes much memory.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,30 @@ from partc.codegen.calls.storage import num_bytes
 from partc.codegen.text import Line, Text
 from partc.quoting import comment, identifier
 
-SMALL, BIG = 64, 2  # fractions of the biggest value: not worth a `del`, worth one at once
+# Values up to 1/64 of a function's biggest value are not worth a `del`; from 1/2 of it on they are
+# dropped at once, others at the end of a section.
+SMALL, BIG = 64, 2
 
 
 @dataclass
 class Statement:
-    """One or a few lines, the values they read and bind, and the module they stand for."""
+    """A few lines that belong together, the values that they read and bind, and their section.
+
+    The section is the path of the module whose calls the lines are.
+    """
 
     lines: list[Line]
     reads: list[fx.Node] = field(default_factory=list)
     binds: list[fx.Node] = field(default_factory=list)
-    calls: list[fx.Node] = field(default_factory=list)  # what it does
-    section: str | None = ""  # None: that of what follows
+    calls: list[fx.Node] = field(default_factory=list)  # the nodes whose calls the lines make
+    section: str | None = ""  # None: the section of the statement that follows
 
 
 def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] = str) -> list[Line]:
-    """The lines of all statements, a comment with the module's path wherever it changes.
+    """The lines of all statements, with a comment wherever the module changes: ``# blocks.0.mlp``.
 
-    A statement that stands alone for its module and names it needs none.
+    A statement that is the only one of its module and has the module's name needs no comment.
+    ``shown`` gives a module's path as comments show it.
     """
     written = [s for s in statements if s.lines]
     sections = _sections(written)
@@ -47,7 +57,7 @@ def with_sections(statements: Iterable[Statement], shown: Callable[[str], str] =
 
 
 def _sections(statements: Sequence[Statement]) -> list[str]:
-    """The section that each statement stands in; a ``del`` has none and is in nobody's way."""
+    """The section of each statement; None becomes the section of the next statement with one."""
     sections: list[str] = []
     behind = ""
     for statement in reversed(statements):
@@ -58,7 +68,10 @@ def _sections(statements: Sequence[Statement]) -> list[str]:
 
 
 def _says_so(statement: Statement, sections: Sequence[str], i: int) -> bool:
-    """Whether a statement is the only one of its section there, the ``i``-th, and names it."""
+    """Whether a statement needs no comment above it: it stands alone and has its module's name.
+
+    ``sections`` has the sections of all statements with one, in order; this one's is the ``i``-th.
+    """
     around = [*sections[max(i - 1, 0) : i], *sections[i + 1 : i + 2]]
     name = identifier(sections[i].rpartition(".")[2])
     named = any(re.search(rf"(?<![a-z]){name}(?![a-z])", line.code) for line in statement.lines)
@@ -68,9 +81,10 @@ def _says_so(statement: Statement, sections: Sequence[str], i: int) -> bool:
 def free_early(
     statements: list[Statement], seen: Callable[[fx.Node], Text], kept: set[fx.Node]
 ) -> list[Statement]:
-    """The statements, with a ``del`` for the values that nobody reads later.
+    """Add ``del`` lines for the values that no later statement reads, except ``kept``.
 
-    It stands at the end of a section, for the biggest values at once; what is small is left.
+    A ``del`` stands at the end of a section, that of a big value right behind its last reader.
+    Small values live until the function returns. ``seen`` gives the text of a node.
     """
     last = _last_uses(statements, seen)
     for node in kept:
@@ -91,19 +105,20 @@ def free_early(
         now = any(sizes[name] >= biggest // BIG for name in dead)
         if dead and (now or following.section != statement.section):
             handles = [f"{name}_done" for name in dead if f"{name}_done" in waited]
-            statement.lines.append(deleted([*dead, *handles]))  # a handle keeps what it moved
+            # The handle of a transfer keeps what it moved alive, so it goes too.
+            statement.lines.append(deleted([*dead, *handles]))
             dead = []
     return statements
 
 
 def deleted(names: Iterable[str]) -> Line:
-    """The statement that drops some names."""
+    """The statement ``del a, b``; a long one in brackets, which may be broken."""
     listed = ", ".join(names)
     return Line(f"del {listed}" if len(listed) < 80 else f"del ({listed})")
 
 
 def _last_uses(statements: list[Statement], seen: Callable[[fx.Node], Text]) -> dict[str, int]:
-    """The last statement that reads or binds each name."""
+    """For each name the index of the last statement that reads or binds it."""
     return {
         str(seen(node)): i
         for i, statement in enumerate(statements)

@@ -1,4 +1,4 @@
-"""Which values share memory, and where an operand may therefore be overwritten."""
+"""Which values share memory, and where a result may therefore be written over an operand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VIEWS = {
     "swapaxes",
 }  # fmt: skip
 SUMS = (aten.add.Tensor, aten.sub.Tensor, ops.cross_entropy_grad)
-BIG = 2  # log-probabilities are big if they take more than one part of the biggest value
+BIG = 2  # log-probabilities are worth it where they take more than 1/2 of the biggest value
 
 
 def is_view(node: fx.Node) -> bool:
@@ -41,8 +41,10 @@ def _gives_view(target: Any) -> bool:
 
 
 def shares(node: fx.Node) -> bool:
-    """Whether a value may lie in its first operand; each result of an op with several owns its
-    memory.
+    """Whether a value may lie in the memory of its first operand.
+
+    The getitem of an op with several results (a layer norm) does not: each result has memory of its
+    own. The getitem of a ``split`` does.
     """
     if node.op != "call_function" or not is_view(node):
         return False
@@ -50,14 +52,14 @@ def shares(node: fx.Node) -> bool:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node whose call allocated what this value lies in."""
+    """The node whose call allocated the memory of a value: ``x`` for ``x.view(...).t()``."""
     while shares(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether a view has to be a copy, as its operand does not lie so that it could be none."""
+    """Whether a ``reshape`` or ``contiguous`` copies, as its operand's strides allow no view."""
     if node.target not in (aten.reshape.default, aten.contiguous.default):
         return False
     operand = fake_of(node.all_input_nodes[0])
@@ -71,16 +73,16 @@ SHAPED_LIKE = {"ones_like", "zeros_like", "empty_like", "full_like", "rand_like"
 
 
 def _reads(user: fx.Node) -> bool:
-    """Whether a call looks at its operand's numbers, not only at its shape."""
+    """Whether a call reads its operand's numbers; ``zeros_like`` reads only the shape."""
     schema = getattr(user.target, "_schema", None)
     return schema is None or schema.name.split("::")[1] not in SHAPED_LIKE
 
 
 def overwritable(order: Sequence[fx.Node]) -> set[fx.Node]:
-    """The all_reduces that may work in place: nothing but their wait reads the operand afterwards.
+    """The all_reduces that may work in place, as no later call reads their operand.
 
-    ``order`` is the order in which the calls stand in one function; what comes from outside is not
-    overwritten, nor what the step gives back.
+    ``order`` has the calls of one function in execution order. An operand from outside of the
+    function is not overwritten, nor one that the step returns.
     """
     at = {node: i for i, node in enumerate(order)}
     sharing: dict[fx.Node, list[fx.Node]] = {}
@@ -103,9 +105,11 @@ def overwritable(order: Sequence[fx.Node]) -> set[fx.Node]:
 def accumulations(
     order: Sequence[fx.Node], kept: set[fx.Node], *, sums_only: bool = False
 ) -> dict[fx.Node, fx.Node]:
-    """What may be written over an operand, with that operand: sums ``a += b`` or ``a -= b`` and
-    gradients of a cross entropy; if not ``sums_only`` also products of a gradient, gradients of
-    activations, and log-probabilities.
+    """The calls whose result may be written over an operand, each with this operand.
+
+    These are sums (``a += b``, ``a -= b``) and the gradient of a cross entropy; without
+    ``sums_only`` also products of a gradient, gradients of activations, and log-probabilities.
+    ``order`` has the calls of one function, ``kept`` those that something outside reads.
     """
     memory = _Memory(order, kept)
     biggest = max(map(num_bytes, order), default=0)
@@ -123,10 +127,10 @@ def accumulations(
 
 
 def _overwritten_by(node: fx.Node) -> Sequence[fx.Node]:
-    """The operands that a call may write its result over, if nobody needs them.
+    """The operands over which a call may write its result, provided that no other call needs them.
 
-    Of a sum in the forward that is the left one, as one would write it by hand, in the backward
-    any; of a product a gradient.
+    For a sum of the forward: the left operand, as one would write by hand. For a sum of the
+    backward: any operand. For a product: an operand that is a gradient.
     """
     operands = [n for n in node.args if isinstance(n, fx.Node) and is_tensor(n)]
     if node.target is ops.cross_entropy_grad:
@@ -146,7 +150,7 @@ def _overwritten_by(node: fx.Node) -> Sequence[fx.Node]:
 
 
 class _Memory:
-    """What shares memory in one function, and until when it is read."""
+    """Which values of one function share memory, and when each is last read."""
 
     def __init__(self, order: Sequence[fx.Node], kept: set[fx.Node]) -> None:
         self.at = {node: i for i, node in enumerate(order)}
@@ -156,7 +160,10 @@ class _Memory:
             self.sharing.setdefault(owner(node), []).append(node)
 
     def is_free(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Whether ``reader`` is the last to read what a call of the function has written."""
+        """Whether ``reader`` may overwrite a value: it is the last call that reads its memory.
+
+        The memory must be allocated in this function, by no collective, and not be sent by one.
+        """
         home = owner(node)
         moved = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
         if home not in self.at or home.target in moved or not fake_of(node).is_contiguous():
@@ -178,6 +185,6 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """The size of what a rank holds of a value."""
+    """The bytes of a rank's shard of a value; 0 for what is no tensor."""
     fake = fake_of(node)
     return fake.numel() * fake.element_size() if is_tensor(node) else 0

@@ -1,4 +1,7 @@
-"""A copy of the graph to print from, without what a program need not do."""
+"""Makes the copy of a scheduled graph that is printed: without unread calls, in the fewest lines.
+
+An example: ``reshape(expand(reshape(x))) -> repeat_interleave(x)``.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ aten = torch.ops.aten
 
 
 def tidied(graph: Graph, *, fused: bool = False) -> Graph:
-    """The same graph on nodes of its own.
+    """A copy of a graph, tidied for printing; the graph itself stays as it is.
 
-    Running statistics that a backward ignores are left out, and what nobody reads: a view that is
-    made again where it is needed. A few calls that repeat a value become the one that says so, and
-    kernels write where they can, unless what is written is ``fused`` by torch.compile.
+    Calls that nobody reads are dropped, and the running statistics that a batch norm's backward
+    ignores. Calls that together repeat a dim become one ``repeat_interleave``. Batch norms update
+    their running statistics in place, unless their text is for torch.compile (``fused``).
     """
     nodes = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -39,6 +42,7 @@ def tidied(graph: Graph, *, fused: bool = False) -> Graph:
     nodes.output(result)
     copy = replace(graph, fx=nodes)
     for node in copy.calls():
+        # In training (argument 7) the backward reads the batch's statistics, not the running ones.
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
         elif is_call(node, aten.clone.default):
@@ -53,6 +57,10 @@ def tidied(graph: Graph, *, fused: bool = False) -> Graph:
 
 
 def _mark_again(graph: Graph) -> None:
+    """Mark the calls of the backward that read forward values alone: they are no gradients.
+
+    Their lines stand with the lines that need them, under no comment of their own module.
+    """
     for node in graph.calls():
         forward = not is_backward(node) or bool(value(node).forward)
         update(node, from_forward=not forward and not any(map(_is_gradient, node.all_input_nodes)))
@@ -69,7 +77,7 @@ def _as_contiguous(clone: fx.Node) -> None:
 
 
 def _as_one(graph: Graph) -> None:
-    """Views of a cast stand right behind it, so that both can be one expression."""
+    """Move the only view of a cast right behind the cast, so that both can be one expression."""
     for node in graph.calls():
         cast = node.all_input_nodes[0] if is_free(node) else node
         if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
@@ -83,7 +91,8 @@ def _as_one(graph: Graph) -> None:
 def _as_repeats(graph: Graph) -> None:
     """``reshape(expand(reshape(x))) --> repeat_interleave(x)`` where one dim repeats its entries.
 
-    A dim with a single entry is expanded, which takes no more memory than it did.
+    These are the keys and values of grouped-query attention. A dim with a single entry is expanded
+    instead, which copies nothing.
     """
     absorbed: dict[str, str] = {}  # forward calls, by name, and what they became part of
     for node in graph.calls():
@@ -106,7 +115,7 @@ def _as_repeats(graph: Graph) -> None:
 
 
 def _repeat(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two calls before a reshape, if they add a dim and expand it for this one alone."""
+    """The expand and the view before a reshape, if they add a dim that only this reshape reads."""
     if not is_call(node, aten.reshape.default):
         return None
     expand = first_operand(node)

@@ -1,4 +1,8 @@
-"""The statements of collectives in one generated function: those that start, those that wait."""
+"""The statements of collectives in one generated function: those that start one, those that wait.
+
+``y_done = dist.all_reduce(y, group=self.tp, async_op=True)`` starts, ``y_done.wait()`` waits; the
+comment beside the wait says which calls between the two hide the transfer.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ from partc.quoting import comment
 
 @dataclass
 class Transfers(Expressions):
-    """Writes collectives and their waits."""
+    """Expressions that also write collectives and their waits as statements."""
 
-    at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that one statement does
+    at_once: set[fx.Node] = field(default_factory=set)  # all_reduces that do not return before done
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,7 +47,10 @@ class Transfers(Expressions):
         return self._wait(node) if node.target is collectives.wait else None
 
     def _start(self, node: fx.Node) -> Statement:
-        """The start of a collective; an all_reduce overwrites its operand or a copy of it."""
+        """The lines that start a collective; an all_reduce overwrites its operand or a copy of it.
+
+        The handle of a last reduction of gradients goes into ``reduced``, for ``finish``.
+        """
         operand = node.all_input_nodes[0]
         lines = []
         x = self.text(operand)
@@ -51,6 +58,7 @@ class Transfers(Expressions):
         if node in self.in_place if overwrites else self._gives_up(operand, node):
             self.seen[node] = x
         elif overwrites:
+            # c10d wants contiguous memory, and `clone` alone keeps the strides of its operand.
             dense = (
                 "" if fake_of(operand).is_contiguous() else "memory_format=torch.contiguous_format"
             )
@@ -73,7 +81,7 @@ class Transfers(Expressions):
         return Statement(lines, binds=[node])
 
     def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
-        """Whether only the collective that moves a value reads it: the result takes its name."""
+        """Whether a collective is the only reader of its operand, whose name the result takes."""
         return (
             operand in self.place
             and operand in self.seen
@@ -82,12 +90,15 @@ class Transfers(Expressions):
         )
 
     def _waited(self, node: fx.Node) -> fx.Node | None:
-        """The wait of a collective that the step does at its end."""
+        """The wait of a collective, if the step's ``finish`` waits for it; else None."""
         waits = list(node.users)
         return waits[0] if len(waits) == 1 and ends_step(self.graph, waits[0]) else None
 
     def _next_wait(self, start: fx.Node) -> fx.Node | None:
-        """The wait for a collective, if it is the very next statement (and not in `finish`)."""
+        """The wait of a collective, if it is the next statement; None if ``finish`` waits.
+
+        Start and wait are then one blocking call.
+        """
         wait = next(iter(start.users), None)
         if wait is None or wait.target is not collectives.wait or wait not in self.place:
             return None
@@ -97,6 +108,7 @@ class Transfers(Expressions):
         return wait if all(n in self.inlined or not self._has_line(n) for n in between) else None
 
     def _wait(self, node: fx.Node) -> Statement:
+        """The lines that wait for a collective, and that make its result of what has arrived."""
         start = node.all_input_nodes[0]
         self.seen[node] = self.seen[start]
         name, hidden = str(self.seen[start]), comment(self._hidden_by(start, node))
@@ -110,13 +122,15 @@ class Transfers(Expressions):
         lines = [] if start in self.at_once else [Line(f"{name}_done.wait()", hidden)]
         after = c10d.after_wait(start, name, self.helpers) if is_tensor(node) else ""
         lines += [Line(after, comment(typed(node)))] if after else []
+        # Over gloo a reduce-scatter of gradients is an all_to_all (it sends half as much as gloo's
+        # own): the pieces of all ranks have arrived and are still to be added up.
         in_pieces = start in self.joint.params and kind_of(start) == "reduce_scatter"
         if in_pieces and not self.helpers.messages:
             lines.append(Line(f"{name} = {self.helpers.use('summed')}({name})"))
         return Statement(lines, reads=[start], binds=[node])
 
     def _gather_weights(self, node: fx.Node) -> Statement:
-        """The start of a transfer of weights, which ``take`` waits for."""
+        """The start of a gather of weights: ``gathered = gather_weights([...], 2, self.dp)``."""
         shards = ", ".join(str(self.text(n)) for n in tensor_args(node))
         name = self.scope.fresh("gathered")
         self.seen[node] = Text(name)
@@ -124,7 +138,10 @@ class Transfers(Expressions):
         return Statement([Line(f"{name} = {call}")], binds=[node])
 
     def _reduce(self, node: fx.Node) -> Statement:
-        """The start of a reduction of gradients, which stand in a dict by their parameters."""
+        """The start of a reduction of a dict of gradients: ``grads, grads_done = sum_grads(...)``.
+
+        The handle of a last reduction goes into ``reduced``, for ``finish``.
+        """
         grads = self.joint.name(node, self.scope)
         put = "{}.copy_({})" if grads in self.joint.rooms else "{} = {}"
         missing = self.joint.missing(node)
@@ -143,11 +160,11 @@ class Transfers(Expressions):
         return Statement([*lines, Line(f"{grads}, {grads}_done = {call}")], binds=[node])
 
     def _moved(self, node: fx.Node, grads: str) -> str:
-        """The call that reduces a dict of gradients."""
+        """The call that starts to reduce the dict of gradients named ``grads``."""
         return c10d.transfer(node, grads, self.joint.in_order(node), self.helpers)
 
     def _hidden_by(self, start: fx.Node, wait: fx.Node) -> str:
-        """What is computed between start and wait."""
+        """The comment beside a wait: which calls between start and wait hide the transfer."""
         if value(start).remark:
             return value(start).remark
         if start not in self.place:
@@ -160,20 +177,23 @@ class Transfers(Expressions):
         return f"hidden behind {', '.join(work[:3])}{' ...' if len(work) > 3 else ''}"
 
     def _spoken(self, node: fx.Node) -> str:
-        """What a value is called where another line speaks of it."""
+        """The name of a value in the comment of another line."""
         code = self.seen[node].code if node in self.seen else ""
         return code if code.isidentifier() else self.wishes.get(node, code)
 
 
 def weights_of(gather: fx.Node) -> list[fx.Node | None]:
-    """The weights that a gather gives, ready to read, None where one is unread."""
+    """The nodes of the whole weights that a gather gives, in order; None for one that is unread."""
     if gather.target in collectives.JOINED:
         return results(gather, len(tensor_args(gather)))
     return list(gather.users)
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    """Whether a call is worth naming as what hides a collective."""
+    """Whether a call takes enough time to be named as what hides a collective.
+
+    Pointwise ops, views and other collectives are not named.
+    """
     if node.target is operator.getitem and isinstance(picked(node)[0].target, Outlined):
         return picked(node)[1] == 0  # the function's main result
     if taken_from(node) is not None:

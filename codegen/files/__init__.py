@@ -1,5 +1,6 @@
-"""Whole files: one for each role of a step or of a pipeline.
+"""Prints whole files: one for each role, a role being the ranks that run the same text.
 
-In: scheduled graphs, a schedule, a plan. Out: the text of every role's file. Start: `emit.py` for
-one stage, `pipeline.py` for several. Never: a decision; the plan and the graphs have them all.
+In: scheduled graphs, a pipeline schedule, a plan. Out: the text of every role's file. Start:
+`emit.py` for a step without pipeline stages, `pipeline.py` for a pipeline. Never: a decision; all
+of them stand in the plan and in the graphs.
 """

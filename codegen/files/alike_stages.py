@@ -1,7 +1,9 @@
-"""Stages of one rank that have the same text are instances of one class.
+"""Prints one class for pipeline stages of one rank that have the same text.
 
-They differ in the number of their first layer, which the class then takes, and in who holds buffers
-that several of them read: the first one does, and its class takes the table of what to make.
+An interleaved schedule gives a rank several stages: layers 0 to 3 and layers 8 to 11. Instances of
+their class differ in the number ``n`` of the first layer, an argument of the class. A buffer that
+several stages read, such as a table of positions, is held by the first of them; then the class
+takes the table of the buffers that an instance makes as another argument.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def take_in(stage: StageText, other: StageText) -> bool:
-    """Let another stage be an instance of this one's class, if it is alike: it may read buffers of
-    this one.
+    """Make ``other`` an instance of the class of ``stage`` and return True, if their texts agree.
+
+    Their buffers may differ if ``other`` makes none itself and reads those of ``stage``.
     """
     if stage.layers is None or other.layers is None or _text(stage) != _text(other):
         return False
@@ -31,13 +34,13 @@ def take_in(stage: StageText, other: StageText) -> bool:
 
 
 def _text(stage: StageText) -> tuple[Any, ...]:
-    """What a stage's class says, but for its buffers."""
+    """The text of a stage's class without its buffers, to compare stages by."""
     made = stage.declarations(lambda _: FIRST, ["param"])
     return stage.functions, stage.seeds, made, stage.stored_tables()[1]["SHARDS"]
 
 
 def declared(stage: StageText) -> list[Line]:
-    """The statements that make a class's parameters, buffers and blocks."""
+    """The statements of ``__init__`` that make a stage's parameters, buffers and blocks."""
     if not stage.lends:
         return stage.declarations(stage.read_table)
     made = f"self.register_buffer(name, {stage.helpers.use('empty')}(*known))"
@@ -46,14 +49,17 @@ def declared(stage: StageText) -> list[Line]:
 
 
 def given(stage: StageText) -> dict[str, str]:
-    """What a class takes beside the mesh, with types."""
+    """The arguments of a stage's class beside the mesh, with their types: ``n: int``."""
     reads = any(f"[{FIRST}]" in line.code for line in declared(stage))
     first = {FIRST: "int"} if reads else {}
     return first | ({"buffers": "dict[str, tuple]"} if stage.lends else {})
 
 
 def made(stage: StageText, first: int | None) -> str:
-    """The call that makes a stage whose layers begin at ``first``."""
+    """The call that makes an instance of a stage's class: ``Stage1(mesh, 4)``.
+
+    ``first`` is the number of the stage's first layer.
+    """
     wanted = given(stage.class_of)
     arguments = ["mesh", *([str(first)] if FIRST in wanted else [])]
     if "buffers" in wanted:
@@ -62,7 +68,8 @@ def made(stage: StageText, first: int | None) -> str:
 
 
 def _and(title: str, other: str) -> str:
-    """
+    """The title of a class for several stages.
+
     >>> _and(_and("Stage 1", "Stage 3"), "Stage 5")
     'Stages 1, 3, 5'
     """

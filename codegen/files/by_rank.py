@@ -1,7 +1,7 @@
-"""The lines of several pipeline ranks in, one text for all of them out.
+"""Merges the lines of several pipeline ranks into one text that all of them run.
 
-They are one text if they differ in whole numbers alone, each of which is linear in the rank: of
-``range(3)`` on rank 1 and ``range(2)`` on rank 2 it is ``range(4 - pp_rank)``.
+Lines can be merged if they differ in whole numbers alone and each number is linear in the pipeline
+rank: ``range(3)`` on rank 1 and ``range(2)`` on rank 2 become ``range(4 - pp_rank)``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from partc.codegen.text import Line
 
-RANK = "pp_rank"  # what programs call the place of a rank in the pipeline
+RANK = "pp_rank"  # the variable of a program that holds the rank's place in the pipeline
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 
 
 def merged(lines: Mapping[int, Sequence[Line]]) -> list[Line] | None:
-    """The text of all ranks, whose own lines it has where RANK is one of them; None if there is
-    no such text.
+    """One text for the lines of all ranks (by pipeline rank); None if there is no such text.
+
+    With ``pp_rank`` set to a rank's number the text does what this rank's lines do.
     """
     if len({len(own) for own in lines.values()}) > 1:
         return None
@@ -27,6 +28,7 @@ def merged(lines: Mapping[int, Sequence[Line]]) -> list[Line] | None:
 
 
 def _merged_line(row: Sequence[Line], ranks: Sequence[int]) -> Line | None:
+    """One line for the same line of all ranks, its numbers as expressions of the rank."""
     first = row[0]
     if all(line == first for line in row):
         return first
@@ -47,14 +49,14 @@ def _merged_line(row: Sequence[Line], ranks: Sequence[int]) -> Line | None:
 
 
 def _operand(text: str, code: str, number: re.Match[str]) -> str:
-    """In parentheses where a neighbour would bind a part of it."""
+    """An expression for a number in ``code``, in parentheses behind ``-`` and beside ``*``."""
     before, after = code[: number.start()].rstrip()[-1:], code[number.end() :].lstrip()[:1]
     bound = before in ("-", "*") or after == "*"
     return f"({text})" if bound and " " in text else text
 
 
 def linear(numbers: Sequence[int], ranks: Sequence[int]) -> str | None:
-    """The expression that gives each rank its number.
+    """The expression ``a * pp_rank + b`` that gives each rank its number; None if there is none.
 
     >>> linear([3, 2], [1, 2]), linear([0, 128], [1, 2]), linear([5, 5], [1, 2])
     ('4 - pp_rank', '128 * pp_rank - 128', '5')

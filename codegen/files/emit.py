@@ -1,4 +1,4 @@
-"""A scheduled local graph in, the source of one rank's program out."""
+"""Prints the program of a step without pipeline stages, from the scheduled graph of one rank."""
 
 from __future__ import annotations
 
@@ -54,17 +54,19 @@ MEANINGS = {
 def emit(
     graph: Graph, *, header: str, prefetch: int = 1, messages: bool = False, inductor: bool = False
 ) -> str:
-    """The text of a role's file: data, helpers, block classes and ``class <Model>Step``.
+    """The text of a role's file: tables, helper functions, block classes and ``class <Model>Step``.
 
-    Between two loops of blocks it starts to gather the weights of ``prefetch`` of the next. With
-    ``messages`` ranks send each other what gloo would gather, or sum and scatter; with ``inductor``
-    what it computes between transfers is left to torch.compile.
+    Between two loops over blocks the program starts to gather the weights of the first ``prefetch``
+    blocks of the next loop. With ``messages`` ranks send each other what gloo would gather, or sum
+    and scatter. With ``inductor`` the calls between two transfers become functions for
+    torch.compile. CheckError if the text does anything but compute with torch.
     """
     graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
     helpers = Helpers(messages=messages)
     items = outlined(graph, items, helpers)
     items = compiled(graph, items, helpers) if inductor else items
+    # Again: the calls of the loops, whose positions interfaces hold, have been replaced.
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     text = RoleText(graph, header, items, sides, helpers, prefetch=prefetch).text()
     check_source(text)
@@ -72,9 +74,10 @@ def emit(
 
 
 def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
-    """The items of the step and how its loops are fed; a run that no text feeds stands in line.
+    """The items of a step (calls and loops), and what each loop reads and returns.
 
-    Unfolded if blocks that the graph leaves out would have to stand there.
+    A run of blocks that no single method can serve is printed call by call. Raises Unfolded if the
+    graph leaves out blocks of such a run (``graph.folds``): then all blocks have to be traced.
     """
     given_up: set[Run] = set()
     while True:
@@ -96,7 +99,9 @@ def arranged(graph: Graph) -> tuple[list[Item], dict[Loop, Interface]]:
 
 @dataclass
 class RoleText:
-    step_locals: ClassVar[tuple[str, ...]] = ()  # what `step` calls its own
+    """Prints one role's file; ``StageText`` prints one pipeline stage with the same methods."""
+
+    step_locals: ClassVar[tuple[str, ...]] = ()  # variables that the templates use in `step`
 
     graph: Graph
     header: str
@@ -105,14 +110,16 @@ class RoleText:
     helpers: Helpers
     adds: tuple[str, str, str] = ADDS
     prefetch: int = 1
-    lent: frozenset[str] = frozenset()  # buffers that another stage of the rank holds
-    layers: Layers | None = None  # the graph's names count from, where several ranks run the text
+    lent: frozenset[str] = frozenset()  # buffers that another stage of the same rank holds
+    # the list whose layers are counted from the stage's first one, if several stages share a text
+    layers: Layers | None = None
     classes: dict[Run, BlockClass] = field(default_factory=dict)
     attributes: dict[fx.Node, str] = field(
         default_factory=dict
     )  # "layers.0.w" of a parameter or buffer
 
     def text(self) -> str:
+        """The text of the file."""
         self.make_classes()
         self.name_attributes()
         arguments = self.arguments_by_node()
@@ -153,6 +160,7 @@ class RoleText:
         return bool(self.graph.mesh.names)
 
     def make_classes(self) -> None:
+        """Make a BlockClass for every run of equal blocks."""
         runs = list(dict.fromkeys(loop.run for loop in self.sides))
         for run, (name, attribute) in zip(runs, class_names(runs), strict=True):
             sides = {lp.phase: s for lp, s in self.sides.items() if lp.run is run}
@@ -162,6 +170,7 @@ class RoleText:
             )  # fmt: skip
 
     def name_attributes(self) -> None:
+        """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
         scope = Scope(
             [*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())]
@@ -173,13 +182,14 @@ class RoleText:
         return {**self.graph.params, **self.graph.buffers}
 
     def _standing(self, kind: Kind) -> dict[fx.Node, str]:
-        """Parameters or buffers that are attributes of the step module itself."""
+        """Parameters or buffers of the step module itself, and not of a block, by attribute."""
         nodes = [
             n for n in self.graph.placeholders(kind).values() if value(n).name not in self.lent
         ]
         return {n: self.attributes[n] for n in nodes if "." not in self.attributes[n]}
 
     def arguments_by_node(self) -> dict[fx.Node, str]:
+        """The name of the argument of ``step`` for each input of the model."""
         scope = Scope([*self.helpers.names, *self.step_locals])
         return {node: scope.fresh(name) for name, node in self.graph.inputs.items()}
 
@@ -203,7 +213,7 @@ class RoleText:
     ) -> tuple[list[str], dict[str, list[Line]]]:
         """The tables of blocks, and the entries of SHARDS and BUFFERS.
 
-        Those in ``elsewhere`` stand in another table already.
+        Parameters named in ``elsewhere`` stand in another stage's table already and are left out.
         """
         tables, entries = [], {}
         for kind, constant in TABLES.items():
@@ -219,9 +229,9 @@ class RoleText:
         return tables, entries
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
-        """The entries of parameters or buffers, names as seen from the block at ``prefix``.
+        """The table entries of parameters or buffers; ``prefix`` is cut off their names.
 
-        Their types stand beside them where no declarations do.
+        An entry has the tensor's type as a comment, where no declaration shows that.
         """
         listed = is_listed(self.graph, list(stored))
         lines = []
@@ -234,19 +244,20 @@ class RoleText:
         return lines
 
     def shown(self, path: str) -> str:
-        """A module's path as comments have it."""
+        """A module's path as comments show it."""
         return path if self.layers is None else self.layers.shown(path)
 
     def span(self, run: Run) -> str:
-        """``model.layers.0 .. 7``."""
+        """The blocks of a run as comments show them: ``model.layers.0 .. 7``."""
         first, last = (self.shown(run.layers[i]) for i in (0, -1))
         return comment(f"{first} .. {last.rpartition('.')[2]}")
 
     def declarations(
         self, table_of: Callable[[str], str], kinds: Collection[Kind] = tuple(TABLES)
     ) -> list[Line]:
-        """The statements that make parameters, buffers, if they are of ``kinds``, and blocks;
-        ``table_of`` SHARDS is the expression for their table.
+        """The statements that make blocks, and parameters and buffers of the given ``kinds``.
+
+        ``table_of`` gives the expression that reads a table: ``STAGE1_SHARDS`` for ``SHARDS``.
         """
         lines = []
         for kind in kinds:
@@ -268,6 +279,7 @@ class RoleText:
 
     # step ------------------------------------------------------------------------------------
     def _step(self, arguments: dict[fx.Node, str]) -> str:
+        """The body of ``step``: compute, wait for the last reductions, write buffers, return."""
         graph, outputs = self.graph, self.graph.outputs
         order = [item for item in self.items if isinstance(item, fx.Node)]
         seen = {node: Text(read(path)) for node, path in self.attributes.items()}
@@ -292,7 +304,7 @@ class RoleText:
         return block(lines, 2)
 
     def final_grads(self) -> dict[fx.Node, list[str]]:
-        """The parameters whose gradient is made in line, or comes out of a loop."""
+        """For each gradient that no block adds to ``.grad`` itself its parameters, as texts."""
         stored: dict[fx.Node, list[str]] = {}
         in_blocks = {n for loop in self.sides for g in loop.groups for n in g.nodes}
         params = self.graph.params
@@ -304,6 +316,7 @@ class RoleText:
         return stored
 
     def buffer_updates(self, body: StepBody) -> list[Line]:
+        """The lines that copy new values of buffers over the old ones."""
         places = {
             node: read(self.attributes[self.graph.buffers[name]])
             for name, node in self.graph.outputs.buffers.items()
@@ -312,6 +325,7 @@ class RoleText:
         return updates(places, body.text)
 
     def _result(self, body: StepBody) -> str:
+        """The ``return`` of the loss, or of a model's results in inference."""
         outputs = self.graph.outputs
         if outputs.loss is not None:
             return f"return {body.text(outputs.loss)}"
@@ -320,17 +334,20 @@ class RoleText:
 
 
 def dtype_name(node: fx.Node) -> str:
-    """``float32``."""
+    """The dtype of a node as tables have it: ``float32``."""
     return str(value(node).dtype).removeprefix("torch.")
 
 
 def read(path: str, owner: str = "self") -> str:
-    """``layers.0.w`` as Python reads it: ``self.layers[0].w``."""
+    """A path of attributes as Python reads it: ``layers.0.w -> self.layers[0].w``."""
     return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
 
 
 def _spread(cls: BlockClass, name: str, relative: bool) -> str:
-    """The entries of all blocks from the table of one; relative names count from FIRST."""
+    """The entries of all blocks as a comprehension over the table of one block.
+
+    ``relative`` names count layers from the stage's first one, ``n``.
+    """
     numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
     first, num = numbers[0], len(numbers)
     steady = numbers == list(range(first, first + num))
@@ -344,6 +361,6 @@ def _spread(cls: BlockClass, name: str, relative: bool) -> str:
 
 
 def header_line(line: str) -> str:
-    """A line that a docstring can hold, its columns kept."""
+    """A line of the header as a docstring can hold it; runs of spaces, its columns, are kept."""
     parts = re.split("( {2,})", line)
     return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""The header of a role file: who runs it, what was decided, what it costs."""
+"""The header of a role's file: which ranks run it, what the plan decided, what a step moves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from partc.schedules import Schedule
 from partc.version import __version__
 
 _KEY, _WIDTH = 10, 100
-FEW = 4  # stages that stand in a row each
+FEW = 4  # up to so many stages have a row each
 
 
 def header(graph: Graph, plan: Plan) -> str:
-    """The docstring's text for the file that all ranks of one role run."""
+    """The text of a file's docstring, for a step without pipeline stages."""
     mesh = graph.mesh
     lines = [
         f"One rank of {mesh.num_ranks}.  Written by partc {__version__} for {comment(graph.model)};"
@@ -40,7 +40,7 @@ def header(graph: Graph, plan: Plan) -> str:
 def stage_header(
     graphs: Sequence[Graph], schedule: Schedule, ranks: Sequence[int], plan: Plan
 ) -> str:
-    """The docstring's text for the file of one or several pipeline ranks."""
+    """The text of a file's docstring, for the pipeline ``ranks`` that run it."""
     mesh = plan.mesh
     assert mesh is not None
     stages = [stage for rank in ranks for stage in schedule.stages_of(rank)]
@@ -61,7 +61,7 @@ def stage_header(
 
 
 def _stages(numbers: Sequence[int], begins: Sequence[str]) -> list[str]:
-    """Where stages begin; of many whose first layers count on with them in one row.
+    """At which module each stage begins; one row for many stages whose first layers count up.
 
     >>> _stages([2, 4], [f"layers.{i}" for i in range(8)])
     ['2 begins at layers.1', '4 begins at layers.3']
@@ -87,7 +87,8 @@ def _stages(numbers: Sequence[int], begins: Sequence[str]) -> list[str]:
 
 
 def _enumerated(numbers: Sequence[int]) -> str:
-    """
+    """Numbers as words of a sentence.
+
     >>> _enumerated([1]), _enumerated([1, 2]), _enumerated([1, 2, 3]), _enumerated([1, 3, 4])
     ('1', '1 and 2', '1 to 3', '1, 3 and 4')
     """
@@ -98,7 +99,7 @@ def _enumerated(numbers: Sequence[int]) -> str:
 
 
 def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Rows of a keyword and a text; a keyword that repeats is written once."""
+    """Rows of a keyword and a text as wrapped lines; a keyword that repeats is written once."""
     lines: list[str] = []
     last = ""
     for key, text in rows:
@@ -113,18 +114,20 @@ def _wrapped(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _cuts(name: str, table: object, plan: Plan) -> str:
+    """How an input is sharded: ``dim 0 over dp``, or ``whole``."""
     cuts = plan.stored(name, table)  # type: ignore[arg-type]
     return ", ".join(f"dim {layout.dim} over {axis}" for axis, layout in cuts.items()) or "whole"
 
 
 def _gathered(axis: str, life: str) -> str:
+    """How often weights are gathered over an axis: the ZeRO level as a lifetime."""
     if life == "use":
         return f"over {axis} before each use, forward and backward (ZeRO-3)"
     return f"over {axis} once per step (ZeRO-1, ZeRO-2)"
 
 
 def _moves(graph: Graph) -> list[str]:
-    """How often each collective runs and how many bytes its local operands have, per axis."""
+    """How often each collective runs in a step, and the bytes of this rank's operands, by axis."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():

@@ -1,4 +1,4 @@
-"""What a class keeps of the mesh."""
+"""The attributes in which a class of a program keeps its process groups and coordinates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from partc.quoting import literal
 
 
 def mesh_attributes(axes: Sequence[str], text: str) -> str:
-    """The statements that keep the group of every axis, and the rank's place in those that the
-    class's ``text`` reads.
+    """The statements of ``__init__`` that keep the process group of every mesh axis.
+
+    The rank's coordinate is kept for the axes where the class's ``text`` reads that coordinate.
 
     >>> print(mesh_attributes(["dp", "tp"], "x.chunk(2)[self.dp_rank]"))
             self.dp, self.dp_rank = mesh.get_group("dp"), mesh.get_local_rank("dp")

@@ -1,6 +1,7 @@
-"""Stage graphs and a schedule in, the sources of pipeline ranks' programs out.
+"""Prints the programs of a pipeline's ranks, from the graphs of all stages and a schedule.
 
-Ranks whose programs differ in numbers alone, of layers, stages and turns, run one file.
+Pipeline ranks whose programs differ only in numbers (of layers, stages, loop counts) run one file,
+where these numbers are expressions of ``pp_rank``.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from partc.quoting import docstring, identifier, literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
 
-LETTERS = ascii_uppercase  # tell the stages of a rank apart where their numbers are several
+LETTERS = ascii_uppercase  # name the stages of a file whose stage numbers depend on the rank
 Lines = Callable[[RankStep], Iterator[Line]]
 
 
 def file_name(ranks: Sequence[int]) -> str:
-    """The name of the file that these pipeline ranks run.
+    """The name of the file that some pipeline ranks run.
 
     >>> file_name([0]), file_name([1, 2, 3]), file_name([1, 3])
     ('pipeline0.py', 'pipeline1_to_3.py', 'pipeline1_3.py')
@@ -50,10 +51,12 @@ def file_name(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All stages, and how ranks run them; ``wiring``, of the lowered schedule, says how many sends
-    may be under way. Up to ``join_mb`` megabytes of gradients share a transfer. With ``messages``
-    ranks send each other what gloo would gather, or sum and scatter; with ``inductor`` what stages
-    compute is left to torch.compile.
+    """All stages of a pipeline, and how ranks run them.
+
+    ``wiring`` comes from the lowered schedule and says how many sends of each link may be under
+    way. Up to ``join_mb`` megabytes of gradients share a bucket. With ``messages`` ranks send each
+    other what gloo would gather, or sum and scatter. With ``inductor`` the calls between two
+    transfers become functions for torch.compile.
     """
 
     graphs: Sequence[Graph]
@@ -66,7 +69,7 @@ class Pipeline:
     inductor: bool = False
 
     def emit(self, ranks: Sequence[int], *, header: str) -> str:
-        """The text of the file that these ranks run, a group of ``groups``."""
+        """The text of the file that some pipeline ranks run; ``ranks`` is one of ``groups()``."""
         helpers = Helpers(messages=self.messages)
         stages = self._stages(ranks, helpers)
         steps = {
@@ -81,7 +84,7 @@ class Pipeline:
         return text
 
     def groups(self) -> list[tuple[int, ...]]:
-        """The ranks that run one file, in order of the first of them."""
+        """The pipeline ranks in groups that run one file each, in order of their first rank."""
         found: dict[tuple[int, ...], Any] = {}
         for rank in range(self.schedule.ranks):
             key = self._rank_key(rank)
@@ -95,7 +98,7 @@ class Pipeline:
         return {rank: self.schedule.stages_of(rank) for rank in ranks}
 
     def _stages(self, ranks: Sequence[int], helpers: Helpers) -> list[StageText]:
-        """The texts of the stages, from the first rank's graphs."""
+        """The texts of the stages of one file, printed from the first rank's graphs."""
         mine, shared = self.schedule.stages_of(ranks[0]), len(ranks) > 1
         numbers = self._numbers(ranks)
         titles = merged({rank: [Line(f"Stage {n}") for n in numbers[rank]] for rank in ranks})
@@ -116,18 +119,18 @@ class Pipeline:
         ]  # fmt: skip
 
     def _firsts(self, stages: Sequence[int]) -> Iterator[Line]:
-        """The number of each stage's first layer, as one line of text; nothing where it has none"""
+        """The number of each stage's first layer, as a line of text; empty if it has no layers."""
         for stage in stages:
             layers = self._layers[stage]
             yield Line("" if layers is None else str(layers.first))
 
     def _is_repeated(self, stage: int, stages: Sequence[int]) -> bool:
-        """Whether another of some stages differs from one in the numbers of layers alone."""
+        """Whether another of ``stages`` differs from ``stage`` in the numbers of layers alone."""
         key = self._keys[stage]
         return key is not None and sum(self._keys[other] == key for other in stages) > 1
 
     def _lent(self, mine: Sequence[int], stage: int) -> frozenset[str]:
-        """The buffers of a stage that an earlier stage of the same rank holds for both."""
+        """The buffers that a stage reads and an earlier stage of the same rank holds for both."""
         held = {name for s in mine if s < stage for name in self.graphs[s].buffers}
         return frozenset(held & self.graphs[stage].buffers.keys())
 
@@ -137,7 +140,11 @@ class Pipeline:
     # which ranks run one file ----------------------------------------------------------------
     @cached_property
     def _keys(self) -> list[Any]:
-        """Per stage what it computes, but for the numbers of layers; None: no other can be so."""
+        """A key for each stage, equal for stages that differ in the numbers of layers alone.
+
+        None for a stage that shares its text with no other: one with tied parameters, or one whose
+        layers stand in several lists or in none.
+        """
         tied = {stage for one in self.tied for stage in one.stages}
         return [
             None if each is None or stage in tied else stage_key(graph, each)
@@ -149,6 +156,7 @@ class Pipeline:
         return [Layers.of(graph) for graph in self.graphs]
 
     def _rank_key(self, rank: int) -> Any:
+        """A key for what the stages of a rank compute; None if the rank needs a file of its own."""
         mine = self.schedule.stages_of(rank)
         lent = [sorted(self._lent(mine, stage)) for stage in mine]
         if any(self._keys[stage] is None for stage in mine) or len(mine) > len(LETTERS):
@@ -156,12 +164,16 @@ class Pipeline:
         return [self._keys[stage] for stage in mine], lent
 
     def _fits(self, group: Sequence[int], rank: int) -> bool:
-        """Whether what ``rank`` does is linear in the rank, with what those of the group do."""
+        """Whether a rank can join a group: all numbers in its text are linear in the rank.
+
+        The group's first and last rank stand for the group.
+        """
+        # Two ranks fix every line's slope; to print all of a group each time would take long.
         ends = dict.fromkeys((group[0], group[-1], rank))
         return merged({each: list(self._order(each)) for each in ends}) is not None
 
     def _order(self, rank: int) -> Iterator[Line]:
-        """All in which ranks with equal stages may differ."""
+        """All lines in which the programs of ranks with equal stages may differ."""
         links = self._links(rank, Helpers())
         yield from (Line(f"Stage {number}") for number in self.schedule.stages_of(rank))
         yield from self._firsts(self.schedule.stages_of(rank))
@@ -173,6 +185,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _File:
+    """Prints the file of the pipeline ranks in ``steps``."""
+
     pipeline: Pipeline
     steps: Mapping[int, RankStep]
     header: str
@@ -221,7 +235,7 @@ class _File:
         )
 
     def _classes(self) -> list[StageText]:
-        """The stages that have a class of their own; those alike are instances of one."""
+        """The stages for which a class is printed; stages with the same text share one class."""
         found: list[StageText] = []
         for stage in self.stages:
             if not any(take_in(other, stage) for other in found):
@@ -229,12 +243,13 @@ class _File:
         return found
 
     def _lines(self, lines: Lines) -> list[Line]:
-        """The statements of all ranks that run the file."""
+        """The statements that ``lines`` gives for each rank, as one text for all ranks."""
         text = merged({rank: list(lines(step)) for rank, step in self.steps.items()})
         assert text is not None, f"ranks {[*self.steps]} do not share a text"
         return text
 
     def _groups(self) -> Iterator[Line]:
+        """The statements that keep the process group of ``pp``, and the rank where it is read."""
         if len(self.steps) > 1:
             yield Line(f"{RANK} = mesh.get_local_rank({literal(PP)})")
             yield Line(f"self.{PP}, self.{RANK} = mesh.get_group({literal(PP)}), {RANK}")
@@ -242,7 +257,7 @@ class _File:
             yield Line(f"self.{PP} = mesh.get_group({literal(PP)})")
 
     def _with_rank(self, lines: list[Line]) -> list[Line]:
-        """The rank as a variable, where statements read it."""
+        """The statements, with ``pp_rank = self.pp_rank`` before them where they read it."""
         reads = len(self.steps) > 1 and any(RANK in line.code for line in lines)
         return [Line(f"{RANK} = self.{RANK}"), *lines] if reads else lines
 
@@ -253,7 +268,10 @@ class _File:
         return {dtype_name(n): value(n).dtype for n in nodes}
 
     def _blocks(self) -> list[dict[str, Any]]:
-        """The classes of equal blocks; stages whose blocks have one text share the class."""
+        """The classes of equal blocks; blocks of several stages with one text share a class.
+
+        Classes of the same name and another text are told apart by the stage's label.
+        """
         known: dict[str, list[tuple[dict[str, Any], BlockClass]]] = defaultdict(list)
         made: list[dict[str, Any]] = []
         for stage in self.stages:

@@ -1,6 +1,6 @@
-"""The plain data of a pipeline rank's file: what its stages' parameters and buffers are.
+"""The tables of a pipeline rank's file: the shards of its stages' parameters and buffers.
 
-A file that several ranks run has a table for each, by pipeline rank.
+In a file that several pipeline ranks run, SHARDS and BUFFERS have a table for each rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ STORED = ("SHARDS", "BUFFERS")
 
 
 def pipeline_tables(steps: Mapping[int, RankStep], declared: str) -> list[str]:
-    """The tables of a file for the ranks in ``steps``; ``declared`` are the statements that make
-    parameters, some of which read them.
+    """The tables of a file for the ranks in ``steps``.
+
+    ``declared`` is the text that makes parameters and buffers, which reads some of the tables.
     """
     first = next(iter(steps.values()))
     shared = len(steps) > 1
@@ -61,8 +62,10 @@ def pipeline_tables(steps: Mapping[int, RankStep], declared: str) -> list[str]:
 def _own_table(
     stage: StageText, constant: str, rows: Sequence[Line], alike: Sequence[StageText], shared: bool
 ) -> str:
-    """What a stage itself has, or each of some ``alike``: parameters and buffers that stand in no
-    other table.
+    """The table of a stage's own parameters or buffers: ``STAGE1_SHARDS``.
+
+    Stages that are ``alike`` share the table; where names depend on the layer's number, the table
+    has one dict for each number ``n`` of a first layer.
     """
     name, remark = stage.table(constant), f"of {stage.title[0].lower()}{stage.title[1:]}"
     if not stage.varies(constant):
@@ -75,7 +78,10 @@ def _own_table(
 
 
 def _for_each(key: str, name: str, remark: str, entries: Sequence[Line], over: str) -> str:
-    """A dict with a dict for each ``key``, ``over`` which it goes."""
+    """A table with one dict for each ``key``: ``{n: {...} for n in (0, 8)}``.
+
+    ``over`` is what follows ``for``: ``n in (0, 8)``.
+    """
     rows = []
     for entry in entries:
         code = f"{entry.code}," + (f"  # {entry.remark}" if entry.remark else "")

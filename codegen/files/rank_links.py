@@ -1,4 +1,9 @@
-"""What links the stages of one pipeline rank to those before and behind, as text."""
+"""The links of one pipeline rank's stages to the stages before and behind them, as text.
+
+A link carries activations (``x``) to the next stage, or their gradients (``d``) to the stage
+before. Its ends are an ``Outbox`` and an ``Inbox`` (``helpers/links.py``), one ``Shelf`` if both
+stages are on one rank, or ``Nothing`` at the pipeline's ends.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,12 @@ LINKS = {
     "x_in": "by stage: where a forward's `x` comes from and goes to",
     "d_in": "and a backward's `d`, the gradient of `x`",
 }
-TAGS = 64  # of a link, one for each tensor that may pass: `link_groups` counts by as many
+TAGS = 64  # tags of a link, one for each tensor of a message: `link_groups` counts by as many
 
 
 @dataclass(frozen=True)
 class RankLinks:
-    """The ends of all links that lie on ``rank``; ``graphs`` are those of all stages."""
+    """Prints the ends of links that lie on ``rank``; ``graphs`` are the graphs of all stages."""
 
     graphs: Sequence[Graph]
     schedule: Schedule
@@ -35,7 +40,7 @@ class RankLinks:
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are sent back."""
+        """Whether the schedule has backwards, so that gradients are sent."""
         return bool(self.schedule.kinds & {"B", "I"})
 
     @property
@@ -44,11 +49,11 @@ class RankLinks:
 
     @property
     def free_tag(self) -> int:
-        """The first tag that no link has."""
+        """The first tag that no link uses; sums of tied gradients take it and those behind."""
         return TAGS * 2 * self.schedule.stages
 
     def made(self) -> Iterator[Line]:
-        """The statements of ``__init__`` that make them; one stage alone has none."""
+        """The statements of ``__init__`` that make the links; none for a single stage."""
         if self.schedule.stages == 1:
             return
         yield from self._groups()
@@ -59,7 +64,7 @@ class RankLinks:
             yield Line(f"self.{name} = {{{entries}}}")
 
     def _links(self) -> Iterator[tuple[str, Mapping[int, str]]]:
-        """Per kind of link and stage the text that makes its end on this rank."""
+        """For ``x_in``, ``x_out``, ``d_in``, ``d_out`` the text that makes each stage's end."""
         last = self.schedule.stages - 1
         kinds: list[tuple[str, Phase, int]] = [("x", "F", 1), ("d", "B", -1)]
         for name, phase, ahead in kinds:
@@ -77,7 +82,11 @@ class RankLinks:
             )
 
     def _end(self, source: int, target: int, phase: Phase, inward: bool, last: int) -> str:
-        """One end of the link from stage ``source`` to stage ``target``."""
+        """The text that makes one end of the link from stage ``source`` to stage ``target``.
+
+        ``inward`` is the end at the target. The ``bound`` of an Outbox is how many sends may be
+        under way.
+        """
         between = 0 <= source <= last and 0 <= target <= last
         if not between or not received(self.graphs[target], phase):
             return f"{self.helpers.use('Nothing')}()"
@@ -92,7 +101,7 @@ class RankLinks:
         return f"{self.helpers.use('Outbox')}({link}, bound={self.wiring.bounds[channel]})"
 
     def _groups(self) -> Iterator[Line]:
-        """The communicators of all links that begin or end on this rank."""
+        """The statement that makes the communicators of all links from or to this rank."""
         rank_of, found = self.schedule.rank_of, {}
         for source in range(self.schedule.stages - 1):
             ways: list[tuple[Phase, tuple[int, int]]] = [
@@ -110,7 +119,7 @@ class RankLinks:
             yield Line(f"links = {call}", "to which stage: from rank, to rank")
 
     def each(self, kind: str, call: str) -> Iterator[Line]:
-        """A call of every link of a kind, each of which leads to another rank."""
+        """The statements that call a method of every ``Inbox``, or every ``Outbox``."""
         links = [
             f"self.{name}[{stage}]"
             for name, ends in self._links()
@@ -125,11 +134,11 @@ class RankLinks:
 
 
 def _link(target: int, phase: Phase) -> str:
-    """What programs call the link to a stage: ``"x", 2``."""
+    """The key of the link to a stage in a program: ``"x", 2``."""
     return f"{literal('d' if phase == 'B' else 'x')}, {target}"
 
 
 def _like(node: fx.Node) -> str:
-    """The shape and dtype of a tensor that is received."""
+    """The shape and dtype of a received tensor, as text: ``((8, 64), torch.float32)``."""
     fake = fake_of(node)
     return f"({literal(tuple(fake.shape))}, {literal(fake.dtype)})"

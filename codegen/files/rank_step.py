@@ -1,4 +1,4 @@
-"""What one pipeline rank's ``Step`` does besides its stages' own work, as statements."""
+"""The statements of a pipeline rank's class ``<Model>Step``: its stages, the schedule, the loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ PHASES: dict[Kind, Phase] = {"F": "F", "B": "B", "I": "B", "W": "W"}
 
 
 def actions_of(graphs: Sequence[Graph], schedule: Schedule, rank: int) -> list[Action]:
-    """What a rank does, in order; stages without gradients have no backward."""
+    """The actions of a rank in order, without those for which its stages have no calls.
+
+    ``B`` is split into ``I`` and ``W`` in a schedule with ``W``, and joined again where the two
+    follow each other.
+    """
     order = list(schedule.orders[rank])
     if "W" in schedule.kinds:
         order = list(parted(order))
@@ -33,8 +37,10 @@ def actions_of(graphs: Sequence[Graph], schedule: Schedule, rank: int) -> list[A
 
 @dataclass(frozen=True)
 class RankStep:
-    """The statements of one rank; ``graphs`` are those of all stages, ``stages`` the texts of this
-    rank's by number. Ranks that run one file share the texts.
+    """Prints the statements of one pipeline rank's ``Step``.
+
+    ``graphs`` are the graphs of all stages, ``stages`` the texts of this rank's own by number.
+    Ranks that run one file share these texts.
     """
 
     graphs: Sequence[Graph]
@@ -46,7 +52,7 @@ class RankStep:
 
     @property
     def arguments(self) -> list[str]:
-        """The inputs of a step."""
+        """The names of a step's inputs."""
         return list(next(iter(self.stages.values())).arguments_by_node().values())
 
     @property
@@ -54,7 +60,7 @@ class RankStep:
         return f"{self.arguments[0]}.device"
 
     def title(self) -> Iterator[Line]:
-        """Which rank this is, as one line of text."""
+        """The docstring of the class: which pipeline rank, and which stages it runs."""
         word = "stages" if len(self.stages) > 1 else "stage"
         numbers = ", ".join(map(str, self.stages))
         yield Line(
@@ -77,13 +83,16 @@ class RankStep:
         yield from self.links.made()
 
     def seeds(self) -> Iterator[Line]:
-        """The statements of ``seed``, of stages that draw random numbers."""
+        """The statements of ``seed``, for the stages that draw random numbers.
+
+        The seed of stage i is ``seed * stages + i``: no two stages draw the same numbers.
+        """
         for number, stage in self.stages.items():
             if stage.seeds:
                 yield Line(f"self.{stage.attribute}.seed(seed * {self.schedule.stages} + {number})")
 
     def shared_here(self) -> list[Tied]:
-        """Tied parameters with several copies on this rank."""
+        """The tied parameters that several stages of this rank hold."""
         return [t for t in self.tied if len(self.mine(t)) > 1]
 
     def mine(self, one: Tied) -> list[int]:
@@ -91,13 +100,13 @@ class RankStep:
         return [stage for stage in one.stages if stage in self.stages]
 
     def _path(self, name: str, number: int) -> str:
-        """Where a parameter is found."""
+        """The text that reads a stage's parameter: ``self.stage1.layers[0].w_weight``."""
         stage = self.stages[number]
         return read(stage.attributes[stage.graph.params[name]], f"self.{stage.attribute}")
 
     # step ------------------------------------------------------------------------------------
     def step(self) -> Iterator[Line]:
-        """The statements of ``step``: the schedule, and what stands before and behind it."""
+        """The statements of ``step``: begin, the loops of the schedule, the sums at the end."""
         yield from self._lend()
         yield Line("for stage in self.stages.values():")
         yield Line(f"stage.begin({', '.join(self.arguments)})", indent=1)
@@ -110,7 +119,7 @@ class RankStep:
         yield from self._finish() if self.links.trains else self._results()
 
     def _lend(self) -> Iterator[Line]:
-        """Buffers that one stage holds for others of the rank."""
+        """The statements that give a stage the buffers which another stage of the rank holds."""
         for stage in self.stages.values():
             for name in sorted(stage.lent):
                 owner = next(s for s in self.stages.values() if name in s.graph.buffers)
@@ -121,7 +130,7 @@ class RankStep:
                 yield Line(f"{mine} = {theirs}")
 
     def _finish(self) -> Iterator[Line]:
-        """Sum what is summed once per step; every rank learns the loss."""
+        """The end of a training step: sums over ranks, tied gradients, the loss for every rank."""
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
         for number, stage in self.stages.items():
             loss = "loss = " if number == holder else ""
@@ -141,7 +150,7 @@ class RankStep:
         yield Line("return loss")
 
     def _results(self) -> Iterator[Line]:
-        """Every rank learns the results of an inference."""
+        """The end of an inference: a broadcast gives every rank the results."""
         yield Line("results = {}")
         for stage in self.stages.values():
             if stage.graph.outputs.results:
@@ -154,7 +163,7 @@ class RankStep:
                     shape, dtype = literal(tuple(value(node).shape)), literal(value(node).dtype)
                     empty = f"torch.empty({shape}, dtype={dtype}, device={self._device})"
                     yield Line(f"{key} = {empty}")
-                elif self.schedule.ranks > 1:
+                elif self.schedule.ranks > 1:  # c10d wants contiguous memory
                     yield Line(f"{key} = {key}.contiguous()")
                 if self.schedule.ranks > 1:
                     yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")
@@ -166,12 +175,13 @@ class RankStep:
         return self.rank in ranks and len(ranks) > 1
 
     def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
-        """What was in a tied parameter's gradient before must not be summed again."""
+        """Set aside a tied parameter's ``.grad`` from before the step: it is summed already."""
         if self._is_apart(one):
             path = self._path(one.name, self.mine(one)[0])
             yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
 
     def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
+        """The statement that sums a tied parameter's gradients of several pipeline ranks."""
         if self._is_apart(one):
             ranks, tag = list(one.ranks(self.schedule)), self.links.free_tag + number
             call = self.links.helpers.use("sum_tied")

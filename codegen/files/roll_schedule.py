@@ -1,6 +1,7 @@
-"""A rank's actions as text.
+"""Prints a rank's actions of a pipeline schedule, with loops for what repeats.
 
-What repeats becomes a loop, so that the length does not grow with the number of microbatches.
+``F0 F1 F2 B0 F3 B1 F4 ...`` becomes warm-up, steady state and cool-down: the text does not grow
+with the number of microbatches.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass, replace
 from partc.codegen.text import Line
 from partc.schedules.actions import Action, Kind
 
-NESTED = 3 / 4  # loops within a loop are printed where they have at most this part of its lines
+NESTED = 3 / 4  # loops inside a loop are printed if they take at most 3/4 of its lines
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Actions that repeat ``count`` times, each time ``advance`` microbatches further on, or back
-    where that is negative.
+    """Actions that repeat ``count`` times, each time ``advance`` microbatches further on.
+
+    A negative ``advance`` goes back: ``B3 B2 B1 B0``.
     """
 
     actions: tuple[Action, ...]
@@ -30,7 +32,11 @@ class Turns:
 
 
 def rolled(actions: Sequence[Action]) -> list[Turns]:
-    """The same actions in order, as few and as long repetitions as a greedy look ahead finds."""
+    """The same actions in the same order, as repetitions.
+
+    Greedy: from each action on, the repetition that covers the most actions is taken. Actions that
+    do not repeat are collected into one of ``count`` 1.
+    """
     found: list[Turns] = []
     at = 0
     while at < len(actions):
@@ -45,7 +51,7 @@ def rolled(actions: Sequence[Action]) -> list[Turns]:
 
 
 def _longest(actions: Sequence[Action], at: int) -> Turns:
-    """The repetition from ``at`` on that covers most; of equal ones the shortest pattern."""
+    """The repetition from ``at`` on that covers the most actions, with the shortest pattern."""
     best = Turns((actions[at],))
     for size in range(1, (len(actions) - at) // 2 + 1):
         turns = _repeated(actions, at, size)
@@ -55,7 +61,7 @@ def _longest(actions: Sequence[Action], at: int) -> Turns:
 
 
 def _repeated(actions: Sequence[Action], at: int, size: int) -> Turns:
-    """How often the next ``size`` actions repeat."""
+    """The repetition of the ``size`` actions from ``at`` on, as often as they repeat."""
     pattern = tuple(actions[at : at + size])
     advance = actions[at + size].microbatch - pattern[0].microbatch
     if advance == 0 or actions[at + size][:2] != pattern[0][:2]:
@@ -67,6 +73,7 @@ def _repeated(actions: Sequence[Action], at: int, size: int) -> Turns:
 
 
 def _follows(actions: Sequence[Action], at: int, pattern: Sequence[Action], advance: int) -> bool:
+    """Whether the actions from ``at`` on are the pattern, ``advance`` microbatches further on."""
     if at + len(pattern) > len(actions):
         return False
     return all(
@@ -78,7 +85,7 @@ def _follows(actions: Sequence[Action], at: int, pattern: Sequence[Action], adva
 
 
 def parted(actions: Iterable[Action]) -> Iterator[Action]:
-    """``B`` as ``I`` and ``W``."""
+    """Each whole backward ``B`` as its parts: ``I`` (gradient of the input), ``W`` (of weights)."""
     for action in actions:
         kinds: tuple[Kind, ...] = ("I", "W") if action.kind == "B" else (action.kind,)
         yield from (action._replace(kind=kind) for kind in kinds)
@@ -101,7 +108,7 @@ def whole_backwards(actions: Iterable[Action]) -> list[Action]:
 
 
 def turn_lines(actions: Sequence[Action]) -> Iterator[Line]:
-    """The loops of ``step``: warm-up, steady state, cool-down."""
+    """The lines of a schedule in ``step``: warm-up, steady state, cool-down."""
     turns = rolled(actions)
     remarks = _remarks(turns)
     for index, each in enumerate(turns):
@@ -111,7 +118,11 @@ def turn_lines(actions: Sequence[Action]) -> Iterator[Line]:
 
 
 def _remarks(turns: Sequence[Turns]) -> dict[int, str]:
-    """What to say above which turns."""
+    """The comments of a schedule, each by the index of the repetition that it stands above.
+
+    The steady state is the longest loop with forwards and backwards. Without one (GPipe) the
+    comments are ``forwards`` and ``backwards``.
+    """
     mixed = [i for i, each in enumerate(turns) if each.count > 1 and len(_kinds([each])) > 1]
     if not mixed:
         ways = [_only(_kinds([each])) for each in turns]
@@ -133,13 +144,14 @@ def _kinds(turns: Iterable[Turns]) -> set[str]:
 
 
 def _only(kinds: set[str]) -> str:
+    """``forwards`` or ``backwards``; "" for both."""
     if len(kinds) > 1:
         return ""
     return "forwards" if "F" in kinds else "backwards"
 
 
 def _rhythm(turns: Turns) -> str:
-    """How many forwards and backwards a turn of the steady state has."""
+    """What one iteration of the steady state has: ``1 forward, 1 backward``."""
     forwards = sum(a.kind == "F" for a in turns.actions)
     backwards = sum(a.kind in "BI" for a in turns.actions)
     return ", ".join(
@@ -149,8 +161,9 @@ def _rhythm(turns: Turns) -> str:
 
 
 def _lines(turns: Turns, outer: str = "") -> Iterator[Line]:
-    """A loop over microbatches, of loops where that is clearly shorter; ``outer`` is the variable
-    of the loop around it, which the actions count from.
+    """The lines of one repetition: a loop over microbatches, with inner loops if clearly shorter.
+
+    ``outer`` is the variable of the loop around it, from which its actions count; "" if none.
     """
     if turns.count == 1:
         yield from (_call(a, outer, a.microbatch) for a in turns.actions)
@@ -185,7 +198,7 @@ def _range(turns: Turns, first: int, outer: str) -> str:
 
 
 def _from(variable: str, ahead: int) -> str:
-    """So many microbatches ahead of a loop's variable."""
+    """A microbatch as an expression: ``i + 2`` if it is two ahead of the loop's variable ``i``."""
     if not variable:
         return str(ahead)
     return variable if ahead == 0 else f"{variable} {'+' if ahead > 0 else '-'} {abs(ahead)}"

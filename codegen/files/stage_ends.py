@@ -1,7 +1,8 @@
-"""What a pipeline stage does once per step, after all microbatches: sums over ranks.
+"""What a pipeline stage does once per step, after all microbatches: the sums over ranks.
 
-In: a stage's graph. Out: the same graph without its phase ``E``, for each result the collectives
-that its sum over microbatches still has to pass, and the function that does this.
+In: a stage's graph. Out: the same graph without the calls of phase ``E`` (end of the step); for
+each gradient the collectives that reduce its sum over microbatches; the text of ``finish``, which
+runs these collectives in buckets.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from partc.quoting import literal
 
 @dataclass(frozen=True)
 class Ends:
-    """``grads`` by parameter; an empty chain means that nothing is left to do. The nodes of chains
-    stand in no graph any more. ``leaving`` says whose sums begin before the end.
+    """The collectives that reduce a stage's sums over microbatches when the step ends.
+
+    ``grads`` has a chain of collectives for each parameter; an empty chain means that the sum over
+    microbatches is the gradient. The nodes of chains are in no graph any more. ``leaving`` says
+    which gradients are reduced before the end, beside the last backward.
     """
 
     grads: dict[str, Chain]
     loss: Chain | None  # None: the stage has no loss, or it is not summed over microbatches
-    results: dict[str, int] = field(default_factory=dict)  # the dim on which turns lie side by side
+    # for each result the dim along which the results of microbatches are concatenated
+    results: dict[str, int] = field(default_factory=dict)
     leaving: Leaving | None = None
 
     @property
@@ -39,7 +44,7 @@ class Ends:
         return any(self.grads.values())
 
     def groups(self) -> Iterator[tuple[Chain, list[str]]]:
-        """Parameters whose gradients pass the same collectives."""
+        """Each different chain, with the parameters whose gradients are reduced by it."""
         found: dict[object, tuple[Chain, list[str]]] = {}
         for name, chain in self.grads.items():
             found.setdefault(_way(chain), (chain, []))[1].append(name)
@@ -47,12 +52,12 @@ class Ends:
 
 
 def _way(chain: Chain) -> object:
-    """What chains that do the same have in common."""
+    """A key that is equal for chains which do the same: ops, axes and dims."""
     return tuple((n.target, tuple(sorted(n.kwargs.items()))) for n in chain)
 
 
 def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
-    """PlanError if stages of one rank, by number, sum what they add to one gradient differently."""
+    """PlanError if a rank's stages, by number, reduce a tied parameter's gradient differently."""
     chains = {stage: its.grads[name] for stage, its in ends.items() if name in its.grads}
     if len({_way(chain) for chain in chains.values()}) > 1:
         raise PlanError(
@@ -65,7 +70,10 @@ def check_one_way(name: str, ends: Mapping[int, Ends]) -> None:
 
 
 def take_ends(graph: Graph) -> Ends:
-    """Cut phase ``E`` off a graph, in place: its results are then sums that turns add to."""
+    """Take the calls of phase ``E`` out of a graph, in place, and return what they did.
+
+    The graph then gives what one microbatch adds to the gradients, the loss and the results.
+    """
     outputs = graph.outputs
     grads, chains = dict(outputs.grads), {}
     for name, node in outputs.grads.items():
@@ -89,9 +97,11 @@ def take_ends(graph: Graph) -> Ends:
 def early_sums(
     leaving: Leaving, first: Sequence[str], classes: Sequence[BlockClass], params: Collection[str]
 ) -> dict[Run, tuple[list[Line], list[Line]]]:
-    """What starts sums of gradients that leave before the end: before the loop over each class's
-    blocks, and at the end of each turn. ``first`` are the paths of parameters whose gradients are
-    there before the first loop.
+    """The lines that start early reductions, in the backward of the last microbatch.
+
+    For each run of blocks they are the lines before its loop, and those at the end of each
+    iteration. ``first`` has the paths of parameters whose gradients are final before the first
+    loop. ``classes`` are the block classes in the order of their loops.
     """
     found: dict[Run, tuple[list[Line], list[Line]]] = {}
     for cls in classes:
@@ -105,7 +115,10 @@ def early_sums(
 
 
 def _leaving_behind(cls: BlockClass, early: Set[str], params: Collection[str]) -> list[str]:
-    """The parameters of one of a class's blocks that leave early, where those of all do."""
+    """The parameters of a block whose gradients are reduced early, as texts.
+
+    Empty if the blocks of the class differ in this: one text serves all of them.
+    """
     mine = [s for s in cls.suffixes if f"{cls.run.layers[0]}.{s}" in params]
     here = [layer for layer in cls.run.layers if mine and f"{layer}.{mine[0]}" in params]
     leaves = [[s for s in mine if f"{layer}.{s}" in early] for layer in here]
@@ -117,7 +130,7 @@ def _leaving_behind(cls: BlockClass, early: Set[str], params: Collection[str]) -
 
 
 def _reduced_early(params: Sequence[str], remark: str, indent: int) -> list[Line]:
-    """Start to sum gradients if no microbatch will add to them."""
+    """The lines that start to reduce gradients, if this is the last microbatch to add to them."""
     if not params:
         return []
     start = Line(f"self.reduce([{', '.join(params)}])", remark, indent=indent + 1)
@@ -126,10 +139,11 @@ def _reduced_early(params: Sequence[str], remark: str, indent: int) -> list[Line
 
 @dataclass(frozen=True)
 class Finish:
-    """Prints ``finish``: sums over ranks that are taken once per step, the loss, the results.
+    """Prints a stage's method ``finish``: sums over ranks once per step, the loss, the results.
 
-    ``attributes`` has the paths of parameters in the stage, ``steady`` the lists of blocks whose
-    weights are held for the whole step; up to ``bucket_bytes`` of gradients share a transfer.
+    ``attributes`` has the paths of parameters in the stage. ``steady`` has the lists of blocks
+    whose gathered weights are held for the whole step, to be let go here. Up to ``bucket_bytes`` of
+    gradients share a bucket.
     """
 
     graph: Graph
@@ -140,7 +154,7 @@ class Finish:
     bucket_bytes: int
 
     def function(self) -> dict[str, str]:
-        """Signature, docstring and body."""
+        """Signature, docstring and body of ``finish``."""
         lines = list(self._reductions()) if self.ends.reduces else []
         for blocks in self.steady:
             lines.append(Line(f"for layer in self.{blocks}:"))
@@ -164,7 +178,7 @@ class Finish:
         }
 
     def _results(self) -> dict[str, str]:
-        """The model's results for the whole batch."""
+        """``finish`` of an inference: the results of all microbatches, side by side."""
         texts = []
         for name in self.graph.outputs.results:
             turns = f"self.results[{literal(name)}]"
@@ -189,12 +203,12 @@ class Finish:
         }
 
     def _early(self) -> list[tuple[Chain, list[str]]]:
-        """The parameters that are summed as those which leave before the end, these among them."""
+        """The group whose gradients are reduced early: ``finish`` reduces those that are left."""
         mine = self.ends.leaving.blocks if self.ends.leaving else ()
         return [group for group in self.ends.groups() if mine and mine[0] in group[1]]
 
     def _reductions(self) -> Iterator[Line]:
-        """Start all sums over ranks, then wait for them."""
+        """The lines of ``finish`` that start all sums over ranks and then wait for them."""
         if not self.ends.leaving:
             yield Line("reduced = []")
         early = self._early()
@@ -215,13 +229,16 @@ class Finish:
         return "self.reduced" if self.ends.leaving else "reduced"
 
     def _summed_up(self, chain: Chain, name: str, params: str) -> Iterator[Line]:
-        """Take what microbatches have added up of some parameters' gradients through a chain."""
+        """The loop that reduces the sums over microbatches of some parameters, bucket by bucket."""
         take, bucket = self.helpers.use("take_partials"), self.helpers.use("in_buckets")
         yield Line(f"for grads in {bucket}({take}({params}), {self.bucket_bytes:_}):")
         yield from self._passed(chain, name)
 
     def _passed(self, chain: Chain, param: str) -> Iterator[Line]:
-        """All collectives of ``grads`` that are started, but the last one waited for."""
+        """The lines that run a chain on one bucket, ``grads``; only the last start is not awaited.
+
+        That handle goes into ``reduced``.
+        """
         for node in chain:
             if node.target is collectives.all_to_all:
                 yield Line(f"grads = {self._moved(node)}", indent=1)
@@ -237,6 +254,7 @@ class Finish:
             yield Line(f"{self.helpers.use('add_grad')}(w, grad)", indent=2)
 
     def _moved(self, node: fx.Node) -> str:
+        """The call that shards ``grads`` on another dim, an all_to_all."""
         k: dict[str, Any] = dict(node.kwargs)
         outers = [k.get("outer", 1), k.get("to_outer", 1)]
         cuts = [k["dim"], k["to_dim"], *(outers if outers != [1, 1] else [])]
@@ -244,7 +262,7 @@ class Finish:
         return f"{self.helpers.use('move_grads')}(grads, {k['num']}, self.{k['axis']}, {to})"
 
     def _summed(self, node: fx.Node, param: str) -> str:
-        """The start of one sum over ranks of all ``grads``, ``param``'s among them."""
+        """The call that starts one collective of all ``grads``; ``param`` names one in an error."""
         k: dict[str, Any] = dict(node.kwargs)
         if node.target is collectives.all_reduce:
             return f"{self.helpers.use('sum_grads')}(grads, self.{k['axis']})"
@@ -265,7 +283,7 @@ class Finish:
 
 
 def paths_text(paths: Sequence[str], everything: bool) -> str:
-    """Parameters as an expression that gives them one after the other.
+    """A list of parameters as an expression, with a loop over blocks for those of blocks.
 
     >>> paths_text(["embed", "layers.0.w", "layers.1.w"], False)
     '[self.embed, *(w for layer in self.layers for w in (layer.w,))]'

@@ -1,4 +1,8 @@
-"""Which calls and loops stand in which method of a pipeline stage, and what passes between them."""
+"""Which calls and loops stand in which method of a pipeline stage, and which values pass between.
+
+A stage has a method for each phase: ``begin`` (S), ``forward`` (F), ``backward`` (B), ``weights``
+(W).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from partc.codegen.repeats.blocks import Item, Loop
 from partc.codegen.repeats.slots import Interface
 from partc.graph import Graph, Phase, value
 
-PHASES: tuple[Phase, ...] = ("S", "F", "B", "W")  # in the order of a microbatch
+PHASES: tuple[Phase, ...] = ("S", "F", "B", "W")  # in the order in which a microbatch needs them
 
 
 @dataclass(frozen=True)
 class StageFlow:
-    """The items of a stage by phase; ``sides`` say what its loops take and give."""
+    """The items (calls and loops) of a stage by phase; ``sides`` say what loops read and return."""
 
     graph: Graph
     items: Sequence[Item]
@@ -28,24 +32,24 @@ class StageFlow:
         return [item for item in self.items if phase_of(item) == phase]
 
     def received(self, phase: Phase) -> list[fx.Node]:
-        """What another stage sends for the phase."""
+        """The values that the phase receives from another stage."""
         return received(self.graph, phase)
 
     def sent(self, phase: Phase) -> list[fx.Node]:
-        """What another stage is sent of the phase."""
+        """The values of the phase that are sent to another stage."""
         return [n for n in self.graph.outputs.sent.values() if phase_of(n) == phase]
 
     def made(self, phase: Phase) -> list[fx.Node]:
-        """What can be read behind the phase, what it was given first."""
+        """The values that later phases can read: those received, then those computed."""
         items = [n for item in self.of(phase) for n in self._made(item)]
         return [*self.received(phase), *items]
 
     def read(self, phase: Phase) -> set[fx.Node]:
-        """What the phase reads, beside what its blocks have saved."""
+        """The values that the phase reads, without the saved values of its blocks."""
         return {n for item in self.of(phase) for n in self._read(item)}
 
     def kept(self, phase: Phase) -> set[fx.Node]:
-        """What a phase makes, or is given, and something outside it reads."""
+        """The values of a phase that a later phase, another stage or the step's end reads."""
         made = {*self.made(phase), *(self.graph.inputs.values() if phase == "S" else ())}
         outputs = self.graph.outputs
         later = PHASES[PHASES.index(phase) + 1 :]
@@ -74,12 +78,12 @@ def phase_of(item: Item) -> Phase:
 
 
 def received(graph: Graph, phase: Phase) -> list[fx.Node]:
-    """What another stage sends this one for a forward or a backward."""
+    """The values that a stage receives from another one for a forward or a backward."""
     nodes = graph.placeholders("received").values()
     return [n for n in nodes if value(n).phase == phase]
 
 
 def has_phase(graph: Graph, phase: Phase) -> bool:
-    """Whether a stage does anything in a phase, were it only to take in a gradient."""
+    """Whether a stage has a method for a phase; a received gradient alone is reason enough."""
     at_work = phase in ("S", "F") or bool(received(graph, phase))
     return at_work or any(value(n).phase == phase for n in graph.calls())

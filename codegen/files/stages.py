@@ -1,8 +1,9 @@
-"""One pipeline stage as a class: what it does before, for and after each microbatch.
+"""Prints the class of one pipeline stage, with a method for each phase of a step.
 
-``begin`` computes what all microbatches share, ``forward(i, ...)`` and ``backward(i, ...)`` one
-microbatch, ``weights(i)`` the weight gradients that a split backward leaves for later, ``finish``
-what is summed over ranks once per step.
+- ``begin(inputs)`` computes what all microbatches share, and gathers weights that stay whole;
+- ``forward(i, ...)`` and ``backward(i, ...)`` compute one microbatch;
+- ``weights(i)`` computes the weight gradients that a split backward leaves for later;
+- ``finish()`` sums over ranks what all microbatches have added up, and returns the loss.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def stage_text(
     first: str = "",
     inductor: bool = False,
 ) -> StageText:
-    """Arrange a stage for printing as ``Stage<label>``; another stage of the rank holds the
-    buffers ``lent``. With ``layers`` its layers are counted from the first, which is the number
-    ``first``, so that several ranks or stages have one text.
+    """A stage's graph made ready for printing as ``class Stage<label>``.
 
-    Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
-    ``inductor`` what it computes between transfers is left to torch.compile.
+    With ``layers`` the layers are counted from the stage's first one, whose number is the
+    expression ``first``, so that several ranks or stages share the text. ``lent`` are buffers that
+    another stage of the rank holds. Up to ``join_mb`` megabytes of gradients share a bucket when
+    the step ends. With ``inductor`` the calls between transfers become functions for torch.compile.
     """
     graph = tidied(graph, fused=inductor)
     if layers is not None:
@@ -82,8 +83,10 @@ def stage_text(
 
 @dataclass
 class StageText(RoleText):
-    """Prints one stage; ``seen`` and ``scope`` are shared by its methods, so that a value is called
-    the same in all of them."""
+    """Prints one stage.
+
+    Its methods share ``seen`` and ``scope``, so that a value has the same name in all of them.
+    """
 
     step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results")
 
@@ -95,8 +98,8 @@ class StageText(RoleText):
     seen: dict[fx.Node, Text] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope)
     flow: StageFlow = field(init=False)
-    class_of: StageText = field(init=False)  # the stage whose class it is an instance of
-    lends: bool = False  # whether others of its class read its buffers
+    class_of: StageText = field(init=False)  # the stage for which this one's class is printed
+    lends: bool = False  # whether other stages of the same class read this one's buffers
 
     def __post_init__(self) -> None:
         self.class_of = self
@@ -134,7 +137,7 @@ class StageText(RoleText):
 
     @property
     def attribute(self) -> str:
-        """Where a rank's ``Step`` has the stage."""
+        """The stage's attribute in a rank's ``Step``: ``stage1``, ``stage_a``."""
         return f"stage_{self.label.lower()}" if self.label.isalpha() else f"stage{self.label}"
 
     @property
@@ -144,11 +147,11 @@ class StageText(RoleText):
         return block(seed_lines(self.graph, lists), 2)
 
     def table(self, constant: str) -> str:
-        """What the table of its own parameters or buffers is called."""
+        """The name of the stage's table of its own parameters or buffers: ``STAGE1_SHARDS``."""
         return f"STAGE{self.class_of.label}_{constant}"
 
     def values(self) -> dict[str, Any]:
-        """What the template of a stage's class is filled with."""
+        """The values with which the template of a stage's class is filled."""
         return {
             "name": self.name,
             "doc": self._doc(),
@@ -160,21 +163,21 @@ class StageText(RoleText):
 
     @cached_property
     def functions(self) -> list[dict[str, str]]:
-        """The methods of its class, printed once."""
+        """The methods of the stage's class; cached, since printing them notes names and helpers."""
         methods = {phase: self._method(phase) for phase in METHODS if self.has(phase)}
-        methods["S"].lines[:0] = self._opening()
+        methods["S"].lines[:0] = self._opening()  # last: it depends on what the others leave
         functions = [method.function() for method in methods.values()]
         functions += [self._finish().reduce()] if self.ends.leaving else []
         return [*functions, *([self._finish().function()] if self.finishes else [])]
 
     def varies(self, constant: str) -> bool:
-        """Whether that table has other names for each stage and rank that runs the text."""
+        """Whether a table depends on the number of the first layer, as it names layers."""
         kind = next(kind for kind, name in TABLES.items() if name == constant)
         layers = self.layers
         return layers is not None and any(map(layers.has, self.graph.placeholders(kind)))
 
     def read_table(self, constant: str) -> str:
-        """Its table of its own parameters or buffers."""
+        """The expression that reads one of the stage's tables: ``STAGE1_SHARDS[n]``."""
         return self.table(constant) + (f"[{FIRST}]" if self.varies(constant) else "")
 
     def has(self, phase: Phase) -> bool:
@@ -182,7 +185,7 @@ class StageText(RoleText):
 
     @property
     def finishes(self) -> bool:
-        """Whether anything is left to do once all microbatches have run."""
+        """Whether the stage has a ``finish``: sums over ranks, held weights, a loss or results."""
         outputs = self.graph.outputs
         made = outputs.loss is not None or bool(outputs.results)
         return self.ends.reduces or bool(self._steady()) or made
@@ -194,11 +197,11 @@ class StageText(RoleText):
         )
 
     def _steady(self) -> list[BlockClass]:
-        """The blocks whose weights are gathered once for all microbatches."""
+        """The block classes whose weights are gathered once for all microbatches."""
         return [cls for cls in self.classes.values() if cls.is_steady]
 
     def _doc(self) -> str:
-        """What of the model stands in this stage."""
+        """The docstring of the stage's class: which modules of the model it computes."""
         found: dict[str, None] = {}
         for item in self.items:
             if isinstance(item, Loop):
@@ -209,6 +212,7 @@ class StageText(RoleText):
 
     # functions -------------------------------------------------------------------------------
     def _method(self, phase: Phase) -> _Method:
+        """One method: unpack values of earlier phases, compute, put away values for later ones."""
         items = self.flow.of(phase)
         arguments = self._arguments_of(phase)
         order = [item for item in items if isinstance(item, fx.Node)]
@@ -221,7 +225,7 @@ class StageText(RoleText):
             sums=self._sums(phase),
         )  # fmt: skip
         given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
-        self.scope.taken |= given  # here alone: later methods read them as attributes
+        self.scope.taken |= given  # in `begin` alone: later methods read them as attributes
         statements = body.statements()
         self.scope.taken -= given
         lasting = {n for n in kept if is_tensor(n)} | set(self.attributes) | set(self.arguments)
@@ -233,7 +237,7 @@ class StageText(RoleText):
         return _Method(phase, arguments, lines)
 
     def _sums(self, phase: Phase) -> dict[Run, tuple[list[Line], list[Line]]]:
-        """What starts sums of gradients around the loops of the phase that makes the last ones."""
+        """The lines that start early reductions, in the phase that makes weight gradients."""
         loops = [item for item in self.flow.of(phase) if isinstance(item, Loop)]
         if self.ends.leaving is None or phase != ("W" if self.has("W") else "B"):
             return {}
@@ -242,7 +246,7 @@ class StageText(RoleText):
         return early_sums(self.ends.leaving, first, classes, self.graph.params)
 
     def _updates(self, body: StepBody) -> list[Line]:
-        """New values of buffers that this method makes."""
+        """The lines that write new values of buffers which this method computes."""
         places = {
             node: read(self.attributes[self.graph.buffers[name]])
             for name, node in self.graph.outputs.buffers.items()
@@ -251,7 +255,7 @@ class StageText(RoleText):
         return updates(places, body.text)
 
     def _tensor_of(self, phase: Phase) -> str:
-        """A tensor on this rank's device that a method can read."""
+        """The text of any tensor that a method can read, for its ``.device``."""
         arguments, own = list(self.arguments.values()), map(read, self.attributes.values())
         if phase == "S":
             return next(iter([*arguments, *own]), "self")
@@ -259,7 +263,7 @@ class StageText(RoleText):
         return next(iter([*own, *received, *(f"self.{name}" for name in arguments)]))
 
     def _arguments_of(self, phase: Phase) -> list[str]:
-        """The arguments of a method, with their types."""
+        """The arguments of a method with their types; names them as a side effect."""
         if phase == "S":
             self.arguments = self.arguments_by_node()
             self.seen |= {node: Text(name) for node, name in self.arguments.items()}
@@ -272,7 +276,10 @@ class StageText(RoleText):
         return ["i: int", *(f"{self.seen[n]}: Tensor" for n in received)]
 
     def _opening(self) -> list[Line]:
-        """Places for what the methods leave for one another, known once all are printed."""
+        """The lines of ``begin`` that make the dicts and lists of values between methods.
+
+        Called after all methods are printed: only then is known which values pass between them.
+        """
         lines = []
         for phase in METHODS:
             places = [
@@ -293,7 +300,7 @@ class StageText(RoleText):
         return lines
 
     def _unpacked(self, phase: Phase) -> list[Line]:
-        """Take what the microbatch's earlier methods have saved for this one."""
+        """The lines that take what earlier phases saved: ``x, y = self.saved.pop(i)``."""
         lines = []
         for (before, then), place in LEFT.items():
             names = self._handed(before, then) if then == phase else []
@@ -303,7 +310,7 @@ class StageText(RoleText):
         return lines
 
     def _handed(self, before: Phase, then: Phase) -> list[str]:
-        """The names of what one method leaves for a later one."""
+        """The names of the values that one phase saves for a later one."""
         wanted = self.flow.read(then)
         names: dict[str, None] = {}
         for node in self.flow.made(before):
@@ -316,7 +323,10 @@ class StageText(RoleText):
         return list(names)
 
     def _closing(self, phase: Phase, body: StepBody, kept: set[fx.Node]) -> list[Line]:
-        """Put away what others read, and give back what is sent."""
+        """The last lines of a method: save what later methods read, return what is sent.
+
+        ``self.saved[i] = (x, layers_saved)``, then ``return (y,)`` for the next stage.
+        """
         lines: list[Line] = []
         if phase == "S":
             for cls in self._steady():
@@ -351,6 +361,7 @@ class StageText(RoleText):
         return lines
 
     def _with_reductions(self, lines: list[Line]) -> list[Line]:
+        """The lines, between ``reduced = []`` and ``finish(reduced)`` where they use that list."""
         if not any("reduced" in line.code for line in lines):
             return lines
         return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
@@ -365,7 +376,7 @@ class _Method:
     lines: list[Line]
 
     def function(self) -> dict[str, str]:
-        """What the template prints of it."""
+        """Signature, docstring and body for the template."""
         signature = f"def {METHODS[self.phase]}({', '.join(['self', *self.arguments])})"
         result = "tuple[Tensor, ...]" if self.phase in "FB" else "None"
         return {
@@ -376,7 +387,7 @@ class _Method:
 
 
 def _base(code: str) -> str:
-    """The name that an expression begins with.
+    """The variable or attribute that an expression begins with.
 
     >>> _base("attn_all[3]")
     'attn_all'

@@ -1,4 +1,8 @@
-"""Which printed functions a program needs, and their text."""
+"""Which helper functions a program needs, and their source text.
+
+Helper functions are those of this folder and of ``partc.graph.ops``. A program gets the source of
+the helpers that it calls, and of the helpers that these call.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,20 @@ from partc.codegen.text import wrap
 from partc.graph import ops
 
 ORDER = (printed, messages, links, attention, ops)  # in which functions are printed
-MODULES = (messages, printed, links, attention, ops)  # in which they are looked for
+# In which functions are looked for: `messages` comes first, as it has some of the names of
+# `printed` and replaces them in a program that sends messages.
+MODULES = (messages, printed, links, attention, ops)
 Printed = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Outlined:
-    """A function made of calls that several places of a program make alike: the target of a call.
+    """A function that replaces calls of the graph: the target of the call that stands for them.
 
-    ``results`` are the names of what it gives, in the program too where it stands for all that is
-    ``compiled`` there.
+    ``outline.py`` makes one of calls that several places of a program repeat, ``compiled.py`` one
+    of all calls between two transfers, for torch.compile (then ``compiled`` is True). ``results``
+    are the names of what the function returns; those of a compiled function also name the values
+    where it is called.
     """
 
     name: str
@@ -41,9 +49,10 @@ class Outlined:
 
 
 class Helpers:
-    """Collects the functions that a program calls; ``text`` prints them and all that they call.
+    """Collects the helper functions that a program calls; ``text`` prints them and their callees.
 
-    With ``messages`` gathers and scattered sums are those of ``partc/codegen/messages.py``.
+    With ``messages`` weights are gathered, and gradients summed and scattered, by the functions of
+    ``messages.py``: there ranks send each other what gloo's collectives would copy more often.
     """
 
     def __init__(self, *, messages: bool = False) -> None:
@@ -54,17 +63,20 @@ class Helpers:
 
     @property
     def names(self) -> list[str]:
-        """The names that no value of this program may have, beside those of ``names()``."""
+        """Names of this program's own functions, which none of its values may have.
+
+        ``names()`` below has the names of all helper functions, which no value may have either.
+        """
         return [function.name for function in self.outlined]
 
     def use(self, name: str) -> str:
-        """Note that the program calls a printed function; gives back its name."""
+        """Note that the program calls a helper function; returns its name."""
         assert _find(name, self.modules) is not None, name
         self.used.add(name)
         return name
 
     def text(self) -> str:
-        """The sources, in a fixed order, two lines apart."""
+        """The sources of all helpers that the program needs, in a fixed order, two lines apart."""
         needed, todo = set[Printed](), sorted(self.used)
         while todo:
             function = _find(todo.pop(), self.modules)
@@ -76,14 +88,15 @@ class Helpers:
 
 
 def names() -> set[str]:
-    """Every name that a printed function may have: no value is called so."""
+    """The name of every helper function, which no value of a program may have."""
     return {name for module in MODULES for name in vars(module) if _find(name, [module])}
 
 
 def _find(name: str, modules: Sequence[ModuleType]) -> Printed | None:
-    """A function of the first of some modules that has one of this name."""
+    """The helper function or class of this name, from the first module that defines one."""
     for module in modules:
         found = vars(module).get(name)
+        # What a module only imports is no helper of that module.
         if (
             inspect.isfunction(found) or inspect.isclass(found)
         ) and found.__module__ == module.__name__:
@@ -93,6 +106,7 @@ def _find(name: str, modules: Sequence[ModuleType]) -> Printed | None:
 
 @cache
 def _source(function: Printed) -> str:
+    """The source of a helper as programs print it, its signature wrapped to a program's width."""
     text = inspect.getsource(function).rstrip().replace("``", "`").replace("  # fmt: skip", "")
     statement = ast.parse(text).body[0]
     if not isinstance(statement, ast.FunctionDef):
@@ -105,7 +119,7 @@ def _source(function: Printed) -> str:
 
 @cache
 def _called(function: Printed) -> list[str]:
-    """What a function calls, and what a class begins with, by name."""
+    """The names that a helper calls, and the base classes of a helper class."""
     nodes = [*ast.walk(ast.parse(_source(function)))]
     calls = [n.func for n in nodes if isinstance(n, ast.Call)]
     bases = [base for n in nodes if isinstance(n, ast.ClassDef) for base in n.bases]
@@ -114,6 +128,6 @@ def _called(function: Printed) -> list[str]:
 
 @cache
 def _position(function: Printed) -> tuple[int, int]:
-    """Printed functions first, each module's in its own order."""
+    """Sorts helpers by module, as in ORDER, and by line within a module."""
     order = [module.__name__ for module in ORDER]
     return order.index(function.__module__), inspect.getsourcelines(function)[1]

@@ -1,5 +1,6 @@
-"""Which blocks do the same, so that one class is printed for all of them.
+"""Which blocks of a model compute the same, so that one class and a loop print all of them.
 
-In: a scheduled graph. Out: runs of equal blocks, and what differs from block to block. Start:
-`blocks.py`; `equal.py` compares two. Never: text.
+In: a scheduled graph. Out: runs of equal blocks (`Run`), and for each value that a block reads from
+outside, where every iteration of the loop finds that value (`Slot`). Start: `blocks.py`; `equal.py`
+compares two blocks, `slots.py` makes the slots. Never: text; `bodies/` prints the classes.
 """

@@ -1,6 +1,7 @@
-"""Find a model's equal blocks: which calls stand in one, and which run one after the other.
+"""Finds the equal blocks of a model: which calls belong to each block, and which blocks to a run.
 
-In: a scheduled graph. Out: its calls, in an order where a run of equal blocks is one item.
+In: a scheduled graph. Out: its calls in execution order, where each phase of a run of equal blocks
+is one item, a ``Loop``: ``embed, Loop(blocks.0 .. 3, F), head, Loop(blocks.3 .. 0, B), ...``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ LATER: tuple[Phase, ...] = ("B", "W")
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Neighbouring blocks that do the same; the groups of each phase by layer.
+    """Neighbouring blocks of one list that compute the same: ``model.layers.0 .. 7``.
 
-    ``weights`` has the weight gradients where they are apart from the backward. ``layers`` names
-    the blocks that the graph leaves out as well; they have no groups.
+    ``forward`` and ``backward`` have the calls of each block, in the order of the list. ``weights``
+    has the weight gradients where a split backward computes them apart. ``layers`` has the paths of
+    all blocks, those too that the graph leaves out (``graph.folds``), for which there are no calls.
     """
 
     layers: tuple[str, ...]
@@ -42,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """One phase of a run: its groups in the order in which they are executed."""
+    """One phase of a run, printed as one ``for``: the calls of each block in execution order."""
 
     run: Run
     phase: Phase
@@ -53,10 +55,11 @@ Item = fx.Node | Loop
 
 
 def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[Item]:
-    """All calls in execution order, those of equal blocks as Loops.
+    """All calls of a graph in execution order, with one Loop for each phase of a run.
 
-    A run that cannot be one item, as something else has to happen in its middle, is given up, as
-    those in ``given_up`` are: its calls stand in line with the others.
+    A run is given up where some other call has to stand between two of its blocks: its calls then
+    stand among the others, one by one. The caller names more runs to give up, by their ``layers``,
+    in ``given_up``.
     """
     loops = [loop for loop in _loops(graph) if loop.run.layers not in given_up]
     while True:
@@ -69,7 +72,11 @@ def arrange(graph: Graph, given_up: Collection[tuple[str, ...]] = ()) -> list[It
 
 # which block a call belongs to --------------------------------------------------------------------
 def _loops(graph: Graph) -> list[Loop]:
-    """The loops of all runs; blocks are looked for at the outermost list index, then further in."""
+    """The loops of all runs.
+
+    Blocks are looked for at the outermost list index first (``h.0`` of ``h.0.experts.2``): calls
+    that stand in a loop there are in no inner one.
+    """
     loops: list[Loop] = []
     taken: set[fx.Node] = set()
     for depth in DEPTHS:
@@ -84,7 +91,11 @@ def _loops(graph: Graph) -> list[Loop]:
 
 
 def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
-    """Whether the blocks run in reverse, judged by their middle calls: others may stand apart."""
+    """Whether the last block runs first, as in a backward.
+
+    The middle calls of two blocks are compared: first and last calls of a block may stand far from
+    it, where a transfer starts early or is waited for late.
+    """
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     first, last = (
         sorted(order[n] for n in g.nodes)[len(g.nodes) // 2] for g in (groups[0], groups[-1])
@@ -93,7 +104,7 @@ def _descends(graph: Graph, groups: Sequence[Group]) -> bool:
 
 
 def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owner]:
-    """The block and phase of each call that has one."""
+    """The block and phase that each call belongs to; calls outside of all blocks are left out."""
     owners: dict[fx.Node, Owner] = {}
     pathless: list[fx.Node] = []
     for node in graph.calls():
@@ -102,6 +113,7 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
         if node in taken or ends_step(graph, node) or not _recurs(node) or _of_turn(node):
             continue
         if layer:
+            # Weights gathered once per step (phase S) are read by the block's forward method.
             owners[node] = (layer, "F" if known.phase == "S" else known.phase)
         elif not known.module:
             pathless.append(node)
@@ -117,26 +129,37 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
 
 
 def _of_turn(node: fx.Node) -> bool:
-    """Whether a call takes a microbatch's piece: a block's methods do not know which one it is."""
+    """Whether a call takes one microbatch out of the batch.
+
+    Such a call stands in no block: the methods of a block do not know the microbatch's number.
+    """
     return node.target is collectives.keep_piece and node.kwargs["axis"] == MICROBATCH_AXIS
 
 
 def _recurs(node: fx.Node) -> bool:
-    """Whether a call runs for every microbatch, or gathers a block's weights for all of them."""
+    """Whether a call may belong to a block.
+
+    Calls of the phases S and E run once per step, outside of the loop over microbatches: of these
+    only the gathers of a block's weights belong to the block.
+    """
     return value(node).phase not in ("S", "E") or (
         layer_path(value(node).module, 1) != "" and _is_whole(node)
     )
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a call gathers weights, or is made of what was gathered alone."""
+    """Whether a call gathers weights, or reads gathered weights alone: a wait, a view, a cast."""
     while len(node.all_input_nodes) == 1 and not gathers_param(node):
         node = node.all_input_nodes[0]
     return node.op == "call_function" and gathers_param(node)
 
 
 def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
-    """A collective is waited for in the function that starts it."""
+    """Give a wait to the block and phase of the collective that it waits for.
+
+    So a block's method starts and awaits its transfers itself; only the last reductions of
+    gradients are awaited by the step.
+    """
     for node in graph.calls():
         if node.target is collectives.wait and not ends_step(graph, node):
             start = node.all_input_nodes[0]
@@ -145,9 +168,10 @@ def _join_waits(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
 
 
 def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) -> None:
-    """Calls without a module path join a block.
+    """Give calls without a module path to a block, where one fits.
 
-    Sums of gradients join that of their latest operand, others that of all their readers.
+    A sum of gradients joins the block of its latest operand. A call of the forward joins the block
+    of its readers, if all of them stand in one block.
     """
     order = {n: i for i, n in enumerate(graph.fx.nodes)}
     for node in pathless:
@@ -163,7 +187,11 @@ def _adopt(graph: Graph, pathless: list[fx.Node], owners: dict[fx.Node, Owner]) 
 
 
 def _hoist(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
-    """What depends on no block but is read by several blocks belongs to none of them."""
+    """Take out of its block each call that reads no block's value and that another block reads.
+
+    A causal mask is made under the path of the first block, say, and read by all of them: the mask
+    is computed before the loop.
+    """
     for node in graph.calls():
         owner = owners.get(node)
         if owner is None or any(n in owners for n in node.all_input_nodes):
@@ -174,7 +202,7 @@ def _hoist(graph: Graph, owners: dict[fx.Node, Owner]) -> None:
 
 # equal blocks -------------------------------------------------------------------------------------
 def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
-    """Runs of at least two neighbouring blocks with equal forwards and equal backwards."""
+    """Runs of at least two neighbouring blocks of one list whose phases are all equal."""
     members: dict[Owner, list[fx.Node]] = defaultdict(list)
     for node, owner in owners.items():
         members[owner].append(node)
@@ -204,7 +232,7 @@ def _runs(graph: Graph, owners: dict[fx.Node, Owner]) -> Iterator[Run]:
 
 
 def _with_folded(graph: Graph, layers: Sequence[str]) -> tuple[str, ...]:
-    """The blocks of a run and those between them that the graph leaves out, in order."""
+    """The paths of a run's blocks, with those that the graph leaves out between them, in order."""
     found: list[str] = []
     for layer in layers:
         folds = [f for f in graph.folds if found[-1:] == [f.like] and layer == f.after]
@@ -219,7 +247,10 @@ def _same_list(a: str, b: str) -> bool:
 
 # execution order ----------------------------------------------------------------------------------
 def _sorted(graph: Graph, loops: list[Loop]) -> tuple[list[Item], list[Loop]]:
-    """The items in dependency order, near the given one, and the loops that found no place."""
+    """The items in an order that respects dependencies and stays near the graph's own order.
+
+    The second result has the loops without a place: they depend on a call that depends on them.
+    """
     item_of: dict[fx.Node, Item] = {n: n for n in graph.calls()}
     item_of |= {n: loop for loop in loops for g in loop.groups for n in g.nodes}
     rank: dict[Item, int] = {}

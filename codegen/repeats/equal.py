@@ -1,4 +1,8 @@
-"""Whether two blocks compute the same, whatever the order in which their calls stand."""
+"""Whether two blocks compute the same, though their calls may stand in different orders.
+
+The order differs where transfers were scheduled: in the first or last block of a run a transfer may
+start, or be waited for, beside other calls than in the blocks between.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,19 @@ from torch import Tensor, fx
 
 from partc.graph import Graph, Phase, collectives, fake_of, value
 
-Owner = tuple[str, Phase]  # a block's module path, and forward or backward
+Owner = tuple[str, Phase]  # a block's module path, and its phase: ("model.layers.0", "B")
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The calls of one block in one phase, in order."""
+    """The calls of one block (``layer`` is its module path) in one phase, in execution order."""
 
     layer: str
     nodes: tuple[fx.Node, ...]
 
 
 class Equal:
-    """Compares groups of one graph; ``owners`` says which block each call stands in."""
+    """Compares blocks of one graph; ``owners`` has the block and phase of each call."""
 
     def __init__(self, graph: Graph, owners: Mapping[fx.Node, Owner]) -> None:
         self.owners = owners
@@ -32,7 +36,10 @@ class Equal:
         self.numbers: dict[Any, int] = {}  # equal values of different blocks have one number
 
     def aligned(self, first: Group | None, other: Group | None) -> Group | None:
-        """``other`` with its calls ordered as the equal ones of ``first``; None if they differ."""
+        """Reorder ``other`` so that call i of both blocks is the same op on corresponding operands.
+
+        None if the blocks differ, or if just one of them exists.
+        """
         if first is None or other is None or len(first.nodes) != len(other.nodes):
             return None
         if self._signature(first) == self._signature(other):
@@ -48,7 +55,10 @@ class Equal:
         return ordered if self._signature(first) == self._signature(ordered) else None
 
     def _numbered(self, group: Group) -> dict[fx.Node, int]:
-        """Per call a number that equal calls on equal operands share."""
+        """For each call a number, which equal calls on equal operands of all blocks share.
+
+        Value numbering: an operand from the same block is known by its number.
+        """
         found: dict[fx.Node, int] = {}
 
         def known_as(node: fx.Node) -> Any:
@@ -60,7 +70,11 @@ class Equal:
         return found
 
     def _signature(self, group: Group) -> tuple[Any, ...]:
-        """What a block computes, in this order of calls, free of which block it is."""
+        """What a block computes, in this order of calls; equal for blocks that do the same.
+
+        An operand is known by its place in the block, or by the order in which operands from
+        outside are first read.
+        """
         number = {node: i for i, node in enumerate(group.nodes)}
         outside: dict[fx.Node, tuple[Any, ...]] = {}
 
@@ -85,14 +99,19 @@ class Equal:
         )
 
     def _outside(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
-        """What an operand from outside is; one that several blocks read is itself."""
+        """An operand from outside the block; one that several blocks read is known by name too."""
         readers = {self.owners[u][0] for u in node.users if u in self.owners}
         shared = node.name if node not in self.owners and len(readers) > 1 else ""
         return (*_kind(node, layer), shared)
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node only waits for gradients or picks one, which the step does at its end."""
+    """Whether a node waits for a last reduction of gradients, or picks one of its results.
+
+    The step does so at its end, in ``finish``, which adds the results to ``.grad``. False where
+    anything else reads the result, or where the pieces that arrive are not yet the gradient
+    (gathered or exchanged on another dim than 0).
+    """
     if node.target is operator.getitem:
         call = node.all_input_nodes[0]
         return call.target is collectives.wait and ends_step(graph, call)
@@ -111,14 +130,17 @@ def ends_step(graph: Graph, node: fx.Node) -> bool:
 
 
 def made_in_step(graph: Graph, grad: fx.Node) -> fx.Node:
-    """The call before the step's end that makes a gradient, or starts its last reduction."""
+    """The call that makes a gradient, or that starts the reduction which ``finish`` waits for."""
     while ends_step(graph, grad):
         grad = grad.all_input_nodes[0]
     return grad
 
 
 def _written(graph: Graph) -> dict[fx.Node, list[str]]:
-    """Per node the parameters and buffers whose gradient or new value it is, or its wait is."""
+    """For each node the parameters whose final gradient, and the buffers whose new value, it makes.
+
+    Equal blocks make the gradients of the same parameters, named from the block on.
+    """
     found: dict[fx.Node, list[str]] = defaultdict(list)
     outputs = graph.outputs
     for kind, results in (("grad", outputs.grads), ("buffer", outputs.buffers)):
@@ -129,7 +151,7 @@ def _written(graph: Graph) -> dict[fx.Node, list[str]]:
 
 
 def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
-    """Arguments with nodes replaced, hashable."""
+    """A call's arguments as a hashable value, every node replaced by ``known_as(node)``."""
     if isinstance(args, fx.Node):
         return known_as(args)
     if isinstance(args, list | tuple):
@@ -138,7 +160,10 @@ def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
 
 
 def _kind(node: fx.Node, layer: str) -> tuple[Any, ...]:
-    """What an operand from outside a block is like; its own parameters by their names there."""
+    """An operand from outside a block: local shape, dtype and sharding.
+
+    The block's own parameters and buffers also have their names from the block on: ``.mlp.weight``.
+    """
     own = node.op == "placeholder" and value(node).name.startswith(f"{layer}.")
     name = value(node).name.removeprefix(layer) if own else ""
     return (name, _shapes(fake_of(node)), str(value(node).sharding))

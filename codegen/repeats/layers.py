@@ -1,4 +1,8 @@
-"""A stage's layers counted from its first one, so that stages that do the same are equal."""
+"""Counts the layers of a pipeline stage from the stage's first layer.
+
+Then stages that do the same on different layers have one text: ``model.layers.5.mlp`` of a stage
+that begins at layer 4 is ``model.layers.1.mlp``, and the program says ``model.layers.n+1.mlp``.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,19 @@ from partc.codegen.repeats.equal import mapped
 from partc.graph import Graph, draw_of, fake_of, update, value
 from partc.quoting import literal
 
-FIRST = "n"  # what programs call the number of a stage's first layer
+FIRST = "n"  # the variable of a program that holds the number of a stage's first layer
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The list whose modules a stage runs: at ``path``, those from number ``first`` on."""
+    """The list whose layers a stage runs: its ``path``, and the stage's first layer."""
 
     path: str
     first: int
 
     @classmethod
     def of(cls, graph: Graph) -> Layers | None:
-        """The one list that a stage's modules stand in; None for several, or none."""
+        """The list that a stage's layers stand in; None if there are several lists, or none."""
         found: dict[str, int] = {}
         for name in _paths(graph):
             parts = name.split(".")
@@ -36,7 +40,7 @@ class Layers:
         return cls(*found.popitem()) if len(found) == 1 else None
 
     def relative(self, name: str) -> str:
-        """The same path, layers counted from the first.
+        """A module path or parameter's name with the layer counted from the stage's first one.
 
         >>> Layers("model.layers", 4).relative("model.layers.5.mlp")
         'model.layers.1.mlp'
@@ -45,7 +49,7 @@ class Layers:
         return name if number is None else f"{head}{number - self.first}{rest}"
 
     def shown(self, name: str) -> str:
-        """A relative path as comments show it.
+        """A relative path (as ``relative`` gives it) as comments of a program show it.
 
         >>> Layers("model.layers", 4).shown("model.layers.1.mlp")
         'model.layers.n+1.mlp'
@@ -54,7 +58,7 @@ class Layers:
         return name if number is None else f"{head}{FIRST}{f'+{number}' if number else ''}{rest}"
 
     def literal(self, name: str) -> str:
-        """A relative path as an expression that gives the name in the model.
+        """A relative path as a Python expression that gives the name in the model.
 
         >>> Layers("blocks", 4).literal("blocks.1.w")
         'f"blocks.{n + 1}.w"'
@@ -65,11 +69,11 @@ class Layers:
         return "f" + literal(f"{head}{{{FIRST}{f' + {number}' if number else ''}}}{rest}")
 
     def has(self, name: str) -> bool:
-        """Whether a name is that of a layer, or of something in it."""
+        """Whether a name is the path of a layer, or of a module or parameter inside of a layer."""
         return self._split(name)[1] is not None
 
     def _split(self, name: str) -> tuple[str, int | None, str]:
-        """What stands before the layer's number, the number, and the rest."""
+        """A name as what stands before the layer's number, the number (None), and the rest."""
         head = f"{self.path}." if self.path else ""
         number, dot, rest = name.removeprefix(head).partition(".")
         if not name.startswith(head) or not number.isdecimal():
@@ -82,13 +86,16 @@ def _escaped(part: Any) -> Any:
 
 
 def _paths(graph: Graph) -> Iterator[str]:
-    """Every module and every parameter or buffer of a stage."""
+    """The path of every module, and the name of every parameter and buffer, of a stage."""
     yield from (*graph.params, *graph.buffers)
     yield from (value(node).module for node in graph.calls())
 
 
 def count_from_first(graph: Graph, layers: Layers) -> Graph:
-    """Give a graph relative names, in place; its tables are new ones."""
+    """Rename modules, parameters and buffers of a graph as ``Layers.relative`` does, in place.
+
+    The graph returned has the same nodes, and tables (``classes``) with the new names.
+    """
     outputs, relative = graph.outputs, layers.relative
     for node in graph.fx.nodes:
         if node.op != "output":
@@ -108,8 +115,10 @@ def _named(table: dict[str, Any], layers: Layers) -> dict[str, Any]:
 
 
 def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
-    """What a stage computes, in this order and from these lines of the model; equal for stages that
-    differ in the numbers of their layers alone.
+    """A key that is equal for stages which differ in nothing but the numbers of their layers.
+
+    Equal stages have the same calls in the same order, from the same lines of the model, with the
+    same shardings, results and random draws: the same text is printed for all of them.
     """
     nodes = [node for node in graph.fx.nodes if node.op != "output"]
     number = {node: i for i, node in enumerate(nodes)}
@@ -120,7 +129,7 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
         known = value(node)
         stored = known.kind in ("param", "buffer", "input")
         drawn = draws.setdefault(draw_of(node), len(draws))
-        if known.kind == "received":  # whichever module of another stage made it
+        if known.kind == "received":  # not its module: another stage's, with another number
             return known.kind, known.shape, known.dtype, str(known.sharding), known.phase
         return (
             known.kind, layers.relative(known.name) if stored else "", known.shape, known.dtype,
@@ -150,7 +159,7 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
 
 
 def _layout(fake: Any) -> Any:
-    """Shape, dtype and strides of what a node holds."""
+    """Shape, dtype and strides of a fake tensor, or of each in a list of them."""
     if isinstance(fake, Tensor):
         strides = fake.stride() if fake.layout is torch.strided else ()
         return (tuple(fake.shape), fake.dtype, strides)

@@ -1,4 +1,8 @@
-"""How a block's function is fed: where every iteration finds each value from outside."""
+"""What the printed loop over equal blocks passes to each block's method, and what it gets back.
+
+One method is printed for all blocks of a run, from the calls of the first block. Each value that a
+block reads from outside is a ``Slot``, which says where every iteration finds that value.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,14 @@ Kind = Literal["own", "shared", "carried", "saved", "listed"]
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One outside value of a block: ``nodes`` has it per group in the order of execution.
+    """One value that a block reads from outside; ``nodes`` has that value for each iteration.
 
-    own: the block's parameter; shared: the same for all; carried: from the group before (its call
-    at ``position``); saved: from the block's own earlier phase ``made_in``, where the first block
-    calls it ``source``; listed: from anywhere.
+    - own: a parameter or buffer of the block itself;
+    - shared: one value for all blocks, such as a mask;
+    - carried: a result of the block that ran just before, its call number ``position``: ``x``;
+    - saved: a saved activation, which the block's own earlier phase ``made_in`` left; ``source`` is
+      the first block's node;
+    - listed: another value for each block, from anywhere, which the loop takes from a list.
     """
 
     kind: Kind
@@ -33,15 +40,18 @@ class Slot:
 
 @dataclass(eq=False)
 class Interface:
-    """What one phase of a run takes and gives; positions count the calls of a group."""
+    """What one phase of a run reads (``slots``) and returns.
+
+    ``carried`` and ``listed`` are positions of calls in a block: call number 5 of every block.
+    """
 
     loop: Loop
     slots: list[Slot]
     carried: list[int] = field(
         default_factory=list
-    )  # returned; the next iteration or what follows reads it
-    listed: list[int] = field(default_factory=list)  # returned and kept of every iteration
-    # of the first block, what it leaves for its own later phases
+    )  # results that the next iteration, or a call behind the loop, reads
+    listed: list[int] = field(default_factory=list)  # results that the loop keeps of every block
+    # nodes of the first block that its own later phases read, by the phase that reads them
     saved: dict[Phase, list[fx.Node]] = field(default_factory=dict)
 
     def of(self, kind: Kind) -> list[Slot]:
@@ -49,16 +59,19 @@ class Interface:
 
     @property
     def group(self) -> Group:
-        """The group that the function is printed from: the first block's."""
+        """The first block's calls, from which the method of all blocks is printed."""
         return self.loop.run.of(self.loop.phase)[0]
 
     def own(self, slot: Slot) -> fx.Node:
-        """The slot's value for the group that is printed."""
+        """The slot's value for the first block, from which the method is printed."""
         return slot.nodes[self.loop.groups.index(self.group)]
 
 
 class Unfit(Exception):
-    """A loop whose iterations cannot be fed by one text; its ``run`` stays in line."""
+    """Raised where no single method fits all blocks of ``run``: its calls are printed one by one.
+
+    An example: every block reads a result of the block two before it.
+    """
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.layers)
@@ -66,7 +79,7 @@ class Unfit(Exception):
 
 
 def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
-    """The interfaces of all loops; Unfit where there is none."""
+    """What each loop reads and returns; raises Unfit for a loop that one method cannot serve."""
     found: dict[Loop, Interface] = {}
     for loop in sorted(loops, key=lambda loop: PHASES.index(loop.phase)):
         earlier = [side for lp, side in found.items() if lp.run is loop.run]
@@ -81,7 +94,7 @@ def interfaces(graph: Graph, loops: Sequence[Loop]) -> dict[Loop, Interface]:
 
 
 def outside(group: Group) -> list[fx.Node]:
-    """What a group reads from outside, in the order of first use."""
+    """The values that a block reads from outside, in the order of first use."""
     inside = set(group.nodes)
     return list(
         dict.fromkeys(n for node in group.nodes for n in node.all_input_nodes if n not in inside)
@@ -130,7 +143,10 @@ def _is_own(node: fx.Node, group: Group) -> bool:
 
 
 def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> fx.Node | None:
-    """A value that every block has from its own earlier phase, as the first block calls it."""
+    """The first block's node, if ``nodes`` are values of each block's own earlier phase.
+
+    Such a value is made by the earlier phase, or handed to that phase from outside. None otherwise.
+    """
     run = loop.run
     mine = dict(zip((g.layer for g in loop.groups), nodes, strict=True))
     groups = {g.layer: g for g in forward.loop.groups}
@@ -146,7 +162,7 @@ def _saved_from(loop: Loop, nodes: tuple[fx.Node, ...], forward: Interface) -> f
 
 
 def _give(graph: Graph, interface: Interface, served: dict[fx.Node, set[fx.Node]]) -> None:
-    """Fill in what a loop returns: what the next iteration, or anything outside, reads."""
+    """Fill in what a phase returns: the results that other blocks, or calls outside, read."""
     loop = interface.loop
     carried = {slot.position for slot in interface.of("carried")}
     last = loop.groups[-1]
@@ -159,7 +175,7 @@ def _give(graph: Graph, interface: Interface, served: dict[fx.Node, set[fx.Node]
 
 
 def _served(found: dict[Loop, Interface]) -> dict[fx.Node, set[fx.Node]]:
-    """Per saved value the backward calls that find it among what their own forward saved."""
+    """For each saved value the later calls of its own block, which find it in the saved list."""
     served: dict[fx.Node, set[fx.Node]] = {}
     for loop, interface in found.items():
         for slot in interface.of("saved"):
@@ -171,7 +187,11 @@ def _served(found: dict[Loop, Interface]) -> dict[fx.Node, set[fx.Node]]:
 def _read_outside(
     graph: Graph, loop: Loop, group: Group, position: int, served: dict[fx.Node, set[fx.Node]]
 ) -> bool:
-    """Whether anything but the group, backwards that saved it and the next group reads a value."""
+    """Whether a call that the block does not serve itself reads a value of the block.
+
+    The block serves its own calls, the next block (a carried value), and its own later phases (a
+    saved value); it also puts away its own gradients and new buffers.
+    """
     node = group.nodes[position]
     at = loop.groups.index(group)
     following = set(loop.groups[at + 1].nodes) if at + 1 < len(loop.groups) else set()
@@ -182,7 +202,7 @@ def _read_outside(
 
 
 def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:
-    """Whether a value is given back only as gradients or new buffers of the block's own."""
+    """Whether the step gives a value back only as gradients, or new buffers, of this very block."""
     outputs = graph.outputs
     names = [name for name, n in (*outputs.grads.items(), *outputs.buffers.items()) if n is node]
     if node in (outputs.loss, *outputs.results.values(), *outputs.sent.values()):
@@ -193,6 +213,6 @@ def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:
 
 
 def writable_in(graph: Graph, group: Group, buffer: str) -> bool:
-    """Whether a block may overwrite a buffer when it ends: nobody else reads the old value."""
+    """Whether a block may overwrite a buffer when it ends: no call outside reads the old value."""
     readers = set(graph.buffers[buffer].users) - {graph.fx.output_node()}
     return readers <= set(group.nodes)

@@ -1,1 +1,1 @@
-"""How collectives are written, one module per communication library."""
+"""How collectives are written: one module for each communication library."""

@@ -1,4 +1,6 @@
-"""Collectives as ``torch.distributed`` text: a line that starts one, lines that follow its wait."""
+"""Collectives as calls of ``torch.distributed``: the line that starts one, and the line that makes
+the result of what has arrived, behind the wait.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ WEIGHTS_AND_GRADS = {
 
 
 def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -> str:
-    """The statement that starts a collective on ``x`` and binds the result ``name`` and its handle.
+    """The statement that starts a collective on ``x``: ``y, y_done = gather(x, 2, self.dp)``.
 
-    The handle is ``name_done`` if ``done`` gives no other. An all_reduce works in place:
-    there ``x`` is ``name``.
+    It binds the result ``name`` and the handle to wait for, ``done`` or else ``name_done``. An
+    all_reduce works in place, so that ``x`` is ``name``.
     """
     done = done or f"{name}_done"
     k: dict[str, Any] = dict(node.kwargs)
@@ -36,6 +38,7 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
     if node.target is collectives.all_gather:
         call = helpers.use("gather")
     elif node.target is collectives.reduce_scatter:
+        # `scatter_sum` splits dim 0: pieces of another dim are first laid out along dim 0.
         call = helpers.use("scatter_sum")
         if cut := _cut(k["dim"], k.get("outer", 1)):
             operands[0] = f"{helpers.use('in_pieces')}({', '.join([str(x), str(k['num']), *cut])})"
@@ -46,7 +49,7 @@ def start(node: fx.Node, x: Text, name: str, helpers: Helpers, done: str = "") -
 
 
 def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
-    """The call that starts a sum, or a maximum, and finishes it ``at_once``."""
+    """The call of an all_reduce, a sum or a maximum; ``at_once`` it also waits for the result."""
     op = ", op=dist.ReduceOp.MAX" if node.kwargs.get("op", "sum") == "max" else ""
     later = "" if at_once else ", async_op=True"
     return f"dist.all_reduce({name}{op}, group=self.{node.kwargs['axis']}{later})"
@@ -55,7 +58,8 @@ def all_reduce(node: fx.Node, name: str, *, at_once: bool = True) -> str:
 def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers) -> str:
     """The call that starts to gather weights, or to reduce gradients, in one transfer.
 
-    ``tensors`` is the text of a list or a dict, ``each`` has its tensors in order.
+    ``tensors`` is the text of a list of weights or of a dict of gradients; ``each`` says of every
+    tensor in it, in order, on which dim it is sharded.
     """
     name, operands = WEIGHTS_AND_GRADS[kind_of(node)], [tensors]
     name = "gather_grads" if name == "gather_weights" and not gathers_param(node) else name
@@ -67,20 +71,30 @@ def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers
 
 
 def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
-    """The weights that transfers have gathered, as a list; ``each`` has them in order."""
+    """The call that waits for gathered weights and gives them whole, as a list.
+
+    ``gathered`` is the text of what the transfers started; ``each`` has their tensors in order.
+    """
     if cuts := cuts_of(each):
         return f"{helpers.use('take_cut')}({', '.join([gathered, *cuts])})"
     return f"{helpers.use('take')}({gathered})"
 
 
 def cuts_of(each: Sequence[Move]) -> list[str]:
-    """Where tensors are cut, as (dim, outer); empty if all of them are on dim 0."""
+    """On which dim each tensor is sharded, as texts ``(dim, outer)``; empty if all are on dim 0.
+
+    ``outer`` counts the parts of a fused dim, such as 2 for the rows of a gated MLP.
+    """
     cuts = [(m.kwargs["dim"], m.kwargs.get("outer", 1)) for m in each]
     return [str(cut) for cut in cuts] if {*cuts} - {(0, 1)} else []
 
 
 def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:
-    """The statement that makes the whole of pieces on dim 0; none where they lie as they should."""
+    """The statement behind a wait that puts the ranks' pieces together on the right dim.
+
+    Pieces arrive one after the other on dim 0; a tensor that is sharded on dim 0 needs no statement
+    ("").
+    """
     k: dict[str, Any] = dict(node.kwargs)
     if node.target not in (collectives.all_gather, collectives.all_to_all):
         return ""
@@ -91,11 +105,16 @@ def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:
 
 
 def local(node: fx.Node, x: Text, helpers: Helpers) -> Text:
-    """The text of the ops that depend on the rank but move nothing."""
+    """The text of an op that depends on the rank but moves nothing, such as ``keep_piece``.
+
+    ``f32[8,64] -> f32[8@dp,64]`` is ``x.chunk(2)[self.dp_rank]``.
+    """
     k: dict[str, Any] = dict(node.kwargs)
+    # The pieces of the batch along the axis of microbatches are counted by the argument `i`.
     index = "i" if k["axis"] == MICROBATCH_AXIS else f"self.{k['axis']}_rank"
     if node.target is collectives.axis_index:
         return Text(index)
+    # A zero is the same on every rank: it need not be kept on the first rank alone.
     if node.target is collectives.keep_first and is_zero(node.all_input_nodes[0]):
         return x
     if node.target is collectives.keep_first:
@@ -107,7 +126,7 @@ def local(node: fx.Node, x: Text, helpers: Helpers) -> Text:
 
 
 def _cut(dim: int, outer: int, always: bool = False) -> list[str]:
-    """``dim`` and ``outer`` as arguments, left out where they are the default."""
+    """``dim`` and ``outer`` as arguments of a helper; left out where they are 0 and 1."""
     if outer > 1:
         return [str(dim), str(outer)]
     return [str(dim)] if dim or always else []
