@@ -70,7 +70,7 @@ def wrap(code: str, indent: int, room: int = 0, both: bool = False) -> list[str]
     Of the ways to break it inside a bracket, the one with the fewest and shortest lines is taken.
 
     >>> wrap("y = f(" + ", ".join(["argument"] * 12) + ")", 4)[1]
-    '          argument, argument, argument, argument)'
+    '          argument, argument, argument)'
     """
     pad = " " * indent
     plain = [pad + code]

@@ -119,7 +119,7 @@ PASSES = (
          "its way; tried on copies", PIECES),
     Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
     Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
-         optional=True, name="hierarchical_all_reduce_stages"),
+         optional=True, name="hierarchical_per_stage"),
     Pass(calls.bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
          optional=True),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),

@@ -97,7 +97,7 @@ def _may_gain(state: State, whole: Stages) -> bool:
     stage = run(trial, "split_stages").stages[like]
     take_turns(stage, PIECES[0])
     trial.stages = [stage]
-    (in_pieces,) = run(trial, "hierarchical_all_reduce_stages", "overlap_collectives").stages
+    (in_pieces,) = run(trial, "hierarchical_per_stage", "overlap_collectives").stages
     before, after = (
         stage_cost(graph, mesh) for graph in (whole.graphs[likes.index(like)], in_pieces)
     )

@@ -68,7 +68,7 @@ WHERE = {  # each pass where it does something: mesh, plan, microbatches
     "bucket_collectives": ONE_STAGE,
     "overlap_collectives": ONE_STAGE,
     "hierarchical_all_reduce": PAIRS,
-    "hierarchical_all_reduce_stages": PIPELINE,
+    "hierarchical_per_stage": PIPELINE,
 }
 ALL = {each.name for each in PASSES if each.optional}
 
