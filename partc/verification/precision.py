@@ -27,7 +27,7 @@ WIDE = dict.fromkeys(NARROW, torch.float64) | {torch.complex64: torch.complex128
 class Raised(TorchDispatchMode):
     """While this is open, every ``aten`` op that would run in a narrower float runs in float64.
 
-    Casts inside a model to f32, bf16 or f16 then cast to f64, so that a program and its model can be
+    Casts of a model to f32, bf16 or f16 then cast to f64, so that a program and its model can be
     compared at 1e-12 in place of 1e-6. It holds in the current thread.
 
     Example::
