@@ -9,13 +9,19 @@ NO_PYTHON = .venv: cannot be made by $(or $(PYTHON),python3) (partc needs Python
 python3.11, python3.12, python3.13 and python3 are tried). Install one of them, or name yours: \
 make PYTHON=/path/to/python
 
-.PHONY: demo test check clean
+.PHONY: demo test slow check clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: check  # workers wait for the processes of their tests, so that three fill two cores
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+# workers wait for the processes of their tests, so that three fill two cores
+SUITE := $(BIN)/python -m pytest -n 3 --dist loadfile
+
+test: check
+	$(SUITE)
+
+slow: $(STAMP)  # all tests, then those that took longest, with what their fixtures took
+	$(SUITE) --durations=30
 
 check: $(STAMP)
 	$(BIN)/ruff check .

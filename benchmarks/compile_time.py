@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import partc
 from benchmarks.machine import machine
 from partc import api
+from partc.passes import runner
 
 MESH, PLAN, BATCH = "dp=8,tp=8", "fsdp+megatron", 8
 MACHINE = "dgx-h100"
@@ -90,21 +92,17 @@ class Stopwatch:
         return run
 
     @contextmanager
-    def on_stages(self) -> Iterator[None]:
-        """Time every function that ``partc.api`` calls by name."""
-        stages = {n: f for n, f in vars(api).items() if _is_stage(f)}
-        vars(api).update({name: self.timed(name, stage) for name, stage in stages.items()})
-        try:
+    def on_passes(self) -> Iterator[None]:
+        """Time every pass that the runner runs, those on copies too, which are tried and dropped;
+        under the search those that it runs.
+        """
+        run_one = runner._run_one
+
+        def timed(state: Any, row: int, each: runner.Pass) -> None:
+            self.timed(each.name, run_one)(state, row, each)
+
+        with patch.object(runner, "_run_one", timed):
             yield
-        finally:
-            vars(api).update(stages)
-
-
-def _is_stage(entry: Any) -> bool:
-    """A function of partc, but not the entry point itself."""
-    module = str(getattr(entry, "__module__", ""))
-    is_function = callable(entry) and not isinstance(entry, type)
-    return is_function and module.startswith("partc.") and entry is not api.compile
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def measure(task: Task) -> Case:
     model = task.model()
     ids = torch.zeros(task.batch, task.seq, dtype=torch.long, device="meta")
     before, start, watch = _peak_rss_bytes(), time.perf_counter(), Stopwatch()
-    with tempfile.TemporaryDirectory() as folder, watch.on_stages():
+    with tempfile.TemporaryDirectory() as folder, watch.on_passes():
         program = api.compile(model, task.mesh(), (ids,), loss=loss_of, plan=task.plan)
         watch.timed("save", program.save)(folder + "/program")
     total_s = time.perf_counter() - start

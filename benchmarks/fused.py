@@ -14,7 +14,7 @@ from torch import fx
 from partc.cost.bytes import moved_bytes
 from partc.cost.flops import node_flops, op_name
 from partc.cost.storage import Replay, replay
-from partc.graph import Graph, block_of, collectives, tensor_args, value
+from partc.graph import Graph, collectives, innermost_block, tensor_args, value
 
 Kernel = tuple[str, str, int]  # block, phase, and how many other kernels must run before
 Values = Mapping[fx.Node, Sequence[fx.Node]]
@@ -71,7 +71,7 @@ class _Kernels:
         together = self._is_view(node) or (self._fuses(node) and op_name(node) not in self.last)
         self.level[node] = before + (not together)
         if self._fuses(node):
-            self.kernel[node] = (block_of(node), value(node).phase, before)
+            self.kernel[node] = (innermost_block(node), value(node).phase, before)
 
     def _fuses(self, node: fx.Node) -> bool:
         moves = node.target in (*collectives.COLLECTIVES, collectives.wait)

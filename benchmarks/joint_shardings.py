@@ -11,13 +11,13 @@ from torch import fx
 
 from partc.cost.collective_cost import collective_seconds
 from partc.graph import Graph, results_of, tensor_args, value
+from partc.passes.search.shardings.call_choices import CallWays
 from partc.passes.search.shardings.decided import Decided, Life
 from partc.passes.search.shardings.decode import copy_graph, shortest_plan
 from partc.passes.search.shardings.pins import Pins
 from partc.passes.search.shardings.sharding_problem import ShardingProblem
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.search.shardings.transfers import Transfers
-from partc.passes.search.shardings.ways import CallWays
 from partc.passes.search.solver.solve import How, Solution, solve
 from partc.passes.shard.fuse_loss import fuse_loss
 from partc.passes.shard.price import Choices

@@ -17,8 +17,8 @@ from partc.lowering import table, trace
 from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.estimate import Estimator, UnitTimes
-from partc.passes.search.plans.laws import BACKWARD, FORWARD, Profile
-from partc.passes.search.plans.profile import profiles, touched_values
+from partc.passes.search.plans.read_scaling_model import scaling_models, touched_values
+from partc.passes.search.plans.scaling_model import BACKWARD, FORWARD, ScalingModel
 from partc.plan.mesh import PP, TP, Mesh
 
 TRACED_LAYERS = 6  # equal ones: the laws of one hold for all
@@ -64,11 +64,11 @@ def traced(dims: Dims, batch: int) -> Graph:
 
 
 @cache
-def laws(row: Row, kernels: str, *, plain: bool) -> Profile:
+def laws(row: Row, kernels: str, *, plain: bool) -> ScalingModel:
     """The laws of a row's step with all its layers, as eager PyTorch's if ``plain``."""
     graph = traced(row.dims, row.batch)
     ways, touched = [row.recompute], KERNELS[kernels]
-    (found,) = profiles(graph, row.word, ways, table(), touched=touched, plain=plain)
+    (found,) = scaling_models(graph, row.word, ways, table(), touched=touched, plain=plain)
     block = next(unit for unit in found.chain if found.is_block[unit])
     at = found.chain.index(block) + 1
     more = row.dims.layers - TRACED_LAYERS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.published_models import Dims
-from partc.passes.search.plans.profile import Recompute
+from partc.passes.search.plans.read_scaling_model import Recompute
 
 Kernels = Literal["eager", "by hand", "compiled"]
 GIB = 2**30

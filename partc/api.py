@@ -19,9 +19,9 @@ from partc.errors import MemoryLimitError, PlanError
 from partc.graph import Graph, value
 from partc.graph.folds import likes_of
 from partc.graph.graph_edits import copied
-from partc.lowering import localize, staged_plan, table
+from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
-from partc.passes.canonical.fold_layers import Unfolded
+from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.prefetch import prefetches
 from partc.passes.runner import State, Table, run
@@ -297,7 +297,7 @@ def compile_stage(state: State) -> Iterator[State]:
     is fastest, and as it needs less memory, the least last.
     """
     state.made["joint"] = state.graph
-    localize(state)
+    to_local_graph(state)
     run(state, "check_plan")
     for way in order_step(state):
         run(way, "check", "record_events")
@@ -317,7 +317,7 @@ def compile_pipeline(state: State) -> Iterator[State]:
     would wait for whom.
     """
     state.made["joint"] = state.graph
-    localize(state)
+    to_local_graph(state)
     run(state, "check_plan", "spread_params")
     for stages in stage_ways(state):
         each = stages.state

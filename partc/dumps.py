@@ -12,7 +12,7 @@ WRITTEN = ("[0-9][0-9]-*.txt",)
 
 
 def write_dump(states: Sequence[State], folder: str | Path) -> None:
-    """Write ``17-insert_collectives.txt`` and its like into a folder, which only an earlier dump
+    """Write ``44-insert_collectives.txt`` and its like into a folder, which only an earlier dump
     may be in; of a pipeline a file for each stage, once there are stages. The number is the pass's
     in the table. UsageError if the folder has other files.
     """
@@ -32,4 +32,4 @@ def _files(number: int, ran: Ran) -> Iterator[tuple[str, str]]:
     stages = len(ran.texts) > 1
     for stage, text in enumerate(ran.texts):
         place = f"-stage{stage}" if stages else ""
-        yield f"{number:02}-{ran.name}{place}.txt", f"{ran.header}\n{text}\n"
+        yield f"{number:02}-{ran.name}{place}.txt", f"{ran.header}\n{text}"

@@ -17,14 +17,14 @@ from partc import pass_calls as calls
 from partc import printing
 from partc.checks.local_graph import check
 from partc.graph import Graph
-from partc.graph.folds import Kept
+from partc.graph.folds import TracedStages
 from partc.passes.canonical.canonicalize import CANONICAL
 from partc.passes.canonical.decompose_custom_ops import decompose_custom_ops
-from partc.passes.canonical.fold_layers import Unfolded, check_plan
+from partc.passes.canonical.dedupe_layers import Unfolded, check_plan
 from partc.passes.canonical.functionalize import functionalize
+from partc.passes.overlap.hierarchical_all_reduce import hierarchical_all_reduce
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.share_gathers import share_gathers
-from partc.passes.overlap.sum_in_levels import sum_in_levels
 from partc.passes.own_passes import with_own
 from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
@@ -76,12 +76,13 @@ PASSES = (
     Pass(decompose_custom_ops, RECORDED, "programs import nothing but torch"),
     Pass(functionalize, RECORDED, "a value that never changes can be moved and cut"),
     Pass(calls.keep_known_buffers, RECORDED, "masks and frequencies are known when compiling"),
-    Pass(calls.fold_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
+    Pass(calls.dedupe_layers, RECORDED, "compiling takes as long for 80 layers as for 8", FOLDED),
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
     *CANONICAL,
     # the plan is completed
-    Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs split_bias to recompute on "
+    Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs place_on_mesh to recompute on "
          "copies", AUTO, on_graph=False),
+    Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),
     Pass(split_bias, JOINT, "a product whose inner dim is cut is summed before the bias"),
     Pass(fuse_loss, JOINT, "the gradient of a cut vocabulary needs no gather", optional=True),
     Pass(complete, PLAN, "a preset's words become entries for every parameter and input",
@@ -98,7 +99,8 @@ PASSES = (
     Pass(calls.check_statistics, PLAN, "one value per channel has no variance", LOCAL,
          on_graph=False),
     # the graph of all ranks becomes that of one
-    Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes"),
+    Pass(calls.propagate, JOINT, "a sharding for every value, by rules and bytes; what no axis may "
+         "cut as it stands is opened"),
     Pass(insert_collectives, LOCAL_GRAPH, "one rank's calls, and transfers where shardings differ"),
     Pass(fuse_bias, LOCAL_GRAPH, "where nothing was summed, product and bias are one call",
          optional=True),
@@ -111,17 +113,18 @@ PASSES = (
     # transfers start early and are waited for late
     Pass(share_gathers, LOCAL_GRAPH, "readers of one weight need one gather", ONE_STAGE,
          optional=True),
-    Pass(sum_in_levels, LOCAL_GRAPH, "slow links carry only the piece of one machine", ONE_STAGE,
-         optional=True),
+    Pass(hierarchical_all_reduce, LOCAL_GRAPH, "slow links carry only the piece of one machine",
+         ONE_STAGE, optional=True),
     Pass(calls.take_turns, LOCAL_GRAPH, "one piece of a block computes while another's sum is on "
          "its way; tried on copies", PIECES),
     Pass(split_stages, "stage graphs", "each pipeline rank runs its own part", PHASED),
-    Pass(sum_in_levels, "stage graphs", "as for one stage, once stages are apart", PHASED,
-         optional=True, name="sum_stages_in_levels"),
-    Pass(calls.join_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
+    Pass(hierarchical_all_reduce, "stage graphs", "as for one stage, once stages are apart", PHASED,
+         optional=True, name="hierarchical_all_reduce_stages"),
+    Pass(calls.bucket_collectives, LOCAL_GRAPH, "each start costs time: small transfers share one",
          optional=True),
     Pass(calls.place_waits, SCHEDULED, "a transfer starts when its operand is there"),
-    Pass(calls.fill_waits, SCHEDULED, "weight gradients run beside transfers", optional=True),
+    Pass(calls.overlap_collectives, SCHEDULED, "transfers start first in their block, and weight "
+         "gradients run beside them", optional=True),
     Pass(calls.repeat_stages, SCHEDULED, "stages that were left out are like those that were not",
          PHASED),
     # nothing is printed that is not proved
@@ -158,7 +161,7 @@ def begin(graph: Graph, plan: Plan, rows: Table | None = None, *, strict: bool =
 # a model to its joint graph ---------------------------------------------------------------------
 def trace(
     model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
-    fold: bool = False, kept: Kept | None = None,
+    fold: bool = False, kept: TracedStages | None = None,
 ) -> Graph:  # fmt: skip
     """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.
 
@@ -171,7 +174,7 @@ def trace(
     return traced(Source.of(model, inputs, loss), table(), fold=fold, kept=kept).graph
 
 
-def traced(source: Source, rows: Table, *, fold: bool, kept: Kept | None) -> State:
+def traced(source: Source, rows: Table, *, fold: bool, kept: TracedStages | None) -> State:
     """The state of a model's joint graph, on no mesh yet; ``fold`` and ``kept`` as for trace."""
     left_out = kept.left_out if kept else ()
     if path := no_calls(source.model, left_out):
@@ -193,10 +196,10 @@ def traced(source: Source, rows: Table, *, fold: bool, kept: Kept | None) -> Sta
 # a joint graph to one rank's --------------------------------------------------------------------
 def staged_plan(state: State) -> State:
     """The plan completed, with the stages and the schedule of a pipeline; biases stand apart."""
-    return run(state, "split_bias", "choose_stages")
+    return run(state, "place_on_mesh", "choose_stages")
 
 
-def localize(state: State) -> State:
+def to_local_graph(state: State) -> State:
     """The plan completed, and the graph that of one rank, its waits not yet placed."""
     staged_plan(state)
     return run(state, "assign_stages", "recompute")
@@ -204,7 +207,7 @@ def localize(state: State) -> State:
 
 def partition(graph: Graph, plan: Plan, *, strict: bool = False) -> tuple[Plan, Graph]:
     """Complete a plan for a traced graph and make the scheduled local graph of one rank."""
-    state = next(order_step(localize(begin(graph, plan, strict=strict))))
+    state = next(order_step(to_local_graph(begin(graph, plan, strict=strict))))
     return printing.in_pieces(state.plan, state.made["pieces"], [state.graph]), state.graph
 
 

@@ -10,16 +10,16 @@ from math import prod
 from typing import Any, TypeVar
 
 from partc.checks.local_graph import check
-from partc.cost.record_tape import record_phases, record_step
+from partc.cost.record_events import record_phases, record_step
+from partc.cost.step_events import StepEvents
 from partc.cost.storage import replay
-from partc.cost.tape import Tape
 from partc.graph import Graph
-from partc.graph.folds import Fold, Kept, likes_of
+from partc.graph.folds import RepeatedBlocks, TracedStages, likes_of
 from partc.machines.objective import Objective
-from partc.passes.canonical import fold_layers as folding
-from partc.passes.overlap import fill_waits as filling
-from partc.passes.overlap import join_collectives as joining
+from partc.passes.canonical import dedupe_layers as folding
+from partc.passes.overlap import bucket_collectives as joining
 from partc.passes.overlap import messages
+from partc.passes.overlap import overlap_collectives as filling
 from partc.passes.overlap import place_waits as placing
 from partc.passes.overlap import take_turns as turning
 from partc.passes.overlap.order_step import call_seconds
@@ -59,25 +59,25 @@ def spare_blocks(source: Source) -> dict[str, object]:
 
 
 @calls(capturing.record)
-def record(source: Source, left_out: Sequence[Fold]) -> Graph:
+def record(source: Source, left_out: Sequence[RepeatedBlocks]) -> Graph:
     """Run the step once on fake tensors and note every op with its module and line."""
     return source.recorded(left_out)
 
 
 @calls(recording.keep_known_buffers)
-def keep_known_buffers(graph: Graph, source: Source, left_out: Sequence[Fold]) -> None:
+def keep_known_buffers(graph: Graph, source: Source, left_out: Sequence[RepeatedBlocks]) -> None:
     """Keep the values of small buffers that no step changes."""
     recording.keep_known_buffers(graph, source.model, left_out)
 
 
-@calls(folding.fold_layers)
-def fold_layers(graph: Graph, left_out: Sequence[Fold]) -> None:
+@calls(folding.dedupe_layers)
+def dedupe_layers(graph: Graph, left_out: Sequence[RepeatedBlocks]) -> None:
     """Leave out the middle of every list of equal blocks."""
-    folding.fold_layers(graph, left_out)
+    folding.dedupe_layers(graph, left_out)
 
 
 @calls(folding.confirm)
-def confirm_folds(graph: Graph, kept: Kept) -> None:
+def confirm_folds(graph: Graph, kept: TracedStages) -> None:
     """Look that what was left out of stages on trust is equal in the backward too."""
     folding.confirm(graph, kept)
 
@@ -91,6 +91,11 @@ def choose_plan(
     """Search for the best plans that fit."""
     found = choosing.choose_plan(graph, mesh, plan, table, microbatches, objective)
     return {"choice": found}
+
+
+def place_on_mesh(graph: Graph, mesh: Mesh) -> None:
+    """Give the graph the mesh of all ranks, which its first line shows from here on."""
+    graph.mesh = mesh
 
 
 @calls(keeping.keep_stages)
@@ -145,7 +150,7 @@ def _untrained(graph: Graph) -> list[str]:
     return [f"{names} no gradient: the loss does not depend on it, so no optimizer changes it"]
 
 
-@calls(Kept.spread)
+@calls(TracedStages.spread)
 def spread_params(graph: Graph, plan: Plan) -> Plan:
     """Let the plan name the parameters of all stages, not only of those that stand for others."""
     assert graph.kept is not None
@@ -159,10 +164,10 @@ def take_turns(graph: Graph, pieces: int) -> Graph:
     return turning.take_turns(graph, pieces)
 
 
-@calls(joining.join_collectives)
-def join_collectives(graph: Graph, plan: Plan, mesh: Mesh, in_parts: bool = False) -> Graph:
+@calls(joining.bucket_collectives)
+def bucket_collectives(graph: Graph, plan: Plan, mesh: Mesh, in_parts: bool = False) -> Graph:
     """Join small transfers into buckets."""
-    return joining.join_collectives(graph, plan.join_mb, mesh, in_parts)
+    return joining.bucket_collectives(graph, plan.join_mb, mesh, in_parts)
 
 
 @calls(placing.place_waits)
@@ -171,10 +176,10 @@ def place_waits(graph: Graph, phased: bool = False) -> Graph:
     return placing.place_waits(graph, phased=phased)
 
 
-@calls(filling.fill_waits)
-def fill_waits(graph: Graph, mesh: Mesh) -> Graph:
+@calls(filling.overlap_collectives)
+def overlap_collectives(graph: Graph, mesh: Mesh) -> Graph:
     """Move weight gradients between starts and waits, so that transfers are hidden."""
-    return filling.fill_waits(graph, call_seconds(graph, mesh))
+    return filling.overlap_collectives(graph, call_seconds(graph, mesh))
 
 
 @calls(repeating.repeat_stages)
@@ -210,6 +215,6 @@ def record_stage_events(stages: list[Graph], graph: Graph) -> dict[str, object]:
 
 
 @calls(messages.with_messages)
-def choose_messages(plan: Plan, tapes: dict[int, Tape], mesh: Mesh) -> Plan:
+def choose_messages(plan: Plan, tapes: dict[int, StepEvents], mesh: Mesh) -> Plan:
     """Let gloo's ranks send messages where its collectives' copies would cost more."""
     return messages.with_messages(plan, [*tapes.values()], mesh)

@@ -11,14 +11,14 @@ from torch import nn
 
 from partc.errors import TraceError
 from partc.graph import Graph
-from partc.graph.folds import Kept
+from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.record import Source
 
 Seen = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
-Wanted = tuple[bool, Kept | None, bool, Table]
+Wanted = tuple[bool, TracedStages | None, bool, Table]
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Traced:
             )
         return model
 
-    def graph(self, *, fold: bool = False, kept: Kept | None = None) -> Graph:
+    def graph(self, *, fold: bool = False, kept: TracedStages | None = None) -> Graph:
         """A copy of the joint graph of forward and backward, for the caller to change.
 
         Args:
@@ -82,7 +82,7 @@ class Traced:
         """
         return self.state(table(), fold=fold, kept=kept).graph
 
-    def state(self, rows: Table, *, fold: bool = False, kept: Kept | None = None) -> State:
+    def state(self, rows: Table, *, fold: bool = False, kept: TracedStages | None = None) -> State:
         """The graph with what the passes of this table made beside it, for the caller to change."""
         self._check_unchanged()
         wanted = fold, kept, torch.is_grad_enabled(), rows

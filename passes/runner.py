@@ -247,7 +247,7 @@ def check_sound(graph: Graph, each: Pass) -> None:
         if node.op != "output" and not has_value(node):
             raise _failed(each, f"{node.name} has no Value: set one with partc.graph.set_value")
         if node.op != "output" and "val" not in node.meta:
-            raise _failed(each, f"{node.name} holds no fake: set one with partc.graph.set_held")
+            raise _failed(each, f"{node.name} holds no fake: set one with partc.graph.set_fake")
         seen.add(node)
 
 

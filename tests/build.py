@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from partc.graph import Graph, Outputs, Value, collectives, ops, set_held, set_value, value
+from partc.graph import Graph, Outputs, Value, collectives, ops, set_fake, set_value, value
 from partc.graph.graph_edits import run_fake
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, U, cut
@@ -83,7 +83,7 @@ class Build:
 
     def _note(self, node: fx.Node, known: Value, result: Any) -> None:
         set_value(node, known)
-        set_held(node, result)
+        set_fake(node, result)
 
     def _known(self, node: fx.Node, result: Any, sharding: Sharding) -> Value:
         """The whole's shape is the local one with every cut dim that many times as large."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import partc
 from partc.checks.local_graph import check
 from partc.graph import Graph, value
-from partc.lowering import begin, localize
+from partc.lowering import begin, to_local_graph
 from partc.passes.stages.schedule_stages import stage_graphs
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
@@ -133,7 +133,7 @@ class Cut:
     def of(cls, case: Case, mesh: str, plan: Plan, split_backward: bool = False) -> Cut:
         graph = case.step.graph()
         graph.mesh = Mesh.of(mesh)
-        graphs = stage_graphs(localize(begin(graph, plan)), split_backward).stages
+        graphs = stage_graphs(to_local_graph(begin(graph, plan)), split_backward).stages
         for stage in graphs:
             check(stage)
         return cls(graphs, eager(case.model, case.inputs, case.loss))

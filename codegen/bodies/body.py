@@ -19,7 +19,7 @@ from partc.codegen.calls.transfers import Transfers
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.text import ATOM, NONE, WIDTH, Line, Text
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
-from partc.graph import held, is_tensor, ops, results_of, typed, value
+from partc.graph import fake_of, is_tensor, ops, results_of, typed, value
 from partc.quoting import comment, literal
 
 INDENT = 2  # levels, of the body of a method
@@ -79,7 +79,7 @@ class Body(Transfers):
         """The module that a statement is shown under: a leaf's lines stand with its parent's, and
         what the backward computes again with what it is for.
         """
-        if value(node).again:
+        if value(node).from_forward:
             return None
         path = inside(value(node).module, self.prefix)
         return path.rpartition(".")[0] or path if path in self.leaves else path
@@ -173,7 +173,7 @@ class Body(Transfers):
 
     def _is_shared(self, node: fx.Node) -> bool:
         home = owner(node)
-        if is_tensor(home) and held(home).numel() > held(node).numel():
+        if is_tensor(home) and fake_of(home).numel() > fake_of(node).numel():
             return True  # a view would keep all of it
         if home not in self.place or len(self.stored[node]) > 1:
             return True

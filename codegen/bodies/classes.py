@@ -23,7 +23,7 @@ from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Kind, Phase, collectives, held, is_tensor, tensor_args, value
+from partc.graph import Graph, Kind, Phase, collectives, fake_of, is_tensor, tensor_args, value
 from partc.graph.moves import gathers_param, moves
 
 SAVED = "list[Tensor]"
@@ -348,7 +348,7 @@ def passed(side: Interface) -> list[Slot]:
 def main_slot(side: Interface) -> Slot | None:
     """The biggest value that every block hands to the next."""
     carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
-    return max(carried, key=lambda slot: held(slot.nodes[0]).numel(), default=None)
+    return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
 
 
 def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:

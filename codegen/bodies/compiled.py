@@ -26,7 +26,7 @@ from partc.graph import (
     Graph,
     Phase,
     collectives,
-    held,
+    fake_of,
     is_backward,
     is_forward,
     is_tensor,
@@ -239,5 +239,5 @@ def _passing(unit: Unit) -> dict[fx.Node, str]:
             if not f"{value(n).module}.".startswith(f"{unit.home.path}.")
         ]
         if passing:
-            names[max(passing, key=lambda n: held(n).numel())] = name
+            names[max(passing, key=lambda n: fake_of(n).numel())] = name
     return names

@@ -16,7 +16,7 @@ from partc.codegen.calls.names import Scope, known_as
 from partc.codegen.calls.statements import Statement, free_early, with_sections
 from partc.codegen.helpers.needed import Helpers, Outlined
 from partc.codegen.text import NONE, Line, Text, block, wrap
-from partc.graph import Graph, first_operand, held, is_backward, is_call, picked, typed, value
+from partc.graph import Graph, fake_of, first_operand, is_backward, is_call, picked, typed, value
 from partc.plan.sharding import DTYPE_NAMES
 from partc.quoting import comment, docstring, identifier
 
@@ -50,7 +50,9 @@ def _cast_on_entry(node: fx.Node, path: str) -> str:
         return ""
     given = first_operand(node)
     outside = given.op != "call_function" or value(given).module != path
-    return DTYPE_NAMES.get(held(node).dtype, "") if outside and value(node).module == path else ""
+    return (
+        DTYPE_NAMES.get(fake_of(node).dtype, "") if outside and value(node).module == path else ""
+    )
 
 
 def _stored(node: fx.Node) -> fx.Node | None:

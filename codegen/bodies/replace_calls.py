@@ -15,10 +15,10 @@ from partc.codegen.repeats.blocks import PHASES, Item, Loop, Run
 from partc.codegen.repeats.equal import Group
 from partc.graph import (
     Graph,
-    held,
+    fake_of,
     is_forward,
     is_tensor,
-    set_held,
+    set_fake,
     set_like,
     shape_of,
     update,
@@ -96,7 +96,7 @@ def _called(
     results = [call]
     if len(outputs) > 1:
         update(call, name="")
-        set_held(call, tuple(held(n) for n in outputs))
+        set_fake(call, tuple(fake_of(n) for n in outputs))
         for i, output in reversed(list(enumerate(outputs))):
             with graph.fx.inserting_after(call):
                 result = graph.fx.call_function(operator.getitem, (call, i))

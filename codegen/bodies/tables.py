@@ -9,7 +9,7 @@ from torch import fx
 
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import PAGE, Line
-from partc.graph import Graph, Kind, held, typed, value
+from partc.graph import Graph, Kind, fake_of, typed, value
 from partc.quoting import comment, literal
 
 TABLES: dict[Kind, str] = {"param": "SHARDS", "buffer": "BUFFERS"}
@@ -78,7 +78,7 @@ def _is_frozen(graph: Graph, node: fx.Node) -> bool:
 
 def _declaration(node: fx.Node, attribute: str, kind: Kind, frozen: bool) -> str:
     """The statement that makes this rank's piece of a parameter or buffer."""
-    fake = held(node)
+    fake = fake_of(node)
     sizes = ", ".join(map(str, fake.shape)) or "()"
     dtype = "" if literal(fake.dtype) == "torch.float32" else f", dtype={literal(fake.dtype)}"
     empty = f"torch.empty({sizes}{dtype})"

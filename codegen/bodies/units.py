@@ -18,7 +18,7 @@ from partc.codegen.repeats.blocks import Item, Loop
 from partc.graph import (
     Graph,
     collectives,
-    held,
+    fake_of,
     is_backward,
     is_tensor,
     ops,
@@ -218,7 +218,7 @@ def signature(unit: Unit) -> tuple[object, ...]:
             str(node.target),
             repr(fx.map_arg(node.args, lambda n: number[n])),
             repr(fx.map_arg(node.kwargs, lambda n: number[n])),
-            str(held(node).dtype) if is_tensor(node) else "",
+            str(fake_of(node).dtype) if is_tensor(node) else "",
         )
         for node in unit.nodes
     )

@@ -13,7 +13,7 @@ from torch import fx
 
 from partc.codegen.calls.storage import alike
 from partc.codegen.text import Line, Text
-from partc.graph import Graph, held, is_call, set_held
+from partc.graph import Graph, fake_of, is_call, set_fake
 
 aten = torch.ops.aten
 NEW_MEAN, NEW_VAR = 3, 4  # results of a batch norm; the old ones among its arguments
@@ -61,7 +61,7 @@ def _retarget(node: fx.Node, mean: fx.Node | None, var: fx.Node | None) -> None:
     """The batch norm that writes its statistics, or that has none."""
     node.target = aten.native_batch_norm.default
     node.args = (*node.args[:NEW_MEAN], mean, var, *node.args[NEW_VAR + 1 :])
-    set_held(node, tuple(held(node)[:NEW_MEAN]))
+    set_fake(node, tuple(fake_of(node)[:NEW_MEAN]))
 
 
 def counted(graph: Graph, order: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from partc.codegen.helpers import needed as helpers
 from partc.codegen.safety import FORBIDDEN
-from partc.graph import Graph, has_value, held, is_forward, is_tensor, value
+from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
 from partc.graph.moves import carried
 from partc.passes.overlap.write_pieces import taken_from
 from partc.plan.sharding import DTYPE_NAMES
@@ -119,7 +119,7 @@ def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
         if (before := _before(node)) is not None:
             named[node] = named[before]
         elif named[node] == "cast" and is_tensor(node):
-            dtype = DTYPE_NAMES.get(held(node).dtype, "cast")
+            dtype = DTYPE_NAMES.get(fake_of(node).dtype, "cast")
             named[node] = f"{named[node.all_input_nodes[0]]}_{dtype}"
 
 
@@ -172,7 +172,7 @@ def op_name(node: fx.Node) -> str:
 def is_given(node: fx.Node, wish: str) -> bool:
     """Whether a value's name is the user's: it says more than its op, or its operand's cast."""
     word = op_name(node)
-    dtype = DTYPE_NAMES.get(held(node).dtype, "") if is_tensor(node) else ""
+    dtype = DTYPE_NAMES.get(fake_of(node).dtype, "") if is_tensor(node) else ""
     return wish != word and not (word == "cast" and wish.endswith(f"_{dtype}"))
 
 
@@ -335,7 +335,7 @@ def _gradient_names(
 
 def _origin(node: fx.Node) -> tuple[object, ...]:
     """What a value and its recomputation have in common."""
-    shape = tuple(held(node).shape) if is_tensor(node) else ()
+    shape = tuple(fake_of(node).shape) if is_tensor(node) else ()
     result = node.args[1] if node.target is operator.getitem else None
     return (node.target, value(node).module, value(node).source, shape, result)
 
@@ -362,7 +362,7 @@ def _gradient_name(
         forward = forward.all_input_nodes[0]
     if forward is not None and is_tensor(node):
         operands = [n for n in forward.all_input_nodes if is_tensor(n)]
-        like = [n for n in operands if held(n).shape == held(node).shape]
+        like = [n for n in operands if fake_of(n).shape == fake_of(node).shape]
         index = node.args[1] if node.target is operator.getitem else 0
         if isinstance(index, int) and index < len(operands) and operands[index] in like:
             return f"d_{named[operands[index]]}"

@@ -12,7 +12,7 @@ from torch import fx
 
 from partc.codegen.text import Line
 from partc.graph import Graph, ops, value
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 
 
 def generator(graph: Graph, mask: fx.Node) -> str:
@@ -49,7 +49,7 @@ def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
 
 def _axes(graph: Graph, mask: fx.Node) -> list[str]:
     cutting = {axis for axis, _ in value(mask).sharding.cuts()}
-    return [axis for axis in graph.mesh.names if axis in cutting and axis != MB]
+    return [axis for axis in graph.mesh.names if axis in cutting and axis != MICROBATCH_AXIS]
 
 
 def _mixed(number: int, num: int, index: str) -> str:

@@ -9,7 +9,7 @@ from torch import fx
 from partc.codegen.calls.arguments import Call
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import Text
-from partc.graph import held
+from partc.graph import fake_of
 
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_HEAD = 256  # elements of a head, at most
@@ -29,7 +29,7 @@ def for_any_device(
     operands = ("grad_out", *tensors, "out", "logsumexp") if backward else tensors
     texts = [str(call.text(operand)) for operand in operands]
     texts += [f"is_causal={call.get('is_causal')}"] if backward or call.get("is_causal") else []
-    scale, usual = call.get("scale"), held(call.get("query")).shape[-1] ** -0.5
+    scale, usual = call.get("scale"), fake_of(call.get("query")).shape[-1] ** -0.5
     texts += [f"scale={call.text('scale')}"] if scale not in (None, usual) else []
     if call.get("attn_mask") is not None:
         mask = str(call.text("attn_mask"))
@@ -41,7 +41,7 @@ def for_any_device(
 
 def _kernel(call: Call) -> str:
     """Which kernel of a GPU computes it; the flash kernel counts causal queries from the end."""
-    query, key = held(call.get("query")), held(call.get("key"))
+    query, key = fake_of(call.get("query")), fake_of(call.get("key"))
     head, item_bytes = query.shape[-1], query.element_size()
     if item_bytes > 4 or head * item_bytes % REGISTER_BYTES:
         return "plain"

@@ -26,7 +26,7 @@ from partc.codegen.text import (
     XOR,
     Text,
 )  # fmt: skip
-from partc.graph import held
+from partc.graph import fake_of
 from partc.quoting import literal
 
 Speller = Callable[[Call], Text]
@@ -202,7 +202,7 @@ def _unsafe_view(call: Call) -> Text:
 def _slice(call: Call) -> Text:
     """``aten.slice(x, 3, 16)`` of a 4-d tensor is ``x[..., 16:]``."""
     dim, start, end, step = (call.get(n) for n in ("dim", "start", "end", "step"))
-    size = held(call.get("self")).shape[dim]
+    size = fake_of(call.get("self")).shape[dim]
     first = "" if start in (None, 0) else literal(start)
     last = "" if end is None or end >= size else literal(end)
     stride = "" if step == 1 else f":{step}"
@@ -217,7 +217,7 @@ def _select(call: Call) -> Text:
 
 def _at_dim(call: Call, dim: int) -> str:
     """What stands before the index of ``dim``: nothing, ``:, `` or ``..., ``."""
-    ndim = held(call.get("self")).dim()
+    ndim = fake_of(call.get("self")).dim()
     dim %= ndim
     return "..., " if dim == ndim - 1 and ndim > 2 else ":, " * dim
 
@@ -243,7 +243,7 @@ def _to_copy(call: Call) -> Text:
     options = [str(call.text("dtype"))] if call.get("dtype") else []
     if call.get("memory_format") not in (None, torch.preserve_format):
         options.append(f"memory_format={call.text('memory_format')}")
-    if call.get("dtype") in (None, held(call.get("self")).dtype):
+    if call.get("dtype") in (None, fake_of(call.get("self")).dtype):
         options.append("copy=True")
     return Text(f"{x}.to({', '.join(options)})")
 
@@ -251,13 +251,13 @@ def _to_copy(call: Call) -> Text:
 @spells("copy")
 def _copy(call: Call) -> Text:
     """``copy(like, source)``: the source in the shape and dtype of ``like``."""
-    fake, source = held(call.node), call.text("src").at(ATOM)
+    fake, source = fake_of(call.node), call.text("src").at(ATOM)
     text = (
         f"{source}.to({literal(fake.dtype)})"
-        if held(call.get("src")).dtype != fake.dtype
+        if fake_of(call.get("src")).dtype != fake.dtype
         else source
     )
-    if held(call.get("src")).shape != fake.shape:
+    if fake_of(call.get("src")).shape != fake.shape:
         text += f".expand({', '.join(map(str, fake.shape))})"
     return Text(f"{text}.clone()")
 
@@ -284,7 +284,7 @@ def _slice_backward(call: Call) -> Text:
         return _aten(call)
     dim %= len(sizes)
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
-    after = sizes[dim] - before - held(call.get("grad_output")).shape[dim]
+    after = sizes[dim] - before - fake_of(call.get("grad_output")).shape[dim]
     pad = (0, 0) * (len(sizes) - 1 - dim) + (before, after)
     return Text(f"F.pad({call.text('grad_output')}, {literal(pad)})")
 
@@ -292,7 +292,7 @@ def _slice_backward(call: Call) -> Text:
 @spells("scalar_tensor")
 def _scalar_tensor(call: Call) -> Text:
     """Written where it is read: ``torch.tensor`` would bring the number from the host."""
-    dtype = literal(held(call.node).dtype)
+    dtype = literal(fake_of(call.node).dtype)
     return Text(f"torch.full((), {call.text('s')}, dtype={dtype}, device={call.device})")
 
 
@@ -313,7 +313,7 @@ def _convolution(call: Call) -> Text:
     """``F.conv2d(x, weight, bias, stride, padding, dilation, groups)`` and its siblings."""
     if call.get("transposed"):
         return _aten(call)
-    dims = held(call.get("input")).dim() - 2
+    dims = fake_of(call.get("input")).dim() - 2
     options = [
         f"{name}={literal(_one(call.get(name)))}"
         for name, default in (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from partc.cost.storage import GRADS_OF_ACTIVATIONS
-from partc.graph import collectives, held, is_backward, is_tensor, ops, value
+from partc.graph import collectives, fake_of, is_backward, is_tensor, ops, value
 
 aten = torch.ops.aten
 VIEWS = {
@@ -60,10 +60,10 @@ def copies(node: fx.Node) -> bool:
     """Whether a view has to be a copy, as its operand does not lie so that it could be none."""
     if node.target not in (aten.reshape.default, aten.contiguous.default):
         return False
-    operand = held(node.all_input_nodes[0])
+    operand = fake_of(node.all_input_nodes[0])
     if node.target is aten.contiguous.default:
         return not operand.is_contiguous()
-    result = operand.reshape(held(node).shape)
+    result = operand.reshape(fake_of(node).shape)
     return bool(result.untyped_storage()._cdata != operand.untyped_storage()._cdata)
 
 
@@ -132,7 +132,7 @@ def _overwritten_by(node: fx.Node) -> Sequence[fx.Node]:
     if node.target is ops.cross_entropy_grad:
         return operands[1:2]
     if node.target is aten._log_softmax.default:
-        rows = node.args[1] in (-1, held(node).dim() - 1) and held(node).dim() > 1
+        rows = node.args[1] in (-1, fake_of(node).dim() - 1) and fake_of(node).dim() > 1
         return operands if rows else []
     if node.target in GRADS_OF_ACTIVATIONS:
         return operands[:1]
@@ -159,7 +159,7 @@ class _Memory:
         """Whether ``reader`` is the last to read what a call of the function has written."""
         home = owner(node)
         moved = (*collectives.COLLECTIVES, *collectives.LOCAL, collectives.wait)
-        if home not in self.at or home.target in moved or not held(node).is_contiguous():
+        if home not in self.at or home.target in moved or not fake_of(node).is_contiguous():
             return False
         family = self.sharing[home]
         readers = {u for n in family for u in n.users} - {reader}
@@ -170,14 +170,14 @@ class _Memory:
 
 def alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether tensors have one shape and one dtype."""
-    return bool(held(a).shape == held(b).shape and held(a).dtype == held(b).dtype)
+    return bool(fake_of(a).shape == fake_of(b).shape and fake_of(a).dtype == fake_of(b).dtype)
 
 
 def _is_plain(node: fx.Node) -> bool:
-    return is_tensor(node) and bool(held(node).is_contiguous())
+    return is_tensor(node) and bool(fake_of(node).is_contiguous())
 
 
 def num_bytes(node: fx.Node) -> int:
     """The size of what a rank holds of a value."""
-    fake = held(node)
+    fake = fake_of(node)
     return fake.numel() * fake.element_size() if is_tensor(node) else 0

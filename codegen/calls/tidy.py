@@ -13,8 +13,8 @@ from partc.codegen.calls.inline import is_free
 from partc.codegen.calls.names import known_as
 from partc.graph import (
     Graph,
-    block_of,
     first_operand,
+    innermost_block,
     is_backward,
     is_call,
     shape_of,
@@ -26,7 +26,7 @@ from partc.graph.graph_edits import drop_dead
 aten = torch.ops.aten
 
 
-def copied(graph: Graph, *, fused: bool = False) -> Graph:
+def tidied(graph: Graph, *, fused: bool = False) -> Graph:
     """The same graph on nodes of its own.
 
     Running statistics that a backward ignores are left out, and what nobody reads: a view that is
@@ -55,11 +55,11 @@ def copied(graph: Graph, *, fused: bool = False) -> Graph:
 def _mark_again(graph: Graph) -> None:
     for node in graph.calls():
         forward = not is_backward(node) or bool(value(node).forward)
-        update(node, again=not forward and not any(map(_is_gradient, node.all_input_nodes)))
+        update(node, from_forward=not forward and not any(map(_is_gradient, node.all_input_nodes)))
 
 
 def _is_gradient(node: fx.Node) -> bool:
-    return is_backward(node) and not value(node).again
+    return is_backward(node) and not value(node).from_forward
 
 
 def _as_contiguous(clone: fx.Node) -> None:
@@ -74,7 +74,9 @@ def _as_one(graph: Graph) -> None:
         cast = node.all_input_nodes[0] if is_free(node) else node
         if not is_call(cast, aten._to_copy.default) or len(cast.users) > 1:
             continue
-        if value(cast).phase == value(node).phase and block_of(cast) == block_of(node):
+        if value(cast).phase == value(node).phase and innermost_block(cast) == innermost_block(
+            node
+        ):
             cast.append(node)
 
 

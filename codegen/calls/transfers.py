@@ -16,7 +16,7 @@ from partc.codegen.calls.storage import overwritable
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import ATOM, Line, Text
-from partc.graph import collectives, held, is_tensor, picked, tensor_args, typed, value
+from partc.graph import collectives, fake_of, is_tensor, picked, tensor_args, typed, value
 from partc.graph.moves import gathers_param, kind_of, moves, results
 from partc.passes.overlap.write_pieces import taken_from
 from partc.quoting import comment
@@ -51,7 +51,9 @@ class Transfers(Expressions):
         if node in self.in_place if overwrites else self._gives_up(operand, node):
             self.seen[node] = x
         elif overwrites:
-            dense = "" if held(operand).is_contiguous() else "memory_format=torch.contiguous_format"
+            dense = (
+                "" if fake_of(operand).is_contiguous() else "memory_format=torch.contiguous_format"
+            )
             lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
         if overwrites and self._waited(node) is None and self._next_wait(node) is not None:

@@ -21,7 +21,7 @@ from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.names import Scope, wishes
 from partc.codegen.calls.random import seed_lines
 from partc.codegen.calls.statements import free_early, with_sections
-from partc.codegen.calls.tidy import copied
+from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
@@ -31,7 +31,7 @@ from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
-from partc.passes.canonical.fold_layers import Unfolded
+from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.quoting import comment, docstring, identifier, literal
 
 TEMPLATES = jinja2.Environment(
@@ -60,7 +60,7 @@ def emit(
     ``messages`` ranks send each other what gloo would gather, or sum and scatter; with ``inductor``
     what it computes between transfers is left to torch.compile.
     """
-    graph = copied(graph, fused=inductor)
+    graph = tidied(graph, fused=inductor)
     items, sides = arranged(graph)
     helpers = Helpers(messages=messages)
     items = outlined(graph, items, helpers)

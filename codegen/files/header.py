@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from partc.graph import Graph, collectives, held, tensor_args
+from partc.graph import Graph, collectives, fake_of, tensor_args
 from partc.graph.moves import kind_of
 from partc.plan import Plan
 from partc.quoting import comment
@@ -130,7 +130,7 @@ def _moves(graph: Graph) -> list[str]:
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES:
             key = (str(node.kwargs["axis"]), kind_of(node))
-            operands = map(held, tensor_args(node))
+            operands = map(fake_of, tensor_args(node))
             counts[key] += graph.times(node)
             sizes[key] += graph.times(node) * sum(x.numel() * x.element_size() for x in operands)
     return [

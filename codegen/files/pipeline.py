@@ -19,15 +19,15 @@ from partc.codegen.files.emit import TEMPLATES, dtype_name, header_line
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
+from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.files.stages import StageText, stage_text
-from partc.codegen.files.turns import turn_lines
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, block
 from partc.graph import Graph, value
 from partc.graph.tied import Tied
-from partc.plan.mesh import MB, PP, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh
 from partc.quoting import docstring, identifier, literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import Wiring
@@ -208,7 +208,7 @@ class _File:
             linked=schedule.stages > 1,
             name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,
-            axes=[a for a in graph.mesh.names if a != MB],
+            axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],
             wiring=block(wiring, 2),
             seeds=block(self._with_rank(self._lines(RankStep.seeds)), 2),
             kinds={action.kind for action in actions},

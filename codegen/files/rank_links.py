@@ -10,7 +10,7 @@ from torch import fx
 from partc.codegen.files.stage_flow import received
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import Line
-from partc.graph import Graph, Phase, held
+from partc.graph import Graph, Phase, fake_of
 from partc.plan.mesh import PP
 from partc.quoting import literal
 from partc.schedules.actions import Schedule
@@ -131,5 +131,5 @@ def _link(target: int, phase: Phase) -> str:
 
 def _like(node: fx.Node) -> str:
     """The shape and dtype of a tensor that is received."""
-    fake = held(node)
+    fake = fake_of(node)
     return f"({literal(tuple(fake.shape))}, {literal(fake.dtype)})"

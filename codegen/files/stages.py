@@ -24,7 +24,7 @@ from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import Scope, wishes
 from partc.codegen.calls.random import seed_lines
 from partc.codegen.calls.statements import free_early, with_sections
-from partc.codegen.calls.tidy import copied
+from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.alike_stages import declared, given
 from partc.codegen.files.emit import RoleText, arranged, read
 from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
@@ -34,8 +34,8 @@ from partc.codegen.repeats.blocks import Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Phase, block_of, held, is_tensor, typed, value
-from partc.passes.overlap.join_collectives import MB
+from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
+from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
 
 METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
@@ -66,7 +66,7 @@ def stage_text(
     Up to ``join_mb`` megabytes of gradients are summed in one transfer when the step ends. With
     ``inductor`` what it computes between transfers is left to torch.compile.
     """
-    graph = copied(graph, fused=inductor)
+    graph = tidied(graph, fused=inductor)
     if layers is not None:
         graph = count_from_first(graph, layers)
     ends = take_ends(graph)
@@ -76,7 +76,7 @@ def stage_text(
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(join_mb * MB),
+        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB),
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ class StageText(RoleText):
             if isinstance(item, Loop):
                 found.setdefault(self.span(item.run))
             elif value(item).phase == "F" and value(item).module:
-                found.setdefault(comment(self.shown(block_of(item) or value(item).module)))
+                found.setdefault(comment(self.shown(innermost_block(item) or value(item).module)))
         return f"{self.title}: {', '.join(found)}."
 
     # functions -------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class StageText(RoleText):
             self.seen |= {node: Text(name) for node, name in self.arguments.items()}
             return [f"{name}: Tensor" for name in self.arguments.values()]
         received = self.flow.received(phase)
-        main = max(received, key=lambda n: held(n).numel(), default=None)
+        main = max(received, key=lambda n: fake_of(n).numel(), default=None)
         for node in received:
             wish = ("x" if phase == "F" else "d_y") if node is main else self.wishes.get(node, "x")
             self.seen[node] = Text(self.scope.fresh(wish))

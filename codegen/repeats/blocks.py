@@ -17,7 +17,7 @@ from partc.graph import Graph, Phase, collectives, is_backward, is_forward, valu
 from partc.graph.folds import DEPTHS, layer_path
 from partc.graph.moves import gathers_param
 from partc.in_order import in_order
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 
 PHASES: tuple[Phase, ...] = ("F", "B", "W")
 LATER: tuple[Phase, ...] = ("B", "W")
@@ -118,7 +118,7 @@ def _owners(graph: Graph, depth: int, taken: set[fx.Node]) -> dict[fx.Node, Owne
 
 def _of_turn(node: fx.Node) -> bool:
     """Whether a call takes a microbatch's piece: a block's methods do not know which one it is."""
-    return node.target is collectives.keep_piece and node.kwargs["axis"] == MB
+    return node.target is collectives.keep_piece and node.kwargs["axis"] == MICROBATCH_AXIS
 
 
 def _recurs(node: fx.Node) -> bool:

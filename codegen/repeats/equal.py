@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.graph import Graph, Phase, collectives, held, value
+from partc.graph import Graph, Phase, collectives, fake_of, value
 
 Owner = tuple[str, Phase]  # a block's module path, and forward or backward
 
@@ -79,7 +79,7 @@ class Equal:
             str(node.target),
             mapped(node.args, known_as),
             mapped(sorted(node.kwargs.items()), known_as),
-            _shapes(held(node)),
+            _shapes(fake_of(node)),
             str(value(node).sharding),
             tuple(w.replace(f" {group.layer}.", " ") for w in self.written.get(node, [])),
         )
@@ -141,7 +141,7 @@ def _kind(node: fx.Node, layer: str) -> tuple[Any, ...]:
     """What an operand from outside a block is like; its own parameters by their names there."""
     own = node.op == "placeholder" and value(node).name.startswith(f"{layer}.")
     name = value(node).name.removeprefix(layer) if own else ""
-    return (name, _shapes(held(node)), str(value(node).sharding))
+    return (name, _shapes(fake_of(node)), str(value(node).sharding))
 
 
 def _shapes(fake: Any) -> Any:

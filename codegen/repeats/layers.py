@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.codegen.repeats.equal import mapped
-from partc.graph import Graph, draw_of, held, update, value
+from partc.graph import Graph, draw_of, fake_of, update, value
 from partc.quoting import literal
 
 FIRST = "n"  # what programs call the number of a stage's first layer
@@ -134,7 +134,7 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
             str(node.target) if made else "",
             mapped(node.args, number.__getitem__) if made else (),
             mapped(sorted(node.kwargs.items()), number.__getitem__),
-            _layout(held(node)),
+            _layout(fake_of(node)),
             origin(node),
         )
 

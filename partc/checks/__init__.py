@@ -1,6 +1,6 @@
-"""Proofs that one rank's graph is right: shapes, layouts, sums, waits.
+"""Prove that one rank's graph is right: shapes, layouts, unfinished sums, waits.
 
-In: a local graph, as passes left it. Out: nothing, or a CheckError that names the call. Start:
-`local_graph.py`, function `check`. Never: anything of `partc/passes`: a proof that shared code
-with what it proves would share its mistakes.
+In: a local graph (one rank's shapes), as passes made it. Out: nothing, or a CheckError that names
+the wrong call. Start: `local_graph.py`, function `check`. Never: anything of `partc/passes`: a
+check that shared code with the passes would share their mistakes.
 """

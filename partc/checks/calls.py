@@ -1,4 +1,4 @@
-"""What the checks of a local graph's calls share: the nodes that carry results, and the error."""
+"""Shared by the checks of a local graph's calls: a call's result nodes, and the error it raises."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from partc.rules.table import name_of
 
 
 def result_nodes(node: fx.Node) -> list[fx.Node | None]:
-    """The nodes that carry a call's results: itself, or one getitem each, None where unread."""
+    """The nodes of a call's results: the call, or a getitem each; None for an unread result."""
     return [node] if is_tensor(node) else results(node, len(results_of(node)))
 
 
 def wrong(node: fx.Node, why: str, do: str) -> CheckError:
-    """The error that a call raises: where it stands, its types, why they are wrong."""
+    """A CheckError for a call, with the call's place and the types of its operands and results."""
     operands = ", ".join(typed(n) for n in tensor_args(node))
     made = ", ".join("-" if n is None else typed(n) for n in result_nodes(node))
     known = value(node)

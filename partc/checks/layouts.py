@@ -1,7 +1,8 @@
-"""Whether the layouts noted on a local graph follow from one another, call by call.
+"""Check call by call that the layouts noted on a local graph follow from the operands' layouts.
 
-The axioms are the shardings of parameters, buffers and inputs. A call of an op must be all
-replicated on an axis or match one of the rules' strategies; a collective must do what it says.
+The shardings of parameters, buffers and inputs are taken as given. On each mesh axis, an op must be
+replicated throughout or match a strategy of the op's rule. A collective must change the layout on
+its own axis as its kind says: an all-reduce over tp ``{U:tp}`` -> replicated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from partc.graph import (
     Graph,
     Origin,
     collectives,
-    held,
+    fake_of,
     is_tensor,
     layout_on,
     literals,
@@ -44,10 +45,10 @@ MOVES = (*collectives.COLLECTIVES, *collectives.LOCAL)
 
 
 def check_layouts(graph: Graph) -> None:
-    """Raise CheckError at the first call whose result does not lie as its operands make it lie."""
-    sound: set[Hashable] = set()  # the circumstances of calls that a rule allows
+    """Raise CheckError at the first call whose noted layout does not follow from its operands."""
+    sound: set[Hashable] = set()  # of calls that passed: equal ones need no second check
     sorted_by: dict[int, Hashable] = {}
-    with FakeTensorMode():
+    with FakeTensorMode():  # the twins of calls on whole tensors are fakes
         for node in graph.calls():
             if node.target in SORTS and value(node).rows is not None:
                 check_order(node, sorted_by)
@@ -69,7 +70,7 @@ def check_layouts(graph: Graph) -> None:
 
 
 def _circumstances(node: fx.Node) -> Hashable:
-    """All that the check of a call looks at: equal calls of equal blocks are checked once."""
+    """Everything that decides the check of a call, so that equal calls are checked once."""
     operands = tuple(_known(n) for n in tensor_args(node))
     outs = tuple(None if n is None else _known(n) for n in result_nodes(node))
     results = tuple(
@@ -82,8 +83,8 @@ def _circumstances(node: fx.Node) -> Hashable:
 
 
 def _known(node: fx.Node) -> Hashable:
-    """How a value lies, as a whole and on this rank."""
-    known, fake = value(node), held(node)
+    """A value's whole shape, dtype and sharding, and its shape and dtype on this rank."""
+    known, fake = value(node), fake_of(node)
     here = (tuple(fake.shape), fake.dtype) if is_tensor(node) else repr(fake)
     return known.shape, known.dtype, known.sharding, here
 
@@ -95,7 +96,7 @@ def _check_wait(node: fx.Node) -> None:
 
 
 def _check_moves(node: fx.Node, mesh: Mesh) -> None:
-    """A collective does to every tensor that it moves what its kind says."""
+    """Check a collective's axis, and the change of layout of every tensor that it moves."""
     axis, num = str(node.kwargs["axis"]), node.kwargs["num"]
     if axis not in mesh.names or mesh.size(axis) != num:
         raise wrong(node, f"mesh {mesh} has no axis {axis} of {num} ranks", "Take its own axis.")
@@ -105,7 +106,7 @@ def _check_moves(node: fx.Node, mesh: Mesh) -> None:
 
 
 def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
-    """The layout changes on the collective's axis as its kind says, and on no other axis."""
+    """Check that a tensor's layout changes on the collective's axis only, as its kind says."""
     axis = move.kwargs["axis"]
     have, want = value(move.operand).sharding, value(result).sharding
     before, after = _meaning(move, have, want, mesh)
@@ -123,7 +124,7 @@ def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
 
 
 def _meaning(move: Move, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[Layout, Layout]:
-    """The layouts on its axis that a collective needs before it and leaves after it."""
+    """The layouts on a collective's axis before and after: all-reduce ``U -> replicated``."""
     named = move.kwargs
     axis = named["axis"]
     if move.target is collectives.all_reduce:
@@ -142,7 +143,7 @@ def _meaning(move: Move, have: Sharding, want: Sharding, mesh: Mesh) -> tuple[La
 
 
 def _cut(sharding: Sharding, axis: str, dim: int, local_outer: int, mesh: Mesh) -> Layout:
-    """The cut of the whole that a collective's ``dim`` and ``outer``, counted locally, speak of."""
+    """The layout of the whole tensor that a collective's local ``dim`` and ``outer`` mean."""
     layout = sharding.on(axis)
     if layout.kind != "cut" or sharding.local_outer(axis, mesh) != local_outer:
         return cut(dim, local_outer)
@@ -155,13 +156,14 @@ def _innermost(sharding: Sharding, axis: str) -> bool:
 
 
 def _check_call(node: fx.Node, mesh: Mesh) -> None:
-    """On each axis the op is replicated, or cut in one of the ways its rule allows."""
+    """Check that on each axis a call is replicated, or sharded by a strategy of its rule."""
     outs, windows = result_nodes(node), windows_of(node)
     if any(rows_made(outs)):
         check_rows(node, outs)
     for axis in mesh.names:
         ins = [layout_on(n, axis) for n in tensor_args(node)]
         noted = [None if n is None else layout_on(n, axis) for n in outs]
+        # replicated operands give a replicated result, so no rule is asked
         if axis not in windows and all(layout in (None, R) for layout in [*ins, *noted]):
             continue
         seen = {(i, x) for i, x in enumerate([*ins, *noted]) if x is not None and x.kind == "cut"}
@@ -170,6 +172,7 @@ def _check_call(node: fx.Node, mesh: Mesh) -> None:
             for s in strategies_for(whole_twin(node, outs), mesh.size(axis), seen)
             if _fits(s.ins, ins) and _fits(s.outs, noted)
         ]
+        # no strategy of a rule: statistics of a piece differ from those of the whole batch
         if value(node).origin is Origin.LOCAL_STATISTICS and fits_locally(node, ins, noted):
             continue
         if not any(s.variant == ("window" if axis in windows else "") for s in fitting):
@@ -183,7 +186,7 @@ def _unruled(
     node: fx.Node, axis: str, ins: Sequence[Layout], outs: Sequence[Layout | None],
     fits: bool, windowed: bool,
 ) -> CheckError:  # fmt: skip
-    """The error for a call that no rule allows as it stands."""
+    """The error for a call whose layouts on an axis match no strategy of its rule."""
     text = ", ".join(map(str, ins))
     made = ", ".join("-" if x is None else str(x) for x in outs)
     if fits or windowed:
@@ -198,7 +201,10 @@ def _unruled(
 
 # windows: indices counted from this rank's first row ---------------------------------------------
 def windows_of(node: fx.Node) -> dict[str, int]:
-    """The axes on which an operand is a window of indices, with the rows each window has."""
+    """The axes on which a call reads a window, with the rows per rank of each.
+
+    A window is an index tensor with this rank's first row subtracted, for a table sharded by rows.
+    """
     found: dict[str, int] = {}
     for operand in tensor_args(node):
         while operand.target is ops.window:
@@ -210,7 +216,7 @@ def windows_of(node: fx.Node) -> dict[str, int]:
 
 
 def _check_window(node: fx.Node, mesh: Mesh) -> None:
-    """A window lies as the indices it is made of, and divides the rows of the window before it."""
+    """Check a window: its layout is that of its indices, and windows divide rows axis by axis."""
     operand, index = tensor_args(node)
     if index.target is not collectives.axis_index or index.kwargs["num"] != mesh.size(
         str(index.kwargs["axis"])
@@ -225,7 +231,7 @@ def _check_window(node: fx.Node, mesh: Mesh) -> None:
 
 
 def _check_mask(node: fx.Node) -> None:
-    """A mask is cut as what it is drawn for, and lies the same when it is drawn again."""
+    """Check that a random mask is sharded as its tensor is, and a repeated mask as the first."""
     (operand,) = tensor_args(node)
     if node.target is ops.drawn_mask:
         (mask, _), cuts = results(node, 2), dict(value(operand).sharding.cuts())
@@ -242,10 +248,11 @@ def _check_mask(node: fx.Node) -> None:
 def _check_rows(
     node: fx.Node, axis: str, rows: int, operands: Sequence[tuple[fx.Node, Layout]]
 ) -> None:
-    """The rows of the last window are those that this rank holds."""
+    """Check that a window has as many rows as this rank's shard of the table."""
     cuts = [(n, layout.dim) for n, layout in operands if layout.kind == "cut"]
     results = [(n, layout_on(n, axis).dim) for n in [node] if layout_on(n, axis).kind == "cut"]
-    held_rows = {held(n).shape[dim] for n, dim in [*cuts, *results]}
+    held_rows = {fake_of(n).shape[dim] for n, dim in [*cuts, *results]}
+    # windows over several axes divide the rows one after the other: the last has the fewest
     last = min(windows_of(node).values())
     if held_rows != {last} or rows % last:
         why = f"the window has {last} rows, and this rank holds {sorted(held_rows)}"

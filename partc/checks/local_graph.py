@@ -1,7 +1,7 @@
-"""Static checks of a local graph: what ``compile`` proves of every program before it hands it out.
+"""The static checks of a local graph, which ``compile`` runs on every program that it returns.
 
-Nothing here trusts the passes that made the graph: shapes are derived anew on fake tensors, layouts
-are checked against the rules call by call, collectives against their meaning.
+The checks do not trust the passes that made the graph. Shapes are derived again on fake tensors,
+layouts are checked against the rules call by call, collectives against their definition.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from partc.checks.layouts import check_layouts
 from partc.checks.pieces import check_turns
 from partc.cost.storage import Replay, replay
 from partc.errors import CheckError
-from partc.graph import Graph, collectives, held, typed, value
+from partc.graph import Graph, collectives, fake_of, typed, value
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED
 from partc.rules.table import name_of
 
 
 def check(graph: Graph, *, scheduled: bool = True) -> None:
-    """Raise CheckError unless a one-stage local graph is sound; ``scheduled``: its waits stand."""
+    """Run all checks of a local graph of one stage; CheckError at the first that fails.
+
+    ``scheduled``: collectives already have their waits, which are then checked too.
+    """
     check_order(graph)
     check_shapes(graph)
     check_layouts(graph)
@@ -35,7 +38,7 @@ def check(graph: Graph, *, scheduled: bool = True) -> None:
 
 
 def place(node: fx.Node) -> str:
-    """Where a node comes from, for messages: ``blocks.0.w1 (model.py:14), linear_3``."""
+    """A node's place in the model, for messages: ``blocks.0.w1 (model.py:14), linear_3``."""
     known = value(node)
     line = known.source.partition(": ")[0]
     origin = known.name or known.module
@@ -66,10 +69,14 @@ def check_order(graph: Graph) -> None:
 
 
 def check_shapes(graph: Graph) -> None:
-    """Shapes and dtypes derived anew equal those held, and those that the shardings promise."""
+    """Check every tensor's shape and dtype.
+
+    Three must agree: derived again on fakes, of the node's own fake, and the shard of the noted
+    whole shape.
+    """
     ran = _replayed(graph)
     for node in graph.fx.nodes:
-        if node.op in ("placeholder", "call_function") and isinstance(held(node), Tensor):
+        if node.op in ("placeholder", "call_function") and isinstance(fake_of(node), Tensor):
             _check_shape(node, ran.results[node], graph.mesh)
 
 
@@ -92,10 +99,10 @@ def _replayed(graph: Graph) -> Replay:
 
 
 def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
-    """One tensor: the derived, the held and the promised shape and dtype are the same."""
+    """Check one tensor; ``result`` is derived again on fakes."""
     known = value(node)
     promised = known.sharding.local_shape(known.shape, mesh)
-    shapes = {"promises": promised, "is noted as": tuple(held(node).shape)}
+    shapes = {"promises": promised, "is noted as": tuple(fake_of(node).shape)}
     for word, shape in shapes.items():
         if shape != tuple(result.shape):
             raise CheckError(
@@ -104,7 +111,7 @@ def _check_shape(node: fx.Node, result: Tensor, mesh: Mesh) -> None:
                 why=f"mesh {mesh}",
                 do="Correct the sharding, or the call's sizes.",
             )
-    if not result.dtype == known.dtype == held(node).dtype:
+    if not result.dtype == known.dtype == fake_of(node).dtype:
         raise CheckError(
             where=place(node),
             what=f"it gives {result.dtype}, but is noted as {known.dtype}",
@@ -118,7 +125,7 @@ def _text(shape: tuple[int, ...] | None) -> str:
 
 
 def check_outputs(graph: Graph) -> None:
-    """The loss is whole on every rank; gradients and new buffers lie as what they belong to."""
+    """Check that the loss is replicated, and that gradients and buffers lie as their tensors do."""
     if graph.loss is not None and value(graph.loss).sharding != REPLICATED:
         raise CheckError(
             where=place(graph.loss),
@@ -131,7 +138,7 @@ def check_outputs(graph: Graph) -> None:
 
 
 def _check_same(what: str, made: Mapping[str, fx.Node], stored: Mapping[str, fx.Node]) -> None:
-    """Each result has the type, sharding included, of the parameter or buffer of its name."""
+    """Check that a result has the type and sharding of the parameter or buffer of its name."""
     for name, node in made.items():
         if name not in stored:
             raise CheckError(
@@ -147,7 +154,7 @@ def _check_same(what: str, made: Mapping[str, fx.Node], stored: Mapping[str, fx.
 
 
 def check_waits(graph: Graph) -> None:
-    """Every collective is waited for once, and read through that wait only."""
+    """Check that every collective has one wait, and that its result is read from that wait only."""
     for node in graph.calls():
         starts = node.target in collectives.COLLECTIVES
         waits = [u for u in node.users if u.target is collectives.wait]

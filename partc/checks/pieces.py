@@ -1,5 +1,8 @@
-"""Checks of blocks that are computed in pieces: what takes them out of what a rank holds, what
-computes with them, and what joins them.
+"""Check blocks that are computed in pieces of a rank's batch, so that transfers of one piece run
+beside the computing of another.
+
+A ``slice`` takes a piece out, calls of the same turn compute with the piece, ``cat`` or ``add``
+joins the pieces of all turns.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ import torch
 from torch import fx
 
 from partc.checks.calls import wrong
-from partc.graph import Graph, Origin, held, tensor_args, value
+from partc.graph import Graph, Origin, fake_of, tensor_args, value
 
 SLICE, CAT, ADD = (
     torch.ops.aten.slice.Tensor,
@@ -18,8 +21,8 @@ SLICE, CAT, ADD = (
 
 
 def check_turns(graph: Graph) -> None:
-    """Pieces are computed from pieces of the same turn, and joined from one of every turn."""
-    held_by: dict[fx.Node, tuple[int, ...]] = {}  # the turns that a value has of what is joined
+    """Check that a call reads pieces of one turn, and that a join reads one piece of every turn."""
+    held_by: dict[fx.Node, tuple[int, ...]] = {}  # the turns whose pieces a value is made of
     for node in graph.calls():
         mine = value(node).turn
         turns = tuple(t for n in tensor_args(node) for t in held_by.get(n, ()))
@@ -37,12 +40,13 @@ def check_turns(graph: Graph) -> None:
             ):
                 why = f"it reads pieces {list(turns)} and is none"
                 raise wrong(node, why, "Join them in their order first.")
+            # a cat joins all pieces at once, sums add one piece after the other
             ends = node.target is CAT or not any(_adds_to(node, user) for user in node.users)
             held_by[node] = () if ends else turns
 
 
 def _adds_to(node: fx.Node, user: fx.Node) -> bool:
-    """Whether a sum of pieces goes on with the next one."""
+    """Whether ``user`` adds the next piece to ``node``, a sum of the pieces before."""
     joins = (
         user.op == "call_function" and user.target is ADD and value(user).origin is Origin.PIECES
     )
@@ -50,24 +54,26 @@ def _adds_to(node: fx.Node, user: fx.Node) -> bool:
 
 
 def is_piecewise(node: fx.Node) -> bool:
-    """Whether a call is noted as one that takes out or joins pieces; sums follow their own rule."""
+    """Whether a call slices or concatenates pieces; ``add``'s rule is enough for sums of pieces."""
     return value(node).origin is Origin.PIECES and node.target in (SLICE, CAT)
 
 
 def check_piece(node: fx.Node) -> None:
-    """The result lies as its operands do, and is as much larger or smaller for all ranks together
-    as it is on this one.
+    """Check a slice or cat of pieces.
+
+    The sharding stays, and the piece's dim changes by the same ratio in the whole shape as in this
+    rank's.
     """
     dim = int(str(node.args[1]))
-    lies, shape, here = value(node).sharding, value(node).shape, held(node).shape
+    lies, shape, here = value(node).sharding, value(node).shape, fake_of(node).shape
     for operand in tensor_args(node):
         known = value(operand)
         others = [(size, i) for i, size in enumerate(known.shape) if i != dim]
         if known.sharding != lies or others != [(n, i) for i, n in enumerate(shape) if i != dim]:
             why = f"it is a piece along dim {dim}, or the whole of such, and lies as its operands"
             raise wrong(node, why, "Give it the sharding and the other dims of its operands.")
-        if known.shape[dim] * here[dim] != shape[dim] * held(operand).shape[dim]:
-            why = f"on a rank dim {dim} has {held(operand).shape[dim]} and then {here[dim]}"
+        if known.shape[dim] * here[dim] != shape[dim] * fake_of(operand).shape[dim]:
+            why = f"on a rank dim {dim} has {fake_of(operand).shape[dim]} and then {here[dim]}"
             raise wrong(node, why, f"Note the same ratio of dim {dim} for all ranks together.")
     turn = value(node).turn
     if node.target is SLICE and (turn is None or node.args[2] != turn * here[dim]):

@@ -1,7 +1,8 @@
-"""A call of a local graph in, the call on the whole's shapes that it stands for out.
+"""Turn a call of a local graph back into the call on whole tensors, which rules speak of.
 
-Rules speak of whole shapes. What ``partc.rules.local`` wrote smaller (sizes, bounds) is made large
-again, and an op that reads a window of indices becomes the one it was written for.
+``view(x, [4, 256])`` on a rank with tp=2 becomes ``view(x, [4, 512])``: literal sizes and bounds
+that ``partc.rules.local`` made smaller grow again. An op that reads a window of indices becomes the
+op of the model (``masked_embedding -> aten.embedding``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import held, is_tensor, results_of, set_held, set_like, set_value, value
+from partc.graph import fake_of, is_tensor, results_of, set_fake, set_like, set_value, value
 from partc.rules.call import local_call, parameters
 from partc.rules.notation import resolve
 from partc.rules.strategy import applied
@@ -21,9 +22,10 @@ from partc.rules.table import RULES, Rule, find
 
 
 def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
-    """The whole's call, in a graph of its own; ``outs`` carry its results, None where unread.
+    """The call on whole tensors, in a graph of its own.
 
-    Has to run under a FakeTensorMode.
+    ``outs``: the nodes of the local call's results, None for an unread one. The caller has to be in
+    a FakeTensorMode.
     """
     graph = fx.Graph()
     twins = {operand: _placeholder(graph, operand) for operand in node.all_input_nodes}
@@ -34,7 +36,7 @@ def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
         for carrier, fake in zip(outs, results_of(node), strict=True)
     ]
     set_like(twin, node)
-    set_held(twin, results[0] if is_tensor(node) else results)
+    set_fake(twin, results[0] if is_tensor(node) else results)
     entry = find(node.target)
     if entry is not None and (entry.sizes or entry.scales):
         _set(twin, dict(_literals(node, entry, [_shape(r) for r in results])))
@@ -44,7 +46,7 @@ def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
 def _placeholder(graph: fx.Graph, operand: fx.Node) -> fx.Node:
     twin = graph.placeholder(operand.name)
     set_value(twin, value(operand))
-    set_held(twin, _whole_fake(operand, held(operand)))
+    set_fake(twin, _whole_fake(operand, fake_of(operand)))
     return twin
 
 
@@ -55,7 +57,7 @@ def _whole_fake(node: fx.Node, fake: Any) -> Any:
 
 
 def _unwindowed(target: Any) -> Any:
-    """The op that a window's reader stands for: ``aten.embedding`` for ``masked_embedding``."""
+    """The model's op for an op that reads a window: ``masked_embedding -> aten.embedding``."""
     for name in RULES:
         windowed = RULES[name].windowed
         if windowed is not None and windowed.target is target:
@@ -67,7 +69,7 @@ def _unwindowed(target: Any) -> Any:
 def _literals(
     node: fx.Node, entry: Rule, results: list[tuple[int, ...] | None]
 ) -> Iterator[tuple[str, Any]]:
-    """Sizes and bounds of the whole's call, by argument."""
+    """The sizes and bounds of the call on whole tensors, by argument."""
     if entry.sizes:
         yield entry.sizes, list(results[0] or ())
     if not entry.scales:
@@ -88,11 +90,12 @@ def _scaled(given: Any, large: int, small: int) -> Any:
     """A size, bound or list of sizes, proportionally larger; "to the end" stays what it is."""
     if isinstance(given, list | tuple):
         return [_scaled(each, large, small) for each in given]
+    # aten spells "to the end" as 2**63 - 1, which is no size
     return given if given >= 2**62 else given * large // small
 
 
 def _set(twin: fx.Node, changes: dict[str, Any]) -> None:
-    """Put changed arguments where they stand, or add them as keywords."""
+    """Replace arguments by name: positional ones in place, others as keywords."""
     names = [name for name, _, _ in parameters(twin.target)]
     twin.args = tuple(changes.get(n, a) for n, a in zip(names, twin.args, strict=False))
     named = {name: x for name, x in changes.items() if name not in names[: len(twin.args)]}

@@ -1,5 +1,6 @@
-"""The command line: `partc compile | explain | simulate | calibrate | verify | check | diff`.
+"""The command `partc`: compile, passes, explain, simulate, bench, calibrate, verify, check, diff.
 
-In: words. Out: an exit code, and what commands print. Start: `main.py` has the parsers,
-`commands.py` what they call. Never: imported by any other room; torch only once a command needs it.
+In: the words of a command line. Out: printed results, an exit code. Start: `main.py`; `options.py`
+has the parsers, `commands.py` the commands. Never: torch before a command needs it; no other room
+imports this one.
 """

@@ -1,6 +1,6 @@
-"""The commands of the command line: each takes its parsed arguments and gives the exit code.
+"""The commands of the command line: each takes the parsed arguments and returns the exit code.
 
-They import what they need when they run, since `partc --help` imports this module.
+Commands import torch and other rooms when they run, as `partc --help` imports this module.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def compile_command(args: argparse.Namespace) -> int:
 
 
 def _recompute(args: argparse.Namespace) -> str | list[str] | None:
-    """A word of the plan's, or a list of module paths."""
+    """The value of ``--recompute`` for a plan: one of its words, or a list of module paths."""
     from partc.plan import RECOMPUTES
 
     said: str | None = args.recompute
@@ -217,7 +217,7 @@ def diff_command(args: argparse.Namespace) -> int:
 
 
 def _explain_program(args: argparse.Namespace) -> None:
-    """Plan, cost and roles of a saved program, or the source of one rank."""
+    """Print plan, cost, roles and explanation of a saved program, or one rank's source."""
     from partc.program import load
     from partc.reports.explanation import explain_program
 
@@ -246,7 +246,7 @@ def _explain_program(args: argparse.Namespace) -> None:
 
 
 def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:
-    """The cost of a saved program with formulas, for which its model is needed again."""
+    """The cost of a saved program with formulas, for which its model is traced again."""
     from partc.cli.formulas import cost_with_formulas
 
     target = _target(args, args.what, program)
@@ -257,7 +257,7 @@ def _with_formulas(args: argparse.Namespace, program: Program) -> CostReport:
 def _target(
     args: argparse.Namespace, folder: str, program: Program, values: bool = False
 ) -> Target:
-    """The model that a saved program was compiled from, as ``--model`` names it, or an error."""
+    """The model that ``--model`` names; LoadError if the program is of another model."""
     from partc.cli.models import find_model, sizes_of_inputs
     from partc.program import load
 
@@ -270,7 +270,7 @@ def _target(
 
 
 def _rules() -> dict[str, str]:
-    """Every op that has a rule, with the rule's letters or what its function says."""
+    """Every op with a sharding rule -> the rule's letters, or its function's docstring."""
     from partc.rules.table import RULES  # importing the package registers every family
 
     def text(notation: Any) -> str:
@@ -295,7 +295,7 @@ def _tell(args: argparse.Namespace, text: str, told: Any) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Say on stderr what runs, and every ten seconds that it still does."""
+    """Print on stderr what runs, and every ten seconds for how long."""
     start, over = time.monotonic(), threading.Event()
 
     def beat() -> None:

@@ -1,4 +1,4 @@
-"""A program's costs as formulas: its model is traced and cut again at other input sizes."""
+"""The costs of a program as formulas, found by partitioning its model at other input sizes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def cost_with_formulas(
     inputs: Sequence[Tensor],
     loss: Callable[..., Any] | None = None,
 ) -> CostReport:
-    """What ``program`` costs, with expressions in batch ``B``, sequence ``S`` and the mesh's axes.
+    """The costs of ``program`` as expressions of batch ``B``, sequence ``S`` and the mesh's axes.
 
-    ``S`` is there if all inputs are tokens, ``i64[B,S]``. Where other sizes give another program,
-    the report says so in their place. Raises what compiling raises.
+    There is an ``S`` if all inputs are tokens, ``i64[B,S]``. Where other sizes give another
+    program, the report has the reason in place of formulas. Raises the errors of ``compile``.
     """
     plan, inference = Plan.parse(program.plan), program.role(0).is_inference
 
@@ -49,7 +49,7 @@ def cost_with_formulas(
 
 
 def _sizes(inputs: Sequence[Tensor]) -> dict[str, int]:
-    """The sizes that have a symbol."""
+    """The sizes that get a symbol: ``B``, and ``S`` if all inputs are tokens."""
     batch = {"B": inputs[0].shape[0]} if inputs[0].dim() else {}
     shapes = {tuple(x.shape) for x in inputs}
     tokens = len(shapes) == 1 and inputs[0].dim() == 2
@@ -59,7 +59,7 @@ def _sizes(inputs: Sequence[Tensor]) -> dict[str, int]:
 
 
 def _resized(inputs: Sequence[Tensor], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """Inputs of these sizes; their values do not matter."""
+    """Inputs of other sizes, all zeros, as formulas depend on shapes only."""
     old = _sizes(inputs)
 
     def shape(x: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""The command line: ``partc compile | explain | simulate | calibrate | verify | check | diff``.
+"""The command `partc`: compile, passes, explain, simulate, bench, calibrate, verify, check, diff.
 
 Results go to stdout (``--json``: as one JSON object), progress and errors to stderr. Exit codes:
 0 done, 1 a verification failed or a diff is not empty, 2 an error, 130 interrupted.
@@ -16,7 +16,7 @@ from partc.errors import PartcError, RunError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command; return the exit code."""
     args = make_parser().parse_args(arguments)
     try:
         command: Callable[[argparse.Namespace], int] = args.command
@@ -38,7 +38,7 @@ def _refuse(args: argparse.Namespace, error: PartcError) -> int:
 
 
 def _of_system(error: OSError) -> PartcError:
-    """A full disk, a missing permission and their like, in four parts."""
+    """An error of the file system (a full disk, a missing permission) as a RunError."""
     return RunError(
         where=str(error.filename or "file system"),
         what="cannot be read or written",

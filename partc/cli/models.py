@@ -1,9 +1,9 @@
-"""A model's name on the command line in, the model, example inputs and loss out.
+"""Find the model, example inputs and loss that a name on the command line stands for.
 
-``package.module:callable`` gives a model or ``(model, inputs, loss)``, the loss optional; the
-current directory is searched too. ``hf:llama`` is a default Hugging Face configuration,
-``hf:path/config.json`` one of yours; nothing is downloaded. A configuration's parameters stay on
-the meta device unless values are asked for.
+``package.module:callable`` returns a model, ``(model, inputs)`` or ``(model, inputs, loss)``; the
+module may be in the current directory. ``hf:llama`` is the model of a default Hugging Face
+configuration, ``hf:path/config.json`` of a configuration file; nothing is downloaded. Parameters of
+such a model stay on the meta device unless values are asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from partc.errors import UsageError
 
-AUTO = (  # first fitting class, what its inputs are called
+AUTO = (  # the first class that has the configuration's model, and the name of its input
     ("AutoModelForCausalLM", "input_ids"),
     ("AutoModelForSeq2SeqLM", "input_ids"),
     ("AutoModelForMaskedLM", "input_ids"),
@@ -38,7 +38,7 @@ LAYERS = (
 
 @dataclass(frozen=True)
 class Target:
-    """What a model's name stands for."""
+    """A model, its example inputs and its loss."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -46,13 +46,13 @@ class Target:
     labels: int = 0  # how many of the last inputs only the loss reads
 
     def for_inference(self) -> Target:
-        """The model in eval mode with the inputs that it alone reads, and no loss."""
+        """The model in eval mode, without a loss and the inputs that only the loss reads."""
         return Target(self.model.eval(), self.inputs[: len(self.inputs) - self.labels])
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the command line says of a configuration's model."""
+    """The options of the command line for a Hugging Face model; None: not given."""
 
     batch: int | None = None
     seq: int | None = None
@@ -62,7 +62,7 @@ class Sizes:
 
 
 def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
-    """The model of a name; UsageError says what is wrong with it."""
+    """The model of a name; UsageError if the name stands for none."""
     kind, _, rest = name.partition(":")
     if not rest:
         raise _unknown(name, "it has no colon")
@@ -73,7 +73,7 @@ def find_model(name: str, sizes: Sizes, values: bool = False) -> Target:
 
 
 def _called(module: str, attribute: str) -> Target:
-    """Call ``attribute`` of an importable module."""
+    """The model that ``attribute`` of a module is, or returns when it is called."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         made = getattr(importlib.import_module(module), attribute)
@@ -91,7 +91,7 @@ def _called(module: str, attribute: str) -> Target:
 
 
 def _own_inputs(model: nn.Module, module: str, attribute: str) -> tuple[Tensor, ...]:
-    """A model alone may bring ``example_inputs``, a tuple or a method that makes one."""
+    """The ``example_inputs`` of a model, a tuple or a method; UsageError without any."""
     inputs = getattr(model, "example_inputs", None)
     if inputs is None:
         raise UsageError(
@@ -104,7 +104,7 @@ def _own_inputs(model: nn.Module, module: str, attribute: str) -> tuple[Tensor, 
 
 
 def _configured(name: str, sizes: Sizes, values: bool) -> Target:
-    """A Hugging Face model from its configuration alone."""
+    """A Hugging Face model, built from its configuration without downloading weights."""
     try:
         import transformers
     except ImportError:
@@ -173,7 +173,7 @@ def _set_layers(config: Any, name: str, layers: int | None) -> None:
 
 
 def _tokens(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
-    """Random tokens, and the same as labels."""
+    """Random token ids, and the same ids as labels."""
     shape = sizes.batch or 8, sizes.seq or 128
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.get_text_config().vocab_size, shape, generator=generator)
@@ -181,7 +181,7 @@ def _tokens(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 def _images(config: Any, sizes: Sizes) -> tuple[Tensor, ...]:
-    """Random pixels and classes."""
+    """Random images, and random classes as labels."""
     batch, size = sizes.batch or 8, sizes.seq or getattr(config, "image_size", 224)
     height, width = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     generator = torch.Generator().manual_seed(1)
@@ -212,7 +212,10 @@ def _drop_nothing(model: nn.Module) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters made here have no values; buffers, which may be tables worth knowing, have."""
+    """Put parameters that are made inside of the ``with`` on the meta device.
+
+    Buffers keep their values, as the compiler uses those of small tables.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -237,7 +240,7 @@ def _unknown(name: str, why: str) -> UsageError:
 
 
 def sizes_of_inputs(shapes: Sequence[tuple[int, ...]], sizes: Sizes) -> Sizes:
-    """Batch and sequence (or image) size as a program's inputs have them, where not given."""
+    """Sizes with batch and sequence (or image) size from a program's inputs, where not given."""
     first = shapes[0] if shapes else ()
     batch = sizes.batch or (first[0] if first else None)
     seq = sizes.seq or (first[-1] if len(first) > 1 else None)

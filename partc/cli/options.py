@@ -1,4 +1,4 @@
-"""The options of the command line, with what ``--help`` says of them; nothing here needs torch."""
+"""The options of the command line and their help texts; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ examples:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``partc``; what it gives has ``command``, the function to call with it."""
+    """The parser of ``partc``; its result has ``command``, the function to call with the result."""
     parser = argparse.ArgumentParser(
         prog="partc",
         description="Compile a single-device PyTorch model into readable distributed programs;\n"
@@ -69,7 +69,7 @@ class _Version(argparse.Action):
 
 
 def _without_command(parser: argparse.ArgumentParser) -> int:
-    """A bare ``partc`` shows what there is; a script whose command is empty must not succeed."""
+    """Print the help for a bare ``partc``; exit code 2, so that a script with no command fails."""
     parser.print_help(sys.stderr)
     return 2
 
@@ -158,7 +158,7 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
 
 
 def _passes_options(parser: argparse.ArgumentParser) -> None:
-    """It has none of its own."""
+    """``partc passes`` has no options of its own."""
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
@@ -277,7 +277,7 @@ def _diff_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("new", help="folder of another one")
 
 
-# name: what runs, what it can be told; in the order of `partc --help`
+# name -> the command's function, and the function that adds its options; in `--help`'s order
 COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {
     "compile": (commands.compile_command, _compile_options),
     "passes": (commands.passes_command, _passes_options),

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
-    """The saved program that a command is about."""
+    """Add ``folder``, the saved program that a command reads."""
     parser.add_argument("folder", help="folder of a saved program")
 
 
 def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """When ranks that do not answer are given up."""
+    """Add ``--timeout``, the seconds after which ranks that do not answer are given up."""
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=seconds,
         help=f"seconds after which ranks that are not done are given up (default: {seconds:.0f})",
@@ -19,7 +19,7 @@ def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """The sizes of a model that Hugging Face's library builds."""
+    """Add the options for the sizes of a Hugging Face model."""
     sizes = parser.add_argument_group(
         "for hf: models",
         "Left out, batch and sequence are those of the saved program, or 8 and 128.",

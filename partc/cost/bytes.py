@@ -1,4 +1,4 @@
-"""Bytes each call moves through memory, and bytes each collective sends over its axis."""
+"""Bytes that each call reads and writes in memory, and bytes that each collective sends."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
-from partc.graph import Graph, collectives, held, results_of, tensor_args
+from partc.graph import Graph, collectives, fake_of, results_of, tensor_args
 from partc.graph.moves import kind_of, moves
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind on one axis: how many, and bytes one rank sends for them all."""
+    """All collectives of one kind over one mesh axis: their number, and the bytes a rank sends."""
 
     axis: str
     kind: str
@@ -22,7 +22,10 @@ class Traffic:
 
 
 def moved_bytes(node: fx.Node, ran: Replay) -> int:
-    """Operands read plus results written; views are free, collectives are for `sent_bytes`."""
+    """Bytes a call reads and writes in memory: its operands and its results.
+
+    0 for a view, which touches no memory, and for a collective, which `sent_bytes` counts.
+    """
     if node.op != "call_function" or node.target in (*collectives.COLLECTIVES, collectives.wait):
         return 0
     operands = list(dict.fromkeys(tensor_args(node)))
@@ -34,13 +37,13 @@ def moved_bytes(node: fx.Node, ran: Replay) -> int:
 
 
 def total_moved_bytes(graph: Graph, ran: Replay | None = None) -> int:
-    """Memory traffic of a whole graph."""
+    """Bytes that all calls of a graph read and write, those of left-out equal blocks included."""
     ran = ran or replay(graph)
     return sum(graph.times(node) * moved_bytes(node, ran) for node in graph.calls())
 
 
 def sent_bytes(node: fx.Node) -> int:
-    """Bytes one rank sends for a collective, by ring formulas; 0 for other calls."""
+    """Bytes one rank sends for a collective by the ring algorithm; 0 for a call that is none."""
     if node.target not in collectives.COLLECTIVES:
         return 0
     top, bottom = sent_share(kind_of(node), node.kwargs["num"])
@@ -49,11 +52,14 @@ def sent_bytes(node: fx.Node) -> int:
 
 def put_in_bytes(node: fx.Node) -> int:
     """Bytes of one rank's operands of a collective."""
-    return sum(_num_bytes(held(operand)) for operand in tensor_args(node))
+    return sum(_num_bytes(fake_of(operand)) for operand in tensor_args(node))
 
 
 def packed_bytes(node: fx.Node) -> int:
-    """Bytes read and written to lay a collective's operands side by side, before it starts."""
+    """Bytes read and written before a collective starts, to make its operands one buffer.
+
+    0 where the one operand can be sent as it lies in memory.
+    """
     targets = (collectives.reduce_scatter, collectives.reduce_scatter_joined)
     together = len(tensor_args(node)) > 1
     if node.target is collectives.all_to_all:
@@ -64,7 +70,11 @@ def packed_bytes(node: fx.Node) -> int:
 
 
 def unpacked_bytes(node: fx.Node) -> int:
-    """Bytes read and written to make the whole of what has arrived, after the wait."""
+    """Bytes read and written after a collective's wait, to turn what arrived into its results.
+
+    Ranks' pieces arrive one after the other. That is the result already if the pieces are shards
+    of dim 0; shards of another dim have to be copied into place.
+    """
     gathers = (collectives.all_gather, collectives.all_gather_joined, collectives.all_to_all)
     if node.target not in gathers or not _is_cut_inside(node):
         return 0
@@ -72,19 +82,22 @@ def unpacked_bytes(node: fx.Node) -> int:
 
 
 def _is_cut_inside(node: fx.Node) -> bool:
-    """Whether what a collective gathers or scatters is not in a row of pieces on dim 0."""
+    """Whether a collective gathers or scatters shards of another dim than 0, or of parts of it."""
     return any((m.kwargs["dim"], m.kwargs.get("outer", 1)) != (0, 1) for m in moves(node))
 
 
 def sent_share(kind: str, num: Any) -> tuple[Any, Any]:
-    """What one rank of `num` sends, as a fraction (top, bottom) of its operands."""
-    if kind == "all_gather":  # (num - 1) / num of the whole, which is num operands
+    """The share of its operands that one rank of `num` sends, as numerator and denominator.
+
+    By the ring algorithm: all-gather num - 1, all-reduce 2 (num - 1) / num, others (num - 1) / num.
+    """
+    if kind == "all_gather":  # (num - 1) / num of the result, which is num times the operand
         return num - 1, 1
     return (2 if kind == "all_reduce" else 1) * (num - 1), num
 
 
 def traffic(graph: Graph) -> list[Traffic]:
-    """Collectives per axis and kind, in mesh order."""
+    """The graph's collectives summed up by axis, in the mesh's order, and kind."""
     counts: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
     for node in graph.calls():

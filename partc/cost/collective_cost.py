@@ -1,7 +1,7 @@
-"""How long a collective takes over an axis of a mesh, by each algorithm and by the cheapest.
+"""How long a collective over a mesh axis takes, by each algorithm and by the cheapest one.
 
-Every algorithm is a straight line over the bytes, a latency and seconds per byte (Hockney 1994), so
-it takes numbers and expressions alike. ``partc/machines/collective_formulas.py`` has the formulas.
+The time of an algorithm is ``latency + seconds per byte * bytes`` (Hockney 1994), so the number of
+bytes may be a sympy expression too. ``partc/machines/collective_formulas.py`` has the formulas.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from partc.plan.mesh import Mesh
 
 T = TypeVar("T")
 
-# What a library does by itself; a hierarchical collective is several of them, one per level.
+# The algorithms a library chooses among by itself. ``hierarchical`` is in none of the lists, as it
+# is several collectives, one per level of the links, which the program has to call.
 OF_LIBRARY: dict[str, dict[str, tuple[str, ...]]] = {
     "nccl": {
         "all_reduce": ("ring", "tree", "in_network"),
@@ -31,7 +32,7 @@ OF_LIBRARY: dict[str, dict[str, tuple[str, ...]]] = {
     "gloo": {
         "all_reduce": ("ring",),
         "all_gather": ("ring",),
-        "reduce_scatter": ("pairwise",),  # as programs do it: its own is an all_reduce
+        "reduce_scatter": ("pairwise",),  # by programs: gloo's own is an all_reduce
         "all_to_all": ("pairwise",),
         "broadcast": ("tree",),
         "send": ("direct",),
@@ -41,25 +42,25 @@ OF_LIBRARY: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of a collective by one algorithm, over the bytes that one rank puts in."""
+    """The time of a collective by one algorithm, as a line over the bytes of one rank's operand."""
 
     algorithm: str
     latency_s: float
     s_per_byte: float
 
     def seconds(self, num_bytes: Any) -> Any:
-        """Seconds for a number of bytes, or for an expression."""
+        """Seconds if one rank's operand has so many bytes; an expression gives an expression."""
         return self.latency_s + self.s_per_byte * num_bytes
 
 
 def estimates(
     kind: str, mesh: Mesh, axis: str, algorithms: tuple[str, ...] | None = None
 ) -> tuple[Estimate, ...]:
-    """A collective over an axis by each of these algorithms that can do it, by default those that
-    the hardware's library has. Empty if none of them can.
+    """One estimate per algorithm for a collective of a kind (``all_reduce``) over a mesh axis.
 
-    Where links have a protocol for small messages, an algorithm is there twice. UsageError for an
-    unknown kind or algorithm.
+    Without ``algorithms``, those of the hardware's library. An algorithm that the links cannot do
+    is left out; one whose links have a second protocol for small messages stands there twice, as
+    ``ring`` and ``ring_small``. UsageError for an unknown kind or algorithm.
     """
     known = _entry(FORMULAS, kind, "collective")
     for name in algorithms or ():
@@ -76,9 +77,9 @@ def cheapest(
     axis: str,
     algorithms: tuple[str, ...] | None = None,
 ) -> Estimate:
-    """The fastest way for so many bytes; of two that are equal, the first.
+    """The estimate of the algorithm that is fastest for so many bytes per rank; of two, the first.
 
-    UsageError if none of ``algorithms`` can do it.
+    UsageError if the links can do none of ``algorithms``.
     """
     found = estimates(kind, mesh, axis, algorithms)
     if not found:
@@ -93,7 +94,7 @@ def cheapest(
 
 
 def collective_seconds(kind: str, num_bytes: float, mesh: Mesh, axis: str) -> float:
-    """The time of a collective into which every rank puts so many bytes."""
+    """Seconds of a collective, by its cheapest algorithm, if each operand has so many bytes."""
     return float(cheapest(kind, num_bytes, mesh, axis).seconds(num_bytes))
 
 
@@ -121,7 +122,10 @@ def _estimates(
 
 
 def _num_starts(kind: str, algorithm: str, num_levels: int) -> int:
-    """How many collectives an algorithm is: inside and back out, where it is one per level."""
+    """How many collectives a program starts for one algorithm; several only for a hierarchical one.
+
+    An all-reduce over 3 levels is 5: reduce-scatters inward, one all-reduce, all-gathers outward.
+    """
     if algorithm != "hierarchical":
         return 1
     return 2 * num_levels - 1 if kind == "all_reduce" else num_levels

@@ -1,7 +1,10 @@
-"""What is left of sums over ranks when a step ends, where some began in its last backward.
+"""Seconds that gradient reductions still take when a step ends, if some began before the end.
 
-With ``n`` blocks, ``c`` of computing and ``t`` of transfer each, and ``f`` of transfer before all
-of them, ``max(t, n t - (n - 1) c, f + n t - n c)`` is left when the backward ends.
+A stage reduces gradients over ranks once, after its last microbatch. Reductions of blocks whose
+gradients are final may start in the last backward and run beside the blocks that are left. With
+``n`` blocks of ``c`` seconds of computing, ``t`` seconds to reduce one block's gradients, and ``f``
+seconds of reductions before the first block, ``max(t, n t - (n - 1) c, f + n t - n c)`` seconds of
+reductions are left when the backward ends.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from partc.plan.mesh import Mesh
 
 @dataclass(frozen=True)
 class EarlyBytes:
-    """Bytes that a rank of a stage puts into sums of one kind and axis: before its blocks' last
-    backward, behind each of ``num`` blocks, and at the end. ``share`` of that phase's arithmetic
-    is the blocks'.
+    """One rank's operands, in bytes, of a stage's gradient reductions of one kind over one axis.
+
+    ``first`` bytes are reduced before the last backward of the blocks, ``block`` after each of
+    ``num`` blocks, ``rest`` when the step ends. ``share``: the blocks' part of the phase's FLOPs.
     """
 
     kind: str
@@ -31,8 +35,9 @@ class EarlyBytes:
     share: float
 
     def saved_s(self, spent: Mapping[Phase, Spent], mesh: Mesh) -> float:
-        """Seconds less at the end than with all sums there; below 0 if that is more."""
+        """Seconds saved against reducing all bytes at the end; negative if starting early loses."""
         first_s, each_s, rest_s = (self._s(b, mesh) for b in (self.first, self.block, self.rest))
+        # a stage whose schedule splits the backward makes its gradients in W, not in B
         moved_s = self.num * each_s
         computed_s = self.share * spent["W" if "W" in spent else "B"].seconds
         behind_s = moved_s - computed_s * (self.num - 1) / self.num
@@ -42,7 +47,7 @@ class EarlyBytes:
         return self._s(whole, mesh) - rest_s - left_s - lost_s
 
     def ending(self, spent: Mapping[Phase, Spent], mesh: Mesh) -> dict[Phase, Spent]:
-        """What a stage spends, so much of its end hidden in its last backward."""
+        """A stage's times, with the saved seconds of phase E moved from exposed to hidden."""
         end = spent["E"]
         exposed, hidden = dict(end.exposed), dict(end.hidden)
         saved_s = min(self.saved_s(spent, mesh), exposed.get(self.axis, 0.0))

@@ -1,7 +1,7 @@
 """FLOPs of each node, two per multiply-add; element-wise work is not counted.
 
-A formula sees the call with every tensor replaced by its shape, so it takes numbers and sympy
-expressions alike and holds for whole and for local graphs.
+A formula gets a call's arguments with each tensor replaced by its shape. The dims of a shape are
+numbers or sympy expressions, of the whole tensors or of one rank's shards.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from partc.graph import Graph, held
+from partc.graph import Graph, fake_of
 from partc.registry import Registry
 
 Shape = tuple[Any, ...]  # of ints or of sympy expressions
@@ -29,12 +29,12 @@ def target_name(target: Any) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of what a node calls, overloads left out."""
+    """The name of the op or function that a node calls, without the overload: ``aten.mm``."""
     return target_name(node.target)
 
 
 def node_flops(node: fx.Node, shape_of: Callable[[fx.Node], Any] | None = None) -> Any:
-    """FLOPs of one node; `shape_of` may give other shapes than those held, symbolic ones say."""
+    """FLOPs of one node at its fake's shape, or at the shapes that `shape_of` gives (symbolic)."""
     name = op_name(node)
     if node.op != "call_function" or name not in FORMULAS:
         return 0
@@ -44,13 +44,13 @@ def node_flops(node: fx.Node, shape_of: Callable[[fx.Node], Any] | None = None) 
 
 
 def total_flops(graph: Graph) -> int:
-    """FLOPs of the whole graph: a training step, or one rank's share of it."""
+    """FLOPs of all calls: of the whole step, or of one rank's part where the graph is local."""
     return sum(graph.times(node) * node_flops(node) for node in graph.calls())
 
 
 def held_shapes(node: fx.Node) -> Any:
-    """The held shape of a node, or a list of shapes where it has several results."""
-    return pytree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, held(node))
+    """The shape of a node's fake, or a list of shapes where the call has several results."""
+    return pytree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, fake_of(node))
 
 
 def _for(*names: str) -> Callable[[Formula], Formula]:
@@ -81,7 +81,7 @@ def _weight_grad(out: Shape, d_y: Shape, x: Shape) -> Any:
 
 @_for("aten._grouped_mm", "aten._scaled_grouped_mm", "transformers.grouped_mm_fallback")
 def _grouped_mm(out: Shape, a: Shape, b: Shape, *rest: Any, **named: Any) -> Any:
-    """The groups share the rows (or, where neither side is 3-d, the summed dim) among them."""
+    """The groups divide the rows among them; where both operands are 2-d, the summed dim."""
     if len(a) == len(b) == 2:
         return 2 * a[0] * a[1] * b[1]
     return 2 * prod(out) * a[-1]
@@ -92,7 +92,7 @@ def _convolution(
     out: Shape, x: Shape, weight: Shape, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, *rest: Any,
 ) -> Any:  # fmt: skip
-    """Each point of the output (of the input, if transposed) meets the whole filter."""
+    """One multiply-add per output point (input point, if transposed) and element of the filter."""
     points = (x if transposed else out)[2:]
     return 2 * x[0] * prod(points) * prod(weight)
 
@@ -102,7 +102,7 @@ def _convolution_backward(
     out: Any, d_y: Shape, x: Shape, weight: Shape, bias_sizes: Any, stride: Any, padding: Any,
     dilation: Any, transposed: bool, output_padding: Any, groups: Any, mask: Any,
 ) -> Any:  # fmt: skip
-    """The gradients of input and weight cost a forward each."""
+    """The gradient of the input costs as much as the forward, so does that of the weight."""
     forward = _convolution(d_y, x, weight, None, stride, padding, dilation, transposed)
     return forward * (int(mask[0]) + int(mask[1]))
 
@@ -116,7 +116,7 @@ def _convolution_backward(
     "aten._scaled_dot_product_fused_attention_overrideable",
 )
 def _attention(out: Any, q: Shape, k: Shape, v: Shape, *rest: Any, **named: Any) -> Any:
-    """Scores, then their product with v; a causal mask is not taken off."""
+    """Two products, q k^T and scores v; the half that a causal mask spares is counted too."""
     return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
@@ -130,5 +130,5 @@ def _attention(out: Any, q: Shape, k: Shape, v: Shape, *rest: Any, **named: Any)
 def _attention_backward(
     out: Any, d_out: Shape, q: Shape, k: Shape, v: Shape, *rest: Any, **named: Any
 ) -> Any:
-    """The scores again, then d_scores, d_v, d_q and d_k."""
+    """Five products: the scores are computed again, then d_scores, d_v, d_q and d_k."""
     return 2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])

@@ -1,7 +1,8 @@
-"""What a rank keeps in memory: its state, and the live bytes along the order of its program.
+"""What a rank keeps in memory: its state, and the live bytes during each call of its program.
 
-The curve counts memory, not values: views share it, a reduction writes into its operand, a value
-is freed after its last reader, an operand in flight lives until its wait, gradients to the end.
+The account is of pieces of memory, not of values. A view shares the memory of its base. An
+all-reduce writes into its operand. A value is freed after its last reader, the operand of a
+collective after the wait; gradients live to the end of the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,13 @@ from torch import Tensor, fx
 
 from partc.cost.storage import GRADS_OF_ACTIVATIONS, Replay, Storage, replay
 from partc.errors import UsageError
-from partc.graph import Graph, collectives, held, ops, tensor_args, value
+from partc.graph import Graph, collectives, fake_of, ops, tensor_args, value
 
 STATE_COPIES = {  # tensors as large as the parameter that an optimizer keeps for it
     "none": 0, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2,
 }  # fmt: skip
-WRITTEN_OVER: dict[Any, int] = {  # by the place of the operand that programs write it over
+# The calls whose result generated programs write into an operand, with that operand's position.
+WRITTEN_OVER: dict[Any, int] = {
     collectives.all_reduce: 0, torch.ops.aten._log_softmax.default: 0, ops.cross_entropy_grad: 1,
     **dict.fromkeys(GRADS_OF_ACTIVATIONS, 0),
 }  # fmt: skip
@@ -27,7 +29,10 @@ WRITTEN_OVER: dict[Any, int] = {  # by the place of the operand that programs wr
 
 @dataclass(frozen=True)
 class Buffer:
-    """One piece of memory: who allocated it, its bytes, the first and last call it is live in."""
+    """A piece of memory: the call that allocates it, its bytes, and when it is live.
+
+    ``born`` and ``dies``: positions in ``MemoryCurve.calls`` of the first and last call.
+    """
 
     name: str
     module: str
@@ -35,7 +40,7 @@ class Buffer:
     born: int
     dies: int
     result: int = 0  # which of the tensors that the call returns
-    times: int = 1  # blocks like its own that are left out of the graph count here
+    times: int = 1  # its block, and the equal blocks that the graph leaves out
 
     def __str__(self) -> str:
         return f"{self.module}: {self.name}" if self.module else self.name
@@ -43,7 +48,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Live bytes during each call of a graph, beyond parameters, buffers and inputs."""
+    """Live bytes during each call of a graph; parameters, buffers and inputs are not counted.
+
+    ``first_backward`` is the position of the first call of the backward.
+    """
 
     calls: tuple[str, ...]
     buffers: tuple[Buffer, ...]
@@ -62,7 +70,7 @@ class MemoryCurve:
 
     @property
     def peak_at(self) -> int:
-        """The call during which most is live."""
+        """The position of the call during which most bytes are live."""
         live = self.live_bytes
         return live.index(max(live)) if live else 0
 
@@ -72,16 +80,16 @@ class MemoryCurve:
 
     @property
     def saved_bytes(self) -> int:
-        """What the forward leaves for the backward."""
+        """Bytes of saved activations: memory that the forward makes and the backward reads."""
         return sum(b.times * b.num_bytes for b in self.saved())
 
     def saved(self) -> list[Buffer]:
-        """The pieces that the forward leaves for the backward."""
+        """The saved activations: pieces of memory made by the forward and live in the backward."""
         at = self.first_backward
         return [b for b in self.buffers if b.born < at <= b.dies]
 
     def holders(self, num: int = 5) -> list[Buffer]:
-        """The largest pieces that are live at the peak."""
+        """The largest pieces of memory that are live at the peak, largest first."""
         at = self.peak_at
         live = [b for b in self.buffers if b.born <= at <= b.dies]
         return sorted(live, key=lambda b: (-b.num_bytes, b.born, b.name))[:num]
@@ -89,7 +97,7 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one rank keeps between steps."""
+    """Bytes that one rank keeps from step to step, by purpose."""
 
     params: int
     grads: int
@@ -99,7 +107,10 @@ class StateBytes:
 
 
 def state_bytes(graph: Graph, optimizer: str = "adamw") -> StateBytes:
-    """Bytes of parameters, gradients, optimizer, buffers and inputs as this graph holds them."""
+    """The state of a graph's rank in bytes: of shards if the graph is local, else of whole tensors.
+
+    UsageError for an optimizer that ``STATE_COPIES`` does not know.
+    """
     if optimizer not in STATE_COPIES:
         known = ", ".join(STATE_COPIES)
         what = f"no optimizer is named {optimizer!r}"
@@ -119,8 +130,8 @@ def state_bytes(graph: Graph, optimizer: str = "adamw") -> StateBytes:
 def memory_curve(graph: Graph, ran: Replay | None = None, *, in_place: bool = True) -> MemoryCurve:
     """The live memory of a graph run in node order, each value freed after its last use.
 
-    With ``in_place`` results are written over operands as generated programs do it, else by
-    reductions alone.
+    With ``in_place`` the results of ``WRITTEN_OVER`` take their operand's memory, as in generated
+    programs; otherwise only those of all-reduces do.
     """
     ran = ran or replay(graph)
     calls = list(graph.calls())
@@ -148,14 +159,14 @@ def memory_curve(graph: Graph, ran: Replay | None = None, *, in_place: bool = Tr
 
 
 def _ends(graph: Graph, calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """The position of each value's last reader; results of the graph outlive every call."""
+    """The position of each value's last reader; the graph's results get one behind all calls."""
     at = {node: i for i, node in enumerate(calls)}
     at[graph.fx.output_node()] = len(calls)
     return {n: max([at[n], *(at[r] for u in n.users for r in _readers(u))]) for n in calls}
 
 
 def _readers(user: fx.Node) -> list[fx.Node]:
-    """A call, and where it starts a collective also the waits that end its reading."""
+    """The nodes at which a user reads: itself, and its waits if it starts a collective."""
     if user.target not in collectives.COLLECTIVES:
         return [user]
     return [user, *(u for u in user.users if u.target is collectives.wait)]
@@ -164,8 +175,10 @@ def _readers(user: fx.Node) -> list[fx.Node]:
 def _written_in_place(
     graph: Graph, ran: Replay, calls: Sequence[fx.Node], over: Mapping[Any, int]
 ) -> dict[Storage, Storage]:
-    """Memory of a result -> that of the operand that it is written over, where nobody reads that
-    later; ``over`` has the place of the operand by what is called.
+    """Which results take the memory of an operand: the result's memory -> the operand's.
+
+    ``over`` gives the operand's position by the function called. The operand must not be read
+    later, must be large enough, and must be no parameter, buffer or input.
     """
     at = {node: i for i, node in enumerate([*calls, graph.fx.output_node()])}
     outside = {s for n in graph.fx.nodes if n.op == "placeholder" for s in ran.storages(n)}
@@ -179,12 +192,13 @@ def _written_in_place(
         if node.target in over:
             into = tensor_args(node)[over[node.target]]
             ((operand, size),), ((result, needs),) = (ran.storages(n).items() for n in (into, node))
+            # a parameter, buffer or input is read again in the next step
             if operand not in outside and needs <= size and last.get(operand, -1) <= at[node]:
                 shared[result] = shared.get(operand, operand)
     return shared
 
 
 def _num_bytes(node: fx.Node) -> int:
-    """Bytes that this graph holds of a value."""
-    tensor: Tensor = held(node)
+    """Bytes of a value in this graph's shapes: of the shard if the graph is local."""
+    tensor: Tensor = fake_of(node)
     return tensor.numel() * tensor.element_size()

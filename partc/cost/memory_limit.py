@@ -1,4 +1,4 @@
-"""The predicted peaks of ranks in, an error out where one is beyond the plan's memory."""
+"""Compare the predicted memory peak of each rank with what the plan and the device allow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Holders = tuple[tuple[str, int], ...]  # who, and how many bytes
 
 @dataclass(frozen=True)
 class Peak:
-    """What a rank holds when most is live: ``state`` through all steps, ``live`` of this one.
+    """The memory of a rank when most bytes are live: ``num_bytes``, and who holds them.
 
-    ``live`` are the largest pieces alone, so the two sum up to ``num_bytes`` at most.
+    ``state`` lives through all steps, ``live`` within one. ``live`` has only the largest pieces of
+    memory, so both together are ``num_bytes`` or less.
     """
 
     rank: str
@@ -27,8 +28,10 @@ class Peak:
 
 
 def memory_limits(mesh: Mesh, memory_bytes: int) -> list[int] | None:
-    """What the ranks at each place of the pipeline may hold, None for no limit: ``memory_bytes``,
-    and where devices are of several kinds no more than theirs leave.
+    """The bytes that the ranks of each pipeline place may use; None if there is no limit.
+
+    The limit is the plan's ``memory_bytes`` (0: none). Where pipeline places have different
+    devices, a place's limit is also at most what its own device can give.
     """
     if not mesh.hardware.is_mixed:
         return [memory_bytes] * mesh.pipeline_ranks if memory_bytes else None
@@ -37,7 +40,7 @@ def memory_limits(mesh: Mesh, memory_bytes: int) -> list[int] | None:
 
 
 def usable(memory_bytes: int) -> int:
-    """What of a device's memory a program may count on."""
+    """The bytes of a device's memory that a program may use: ``SPARE`` of all."""
     return round(SPARE * memory_bytes)
 
 
@@ -49,8 +52,9 @@ def fits(peaks: Sequence[Peak], limits: Sequence[int] | None) -> bool:
 
 
 def check_memory(peaks: Sequence[Peak], limits: Sequence[int] | None) -> None:
-    """MemoryLimitError for the rank that is most above its limit; one limit and one peak for each
-    place of the pipeline, or none.
+    """Raise MemoryLimitError for the rank that is most above its limit.
+
+    ``peaks`` and ``limits`` have one entry per pipeline place; without limits nothing is checked.
     """
     if limits is None:
         return

@@ -1,4 +1,4 @@
-"""The predicted step of a pipeline: that of its simulated schedule, and the optimizer's."""
+"""Predict the time of a pipeline's training step from its simulated schedule and the optimizer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ def predict_pipeline(
     flops: int,
     optimizer: str,
 ) -> Prediction:
-    """The step as the rank that computes longest spends it.
+    """The predicted step, divided into the phases of the rank that computes longest.
 
-    ``stages``: what a microbatch of each stage spends; ``trained_bytes``: parameters of each
-    pipeline rank; ``flops``: of one microbatch on one rank of every stage.
+    ``stages``: the time of each stage's phases, for one microbatch. ``trained_bytes``: bytes of
+    trainable parameters per pipeline rank. ``flops``: those of one microbatch, summed over one
+    rank of every stage.
     """
     schedule, simulated = step.schedule, step.simulated
     rank = max(range(schedule.ranks), key=simulated.busy.__getitem__)
     spent = {name: Spent() for name in ("forward", "backward", "gradients", "waiting")}
     for stage in schedule.stages_of(rank):
         for phase, each in stages[stage].items():
-            once = phase in ("S", "E")
+            once = phase in ("S", "E")  # before and after all microbatches
             spent[_NAMES[phase]].add(each, 1 if once else schedule.microbatches)
     left = simulated.makespan - simulated.busy[rank] - spent["gradients"].seconds
     transfers = max(0.0, simulated.exposed[rank] - spent["gradients"].seconds)
@@ -57,7 +58,7 @@ def predict_pipeline(
 
 
 def _sent_s(step: Step, rank: int) -> float:
-    """How long the messages that a rank sends in a step take."""
+    """Seconds of all messages that a rank sends to other stages in one step, hidden or not."""
     schedule, transfer = step.schedule, step.simulated.costs.transfer
     seconds = 0.0
     for boundary, (here, there) in enumerate(pairwise(schedule.rank_of)):

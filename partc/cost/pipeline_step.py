@@ -1,4 +1,4 @@
-"""A schedule and the stage graphs in, proved programs and a simulated step of all ranks out."""
+"""Turn a pipeline schedule into each rank's list of actions, check the lists, simulate a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, collectives, held, value
+from partc.graph import Graph, collectives, fake_of, value
 from partc.graph.tied import Tied
 from partc.schedules import Schedule
 from partc.schedules.check_programs import check_programs
@@ -20,7 +20,7 @@ from partc.schedules.step_costs import Link, StepCosts
 
 @dataclass(frozen=True)
 class Step:
-    """The programs of all ranks, and their time line at some costs."""
+    """A pipeline's step: the actions of every rank in order, and when each runs, simulated."""
 
     schedule: Schedule
     programs: tuple[RankProgram, ...]
@@ -32,10 +32,10 @@ class Step:
 
 
 def plan_step(schedule: Schedule, costs: StepCosts, closing: Sequence[Collective] = ()) -> Step:
-    """Lower a schedule, check its programs and run them in simulation.
+    """Add sends, receives and ``closing`` collectives to a schedule; check and simulate the result.
 
-    PlanError where a stage takes microbatches in another order than its neighbour makes them;
-    CheckError, with the cycle of waits, where the ranks would wait for each other.
+    PlanError where two neighbouring stages run the microbatches in different orders. CheckError,
+    with the cycle of waits, where the ranks would deadlock.
     """
     check_queues(schedule)
     programs = lower(schedule, costs=costs, collectives=closing)
@@ -44,9 +44,10 @@ def plan_step(schedule: Schedule, costs: StepCosts, closing: Sequence[Collective
 
 
 def check_queues(schedule: Schedule) -> None:
-    """PlanError unless neighbouring stages run the microbatches in one order, each way.
+    """Raise PlanError where neighbouring stages run the microbatches in different orders.
 
-    What passes between two stages is a plain queue in generated programs.
+    Generated programs receive a neighbour's tensors as a queue: first sent, first received. Both
+    the forwards and the backwards of two stages therefore need one order of microbatches.
     """
     runs = _microbatches(schedule)
     for stage in range(schedule.stages - 1):
@@ -64,7 +65,7 @@ def check_queues(schedule: Schedule) -> None:
 
 
 def _microbatches(schedule: Schedule) -> list[list[tuple[str, int]]]:
-    """Per stage its actions in order, as kind and microbatch."""
+    """Per stage, its actions in order: the kind (F, B, I, W) and the microbatch of each."""
     runs: list[list[tuple[str, int]]] = [[] for _ in range(schedule.stages)]
     for order in schedule.orders:
         for stage, kind, microbatch in order:
@@ -73,7 +74,7 @@ def _microbatches(schedule: Schedule) -> list[list[tuple[str, int]]]:
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Per stage, the most microbatches whose forward has run and whose backward has not."""
+    """Per stage, the largest number of microbatches between their forward and their backward."""
     most = []
     for run in _microbatches(schedule):
         now = peak = 0
@@ -87,9 +88,10 @@ def in_flight(schedule: Schedule) -> list[int]:
 def closing_collectives(
     graphs: Sequence[Graph], tied: Sequence[Tied], schedule: Schedule
 ) -> list[Collective]:
-    """What ranks sum and tell each other after all microbatches, in the order of their programs.
+    """The collectives of a pipeline after all microbatches, in the order in which ranks run them.
 
-    A stage's sums over its own ranks meet nobody else in the pipeline: one member.
+    First each stage's gradient reductions: one entry per stage with one member, as they stay among
+    the stage's own ranks. Then the gradients of tied parameters, then the loss.
     """
     rank_of = schedule.rank_of
     found = [
@@ -108,7 +110,7 @@ def closing_collectives(
 
 
 def end_collectives(graph: Graph) -> Iterator[fx.Node]:
-    """A stage's collectives after all microbatches."""
+    """The collectives that a stage runs once, after all microbatches (phase E)."""
     for node in graph.calls():
         if node.target in collectives.COLLECTIVES and value(node).phase == "E":
             yield node
@@ -121,10 +123,13 @@ def closing_seconds(
     ends: Sequence[float],
     link: Link,
 ) -> dict[str, float]:
-    """The time of each closing collective; ``ends`` has that of each stage's own sums."""
+    """Seconds of each collective of ``closing_collectives``, by name.
+
+    ``ends``: seconds of each stage's own gradient reductions.
+    """
     times = {gradients_of(stage): seconds for stage, seconds in enumerate(ends)}
     for one in tied:
-        fake = held(graphs[one.stages[0]].params[one.name])
+        fake = fake_of(graphs[one.stages[0]].params[one.name])
         others = len(one.ranks(schedule)) - 1
         times[tied_name(one)] = others * link.seconds(fake.numel() * fake.element_size())
     return times | {"loss": link.seconds(0)}

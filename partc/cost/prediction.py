@@ -1,6 +1,7 @@
-"""What a step is predicted to take on the mesh's machines: by phase, by axis, and in rates.
+"""Predict a training step's time on the mesh's machines: by phase, by mesh axis, and as rates.
 
-Times are the roofline's (``partc/cost/roofline.py``), those of pipelines of the simulated step.
+The times are those of the roofline model (``partc/cost/roofline.py``); a pipeline's are those of
+its simulated schedule (``pipeline_prediction.py``).
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any
 
 from partc.amounts import Row, amount, table, time_text
 from partc.cost.flops import node_flops, total_flops
-from partc.cost.record_tape import record_step
+from partc.cost.record_events import record_step
 from partc.cost.roofline import Spent, dtype_of
 from partc.cost.step_walk import step_times
 from partc.cost.storage import Replay
-from partc.graph import Graph, held, value
+from partc.graph import Graph, fake_of, value
 from partc.machines.objective import Batch
 from partc.machines.topology import Device
 from partc.plan.mesh import Mesh
 
-# How often each byte of a parameter is moved by a fused step: parameter, gradient and states are
-# read, parameter and states written.
+# How many bytes a fused optimizer step moves per byte of a parameter: parameter, gradient and
+# states are read, parameter and states are written (adam has 2 states: 4 reads, 3 writes).
 OPTIMIZER_TRAFFIC = {
     "none": 0, "sgd": 3, "momentum": 5, "adagrad": 5, "rmsprop": 5, "adam": 7, "adamw": 7,
 }  # fmt: skip
@@ -30,8 +31,9 @@ OPTIMIZER_TRAFFIC = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does to the whole batch, however it is cut: FLOPs of the model, most of them in
-    ``dtype``, for so many samples and tokens (0 where inputs are no tokens).
+    """The work of a step on the global batch, whatever the plan: the model's FLOPs, and the batch.
+
+    ``dtype`` is the precision of most FLOPs. ``tokens`` is 0 where the first input has no tokens.
     """
 
     flops: int
@@ -41,19 +43,19 @@ class Work:
 
     @property
     def batch(self) -> Batch:
-        """Its tokens, or its samples."""
+        """The batch counted in tokens if the inputs are tokens, otherwise in samples."""
         return Batch(self.tokens, "tokens") if self.tokens else Batch(self.samples, "samples")
 
     @classmethod
     def of(cls, graph: Graph) -> Work:
-        """That of a joint graph as it was traced."""
+        """The work of a joint graph, at whole shapes; a first input of 2-d integers is tokens."""
         by_dtype: Counter[str] = Counter()
         for node in graph.calls():
             if flops := node_flops(node):
                 by_dtype[dtype_of(node)] += graph.times(node) * flops
         first = next(iter(graph.inputs.values()), None)
         shape = () if first is None else value(first).shape
-        of_tokens = first is not None and len(shape) == 2 and not held(first).is_floating_point()
+        of_tokens = first is not None and len(shape) == 2 and not fake_of(first).is_floating_point()
         return cls(
             flops=total_flops(graph),
             dtype=max(by_dtype, key=by_dtype.__getitem__, default="f32"),
@@ -64,8 +66,9 @@ class Work:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of a step on the rank that computes most; ``parts`` are its seconds by what bounds
-    them, as ``Spent`` has them, and ``bound`` what takes most of it.
+    """The seconds of one phase of a step (``forward``), on the rank that computes most.
+
+    ``parts``: the seconds by what bounds them, as in ``Spent.parts``; ``bound``: the largest part.
     """
 
     name: str
@@ -76,7 +79,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class AxisTime:
-    """How long the transfers of an axis take in a step: beside computing, and instead of it."""
+    """Seconds of one axis's transfers in a step: hidden beside computing, or exposed."""
 
     axis: str
     hidden_s: float
@@ -85,8 +88,10 @@ class AxisTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One training step: ``seconds`` are those of its phases. ``device_flops`` is what one device
-    computes, recomputing and what several compute alike included; ``peak`` its FLOP/s.
+    """The predicted time of one training step, its phases, its transfers and its rates.
+
+    ``device_flops``: FLOPs that one device executes, including recomputation and calls that several
+    devices all execute. ``peak``: peak FLOP/s of a device at the dtype of ``work``.
     """
 
     hardware: str
@@ -109,24 +114,24 @@ class Prediction:
 
     @property
     def model_flops_per_s(self) -> float:
-        """FLOPs of the model that one device gets done in a second."""
+        """FLOPs of the model per second and device; recomputation does not count."""
         return self.work.flops / self.devices / self.seconds if self.seconds else 0.0
 
     @property
     def model_share(self) -> float:
-        """The same as a share of the device's peak (MFU)."""
+        """Model FLOPs utilization (MFU): ``model_flops_per_s`` over the device's peak."""
         return self.model_flops_per_s / self.peak
 
     @property
     def hardware_share(self) -> float:
-        """What a device computes, as a share of its peak (HFU)."""
+        """Hardware FLOPs utilization (HFU): all FLOPs that a device executes, over its peak."""
         return self.device_flops / self.seconds / self.peak if self.seconds else 0.0
 
     def __str__(self) -> str:
         return "\n".join(table(self.rows())) + "\n"
 
     def rows(self) -> list[Row]:
-        """A few lines for a table."""
+        """The prediction as rows of a table: the step, its phases, its axes, a device's rate."""
         rates = [f"{self.samples_per_s:.4g} samples/s"]
         rates += [f"{self.tokens_per_s:.4g} tokens/s"] if self.work.tokens else []
         rows = [("predicted step", time_text(self.seconds), f"{', '.join(rates)}, {self.hardware}")]
@@ -164,21 +169,21 @@ def predict(
     local: Graph, ran: Replay, work: Work, mesh: Mesh, *, optimizer: str = "adamw",
     prefetch: int = 1,
 ) -> Prediction:  # fmt: skip
-    """The step of a scheduled graph of one stage, the same on all ranks of the mesh."""
+    """The predicted step of a plan without pipeline stages; ``local`` is the scheduled graph."""
     spent = step_times(record_step(local, ran, prefetch), mesh)
     spent["optimizer"] = optimizer_time(trained_bytes(local), mesh.hardware.device, optimizer)
     return prediction(spent, work, mesh, total_flops(local))
 
 
 def trained_bytes(local: Graph) -> int:
-    """Bytes of a rank's parameters with gradients."""
-    return sum(local.times(local.params[n]) * held(d).nbytes for n, d in local.grads.items())
+    """Bytes of one rank's trained parameters, counted on their gradients."""
+    return sum(local.times(local.params[n]) * fake_of(d).nbytes for n, d in local.grads.items())
 
 
 def prediction(
     spent: Mapping[str, Spent], work: Work, mesh: Mesh, device_flops: float
 ) -> Prediction:
-    """A prediction of phases, by name in order; those that take no time are left out."""
+    """A Prediction from the time of each phase, in order; phases of 0 seconds are left out."""
     whole = Spent()
     for each in spent.values():
         whole.add(each)
@@ -206,7 +211,7 @@ def prediction(
 
 
 def optimizer_time(param_bytes: int, device: Device, optimizer: str) -> Spent:
-    """The optimizer's step of a rank's parameters by a fused kernel: their bytes, its states'."""
+    """The time of one rank's fused optimizer step, from the bytes it reads and writes."""
     num_bytes = OPTIMIZER_TRAFFIC[optimizer] * param_bytes
     if not num_bytes:
         return Spent()

@@ -1,9 +1,9 @@
-"""What the shape of a matrix product costs beside its FLOPs: processors that stand idle in the last
-wave of tiles, and a result that is written when the arithmetic is done.
+"""The share of a device's processors that a matrix product keeps busy (wave quantization).
 
-A library cuts the result into tiles, one for each processor at a time. Where 5.3 waves of tiles are
-6, the sixth takes as long as the others ("wave quantization" in NVIDIA's Matrix Multiplication
-Background User's Guide, which names tiles of 256 x 128 as the fastest ones).
+A library cuts the result into tiles and gives each processor one tile at a time. If the tiles fill
+the processors 5.3 times, there are 6 waves, and the last takes as long as a full one: the product
+is 6 / 5.3 times slower. See "wave quantization" in NVIDIA's Matrix Multiplication Background User's
+Guide, which names tiles of 256 x 128 as the fastest ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from partc.cost.flops import op_name
-from partc.graph import held
+from partc.graph import fake_of
 
 TILES = ((256, 128), (128, 256))
 FEWEST_WAVES = 2  # with fewer, libraries take smaller tiles
@@ -25,7 +25,7 @@ BATCHED = frozenset({"aten.bmm", "aten.baddbmm", "aten.matmul"})
 
 
 class Product(NamedTuple):
-    """Sizes of the results of a batch of matrix products; 0 where a call makes none."""
+    """The result of a batched matrix product, ``[batch, rows, columns]``; all 0 for other calls."""
 
     batch: int
     rows: int
@@ -36,8 +36,8 @@ NONE = Product(0, 0, 0)
 
 
 def product_of(node: fx.Node) -> Product:
-    """The matrix products that a call makes of what its graph holds."""
-    name, fake = op_name(node), held(node)
+    """The matrix product that a call computes, at its fake's shape; ``NONE`` for other calls."""
+    name, fake = op_name(node), fake_of(node)
     if not isinstance(fake, Tensor) or fake.dim() < 2:
         return NONE
     *leading, rows, columns = fake.shape
@@ -49,13 +49,14 @@ def product_of(node: fx.Node) -> Product:
 
 
 def _is_matrix(operand: Any) -> bool:
-    return isinstance(operand, fx.Node) and held(operand).dim() == 2
+    return isinstance(operand, fx.Node) and fake_of(operand).dim() == 2
 
 
 def busy_share(processors: int, batch: Any, rows: Any, columns: Any) -> Any:
-    """The share of all processors that have a tile, over all waves; numbers or arrays.
+    """The mean share of processors that have a tile, over all waves; for numbers or arrays.
 
-    1 where the number of processors is not known (0), and where tiles are few.
+    1 where the number of processors is not known (0), and where there are fewer than
+    ``FEWEST_WAVES`` waves.
     """
     if not processors:
         return np.ones_like(np.asarray(rows, dtype=np.float64))

@@ -1,8 +1,8 @@
-"""Predicted times: each call takes as long as its arithmetic or its memory traffic, whichever is
-longer, and a collective runs beside the calls between its start and its wait.
+"""Predict times by the roofline model (Williams, Waterman and Patterson, 2009).
 
-This is the roofline model (Williams, Waterman and Patterson, 2009), its roofs lowered by what
-kernels reach on the mesh's devices (``partc/machines/topology.py``).
+A call takes as long as its arithmetic or its memory traffic, whichever is longer. A collective runs
+beside the calls between its start and its wait. Arithmetic and memory run at the part of their peak
+that kernels reach on the mesh's devices (``partc/machines/topology.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from partc.cost.bytes import moved_bytes
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.flops import node_flops, op_name
 from partc.cost.products import busy_share, product_of
+from partc.cost.step_events import Call, Move
 from partc.cost.storage import Replay
-from partc.cost.tape import Call, Move
-from partc.graph import held
+from partc.graph import fake_of
 from partc.machines.topology import APART_S, Device
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES
@@ -41,9 +41,11 @@ WAIT = "wait"  # of boxes in which computing stands still, where steps are measu
 
 @dataclass
 class Spent:
-    """Where time goes, in seconds: computing by what bounds it (``arithmetic``, ``memory``,
-    ``launches``), and by axis what computing waits for transfers or loses to them (``exposed``) and
-    how long they run beside it (``hidden``).
+    """Where the seconds of a phase or a step go.
+
+    ``computing``: by what bounds the calls (``arithmetic``, ``memory``, ``launches``).
+    ``exposed``: by mesh axis, the time that computing waits for transfers or is slowed by them.
+    ``hidden``: by mesh axis, the time that transfers run while computing goes on.
     """
 
     computing: dict[str, float] = field(default_factory=dict)
@@ -56,23 +58,23 @@ class Spent:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by what computing is bound by, and by the axis that it waits for."""
+        """Computing by what bounds it and exposed transfers by axis, in seconds."""
         return {**self.computing, **self.exposed}
 
     @property
     def bound(self) -> str:
-        """What takes most of the time."""
+        """The name of the largest part, ``nothing`` if there is none."""
         parts = self.parts
         return max(parts, key=parts.__getitem__, default="nothing")
 
     def times(self, factor: float) -> Spent:
-        """So many times as much."""
+        """A new Spent with all seconds multiplied by a factor."""
         whole = Spent()
         whole.add(self, factor)
         return whole
 
     def add(self, other: Spent, times: float = 1.0) -> None:
-        """Add what another spent, so many times."""
+        """Add another's seconds, ``times`` times, to these."""
         for mine, theirs in (
             (self.computing, other.computing),
             (self.exposed, other.exposed),
@@ -87,7 +89,7 @@ class Spent:
 
 
 def piece_seconds(node: fx.Node, ran: Replay, device: Device, pieces: int) -> float:
-    """The time of one of so many equal pieces of a call, those of its rows or batch."""
+    """Seconds of one piece of a call whose rows or batch are cut into ``pieces`` equal ones."""
     call = call_of(node, ran)
     if call is None:
         return 0.0
@@ -99,17 +101,20 @@ def piece_seconds(node: fx.Node, ran: Replay, device: Device, pieces: int) -> fl
 
 
 def call_of(node: fx.Node, ran: Replay) -> Call | None:
-    """What a roofline asks of a call; None if it does nothing."""
+    """The FLOPs, bytes and sizes of a call; None for a view and other calls that cost nothing."""
     flops, num_bytes, name = node_flops(node), moved_bytes(node, ran), op_name(node)
     if not flops and not num_bytes:
         return None
     product = product_of(node)
-    written = held(node).nbytes if product.rows else 0
+    written = fake_of(node).nbytes if product.rows else 0
     return Call(name, work_of(node), dtype_of(node), flops, num_bytes, *product, written)
 
 
 def work_of(node: fx.Node) -> str:
-    """Which efficiency a call has (``topology.WORK``); calls without FLOPs are not ``matmul``."""
+    """The kind of work (``topology.WORK``) whose efficiency a call has.
+
+    ``matmul`` is also the answer for calls without FLOPs, whose time is memory traffic alone.
+    """
     name = op_name(node)
     return "attention" if "attention" in name else "functions" if name in FUNCTIONS else "matmul"
 
@@ -122,14 +127,16 @@ def _parts(call: Call, device: Device) -> dict[str, float]:
 
 
 def dtype_of(node: fx.Node) -> str:
-    """The precision of a call's first result, as in ``Device.flops_per_s``."""
-    tensors = [x for x in pytree.tree_leaves(held(node)) if isinstance(x, Tensor)]
+    """The name in ``Device.flops_per_s`` of the dtype of a call's first result."""
+    tensors = [x for x in pytree.tree_leaves(fake_of(node)) if isinstance(x, Tensor)]
     return DTYPE_NAMES.get(tensors[0].dtype, "f8") if tensors else "f32"
 
 
 class Box(NamedTuple):
-    """What a stream does from ``begin_s`` on: the one that computes, or that of an axis. Those of
-    ``BLOCKS`` are named by phase, or kind of action.
+    """One span of a time line: what a stream does from ``begin_s`` on, for ``seconds``.
+
+    Streams are ``COMPUTE``, the mesh axes, and ``BLOCKS``, whose boxes enclose a block's calls and
+    are named by phase or kind of action.
     """
 
     stream: str
@@ -140,18 +147,18 @@ class Box(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name in traces, ``partc::<kind>::<site>``."""
+        """The box's name in traces, ``partc::<kind>::<site>``."""
         if self.stream == BLOCKS:
             return f"partc::{self.name}::{self.block}"
         return f"partc::{self.stream}::{self.name}"
 
 
 class Clock:
-    """How far computing has come, and until when the links of each axis are taken.
+    """Simulates one rank: one stream that computes, and one stream of transfers per mesh axis.
 
-    Collectives of one axis run one after the other, those of several axes side by side. While any
-    runs, computing is slower by the topology's ``contention``; where ranks meet, they wait for the
-    slowest (``skew``). With ``boxes`` it notes all of it.
+    Collectives of one axis run one after the other, those of different axes side by side. While a
+    transfer runs, computing is slower by the topology's ``contention``. At a wait, ranks also wait
+    for the slowest of them (``skew``). A list ``boxes`` receives every span of time.
     """
 
     def __init__(self, mesh: Mesh, boxes: list[Box] | None = None) -> None:
@@ -162,12 +169,12 @@ class Clock:
         self.block = ""
 
     def compute(self, call: Call, spent: Spent) -> None:
-        """Execute a call."""
+        """Advance the computing stream by the time of one call."""
         bound, seconds = max(_parts(call, self.device).items(), key=lambda part: part[1])
         self._compute(call.name, bound, seconds + self.device.call_s, spent)
 
     def start(self, move: Move, spent: Spent) -> float:
-        """Start a collective, once its operands lie side by side; when it ends."""
+        """Copy a collective's operands together, start the collective; return when it ends."""
         axis = move.axis
         self._copy(move.packed_bytes, spent)
         begin = max(self.now, self.free.get(axis, 0.0))
@@ -178,7 +185,8 @@ class Clock:
         return begin + seconds
 
     def wait(self, move: Move, end: float, spent: Spent) -> None:
-        """Wait for a started collective that ends then, and make the whole of what arrived."""
+        """Wait until ``end`` for a started collective, then copy what arrived into place."""
+        # the longer ranks computed since they last met, the further they are apart
         end += self.mesh.hardware.skew * min(self.now - self.met, APART_S)
         if end > self.now:
             self._expose(move.axis, end - self.now, spent)
@@ -186,12 +194,12 @@ class Clock:
         self._copy(move.unpacked_bytes, spent)
 
     def note(self, name: str, seconds: float) -> None:
-        """Note what runs now and takes so long, in none of the blocks."""
+        """Add a box of the computing stream that begins now and belongs to no block."""
         self.block = ""
         self._note(COMPUTE, name, self.now, seconds)
 
     def note_block(self, phase: str, begin_s: float) -> None:
-        """Note that the calls of a block's phase are done which began then."""
+        """Add a box from ``begin_s`` to now around a block's calls of one phase."""
         self._note(BLOCKS, phase, begin_s, self.now - begin_s)
 
     def _copy(self, num_bytes: int, spent: Spent) -> None:
@@ -200,6 +208,7 @@ class Clock:
 
     def _compute(self, name: str, bound: str, seconds: float, spent: Spent) -> None:
         spent.computing[bound] = spent.computing.get(bound, 0.0) + seconds
+        # of several transfers the one that ends last slows computing for longest
         axis = max(self.free, key=self.free.__getitem__, default="")
         speed = 1 - self.mesh.hardware.contention
         beside = self.free.get(axis, 0.0) - self.now  # so long a transfer runs
@@ -211,7 +220,7 @@ class Clock:
         self.now += seconds
 
     def _expose(self, axis: str, seconds: float, spent: Spent) -> None:
-        """Count time of a transfer, hidden so far, as exposed."""
+        """Count seconds of a transfer as exposed; ``start`` counted them all as hidden."""
         spent.exposed[axis] = spent.exposed.get(axis, 0.0) + seconds
         spent.hidden[axis] = spent.hidden.get(axis, 0.0) - seconds
 

@@ -1,4 +1,7 @@
-"""What a pipeline stage costs, counted on its scheduled graph, and the step's costs from all."""
+"""The FLOPs, bytes and seconds of a pipeline stage, counted on its scheduled graph.
+
+``step_costs`` puts all stages together as the costs that the schedule's simulation takes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from partc.cost.pipeline_step import Step
 from partc.cost.roofline import Spent
 from partc.cost.step_walk import phase_times
 from partc.cost.storage import Replay, Storage, replay
-from partc.graph import Graph, Phase, held, value
+from partc.graph import Graph, Phase, fake_of, value
 from partc.machines.topology import APART_S
 from partc.plan.mesh import PP, Mesh
 from partc.schedules.step_costs import Link, StepCosts
@@ -27,11 +30,11 @@ _NOTHING_GAINED = 1e-9  # relative
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage; compute and times are of one microbatch, but for those of phases S and E.
+    """The costs of one pipeline stage, for one microbatch; phases S and E count once per step.
 
-    ``activation_bytes`` are held from a microbatch's forward to its backward, ``waiting_bytes``
-    from there to its weight gradients. ``sent_bytes`` go to the next stage, its gradient comes
-    back. ``spent`` says by phase where the time goes.
+    ``activation_bytes`` are saved from a microbatch's forward to its backward, ``waiting_bytes``
+    from its backward to its weight gradients. ``sent_bytes`` go to the next stage in the forward;
+    as many come back in the backward. ``spent``: seconds by phase.
     """
 
     forward_flops: int
@@ -42,7 +45,7 @@ class StageCost:
     activation_bytes: int
     waiting_bytes: int
     sent_bytes: int
-    early: EarlyBytes | None = None  # of its sums over ranks, those that begin before the end
+    early: EarlyBytes | None = None  # the gradient reductions that begin in the last backward
 
     @property
     def forward_s(self) -> float:
@@ -58,7 +61,7 @@ class StageCost:
 
     @property
     def closing_s(self) -> float:
-        """Of the sums over ranks that end the step."""
+        """Seconds of the gradient reductions that end the step (phase E)."""
         return self._seconds("E")
 
     def _seconds(self, phase: Phase) -> float:
@@ -68,10 +71,12 @@ class StageCost:
 def sharing_costs(
     stages: Sequence[StageCost], step: Step, sharing: float
 ) -> tuple[StageCost, ...] | None:
-    """The costs where ranks share processors (``Topology.sharing``), and those that wait for what
-    others compute leave theirs to them; None where no rank would be faster. Waiting for transfers
-    leaves nothing: such ranks move their data themselves. At any time all that work are as fast as
-    each other (processor sharing), so the order of what happens stays.
+    """The stages' costs where ranks share processors; None if no rank would be faster.
+
+    A rank that waits for another's result (a bubble) leaves its processors to the ranks that work,
+    which then run up to ``Topology.sharing`` times faster. A rank that waits for a transfer leaves
+    none, as its processors move the data. All working ranks speed up alike (processor sharing), so
+    the order of events stays and one factor scales all times.
     """
     whole, num = step.simulated.makespan, len(step.programs)
     spans = step.simulated.working()
@@ -85,9 +90,11 @@ def sharing_costs(
     )
 
 
-def with_messages(stages: Sequence[StageCost], mesh: Mesh) -> tuple[StageCost, ...]:
-    """The costs of stages that lose time to their messages: computing beside one is slower
-    (``Topology.contention``), and whoever needs one waits for a rank that may be late (``skew``).
+def with_send_costs(stages: Sequence[StageCost], mesh: Mesh) -> tuple[StageCost, ...]:
+    """The stages' costs with the time that their messages take from computing, as exposed ``pp``.
+
+    Computing beside a message is slower (``Topology.contention``), and the receiver of a message
+    waits for a sender that may be late (``Topology.skew``).
     """
     hardware = mesh.hardware
     if PP not in mesh.names or mesh.size(PP) == 1 or not (hardware.contention or hardware.skew):
@@ -108,7 +115,7 @@ def with_messages(stages: Sequence[StageCost], mesh: Mesh) -> tuple[StageCost, .
 
 
 def stage_link(stages: Sequence[StageCost], mesh: Mesh) -> Link:
-    """The connection between neighbouring pipeline ranks, at its best for the largest message."""
+    """The link between neighbouring pipeline ranks, as the largest message uses it best."""
     if PP not in mesh.names or mesh.size(PP) == 1:
         level = mesh.hardware.levels[0]  # a stage after the other on one rank: no message is sent
         return Link(level.latency_s, level.attained_bytes_per_s)
@@ -119,7 +126,7 @@ def stage_link(stages: Sequence[StageCost], mesh: Mesh) -> Link:
 def step_costs(
     stages: Sequence[StageCost], closing_s: Mapping[str, float], link: Link
 ) -> StepCosts:
-    """The costs of a step in seconds and bytes."""
+    """The costs of all stages, in seconds and bytes, as the simulation of a schedule takes them."""
     costs = Costs(
         forward=tuple(s.forward_s for s in stages),
         input_grad=tuple(s.backward_s for s in stages),
@@ -155,14 +162,17 @@ def stage_cost(graph: Graph, mesh: Mesh) -> StageCost:
 
 
 def stage_of_json(stage: Mapping[str, Any]) -> StageCost:
-    """A stage's cost as a saved program has it."""
+    """A StageCost from the plain data of a saved program."""
     spent = {phase: Spent.of_json(each) for phase, each in stage["spent"].items()}
     early = EarlyBytes(**stage["early"]) if stage.get("early") else None
     return StageCost(**{**stage, "spent": spent, "early": early})
 
 
 def _held_bytes(graph: Graph, ran: Replay) -> tuple[int, int]:
-    """What one microbatch holds between its forward and backward, and then until its weights'."""
+    """Bytes that one microbatch keeps for later phases: from its forward on, and for phase W.
+
+    Each piece of memory counts once, by the phase that made it and the phases that read it.
+    """
     made: dict[Storage, Phase] = {}
     sizes: dict[Storage, int] = {}
     read: dict[Storage, set[Phase]] = {}
@@ -197,6 +207,6 @@ def _is(node: fx.Node, phase: Phase) -> bool:
 
 
 def num_bytes(node: fx.Node) -> int:
-    """Bytes of a tensor of this graph's own shapes."""
-    fake = held(node)
+    """Bytes of a node's tensor, at its fake's shape."""
+    fake = fake_of(node)
     return int(fake.numel() * fake.element_size())

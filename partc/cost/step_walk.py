@@ -1,35 +1,39 @@
-"""What a step spends its time on: its tape walked with one stream that computes and one per axis
-that moves data.
+"""Predict the time of a step by walking its StepEvents with a ``Clock``.
 
-A program gathers a block's weights while the block before it runs, perhaps several blocks' while
-something else runs between two loops, and finishes a block's gradients behind the next one's
-backward (``codegen/bodies/step.py``): so does the walk. Blocks that a
-folded graph leaves out are walked like the one that stands for them.
+The clock has one stream that computes and one stream of transfers per mesh axis. The walk starts
+and awaits transfers where a program does (``codegen/bodies/step.py``): a block's parameters are
+gathered while the block before it runs, those of several blocks between two loops over blocks, and
+a block's gradient reduction is awaited after the backward of the next block. Equal blocks that the
+graph leaves out are walked as often as they run.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from partc.cost.record_tape import record_phases
+from partc.cost.record_events import record_phases
 from partc.cost.roofline import Clock, Spent
+from partc.cost.step_events import CALL, LAST, WAIT, Event, Move, Run, StepEvents
 from partc.cost.storage import Replay
-from partc.cost.tape import CALL, LAST, WAIT, Event, Move, Run, Tape
 from partc.graph import Graph, Phase
 from partc.plan.mesh import Mesh
 
-PHASES = ("forward", "backward", "gradients")  # the last: what is left when backwards are done
+PHASES = ("forward", "backward", "gradients")  # the last: waits for reductions after the backward
 _NOTHING = ("", Run((), (), False))
-_UnderWay = dict[str, tuple[Move, float]]  # by mark, with when they end
+_UnderWay = dict[str, tuple[Move, float]]  # a transfer's mark -> the transfer, when it ends
 
 
-def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
-    """What the phases of a step of one stage spend, by name (``PHASES``)."""
+def step_times(tape: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
+    """The time of each phase (``PHASES``) of a step without pipeline stages.
+
+    A ``clock`` with boxes records the time line too.
+    """
     forward, backward, gradients = spent = [Spent() for _ in PHASES]
     walk = _Walk(tape, clock or Clock(mesh))
     reduced: list[tuple[Move, float]] = []  # gradients on their way, and when they arrive
     ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
     runs = [*tape.unrolled()]
+    # an empty run in front, during which the first block's parameters are gathered
     for number, (block, here) in enumerate([_NOTHING, *runs]):
         closes = bool(block) and here.is_backward
         before, reduced = reduced, []
@@ -57,15 +61,15 @@ def step_times(tape: Tape, mesh: Mesh, clock: Clock | None = None) -> dict[str, 
     return dict(zip(PHASES, spent, strict=True))
 
 
-def step_seconds(tape: Tape, mesh: Mesh) -> float:
-    """How long a step of one stage takes, without the optimizer's."""
+def step_seconds(tape: StepEvents, mesh: Mesh) -> float:
+    """Seconds of a step without pipeline stages, and without the optimizer."""
     return sum(spent.seconds for spent in step_times(tape, mesh).values())
 
 
-def walk_phases(tape: Tape, mesh: Mesh) -> dict[Phase, Spent]:
-    """What each phase of a stage spends, each run by itself from its first call.
+def walk_phases(tape: StepEvents, mesh: Mesh) -> dict[Phase, Spent]:
+    """The time of each phase of a pipeline stage; each phase starts with idle streams.
 
-    ``mesh`` has all axes, ``pp`` too: how far apart ranks stand depends on them.
+    ``mesh`` has all axes, ``pp`` too: which links an axis crosses depends on all axes.
     """
     walks: dict[str, _Walk] = {}
     spent: dict[Phase, Spent] = {}
@@ -78,19 +82,19 @@ def walk_phases(tape: Tape, mesh: Mesh) -> dict[Phase, Spent]:
 
 
 def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
-    """The same of a scheduled graph."""
+    """The time of each phase of a stage's scheduled graph, as ``walk_phases`` gives it."""
     return walk_phases(record_phases(graph, ran), mesh)
 
 
 class _Walk:
-    """A clock that runs events; transfers that are under way by their marks."""
+    """Runs events on a clock, and keeps the transfers that are under way by their marks."""
 
-    def __init__(self, tape: Tape, clock: Clock) -> None:
+    def __init__(self, tape: StepEvents, clock: Clock) -> None:
         self.tape, self.clock = tape, clock
         self.under_way: _UnderWay = {}
 
     def run(self, event: Event, spent: Spent) -> None:
-        """Execute the next call, start or wait; what was never started is not waited for."""
+        """Execute a call, a start or a wait; a wait for a transfer never started does nothing."""
         if event.code == CALL:
             self.clock.compute(self.tape.calls[event.number], spent)
         elif event.code != WAIT:
@@ -99,7 +103,7 @@ class _Walk:
             self.clock.wait(*self.under_way.pop(event.mark), spent)
 
     def start(self, event: Event, spent: Spent) -> tuple[Move, float]:
-        """Start a transfer; which, and when it ends."""
+        """Start a transfer on the clock; return the transfer, and when it ends."""
         move = self.tape.moves[event.number]
         return move, self.clock.start(move, spent)
 

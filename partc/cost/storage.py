@@ -1,7 +1,7 @@
-"""Which values of a graph share memory, and what each call needs beside its results.
+"""Find which values of a graph share memory, and the temporary memory inside of each call.
 
-The graph runs once on fake tensors, from its placeholders on, so the answer does not rest on what
-earlier passes noted down.
+The graph runs once on fake tensors, from its placeholders on, so nothing depends on the fakes that
+earlier passes stored on its nodes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.cost.workspaces import workspace_of
-from partc.graph import Graph, held
+from partc.graph import Graph, fake_of
 from partc.graph.fake_calls import FakeCalls, tensors_in
 
-GRADS_OF_ACTIVATIONS = (  # of whose variant ``grad_input`` the result may be the first operand
+# Ops that can write the result into their first operand, by the ``grad_input`` overload.
+GRADS_OF_ACTIVATIONS = (
     torch.ops.aten.gelu_backward.default,
     torch.ops.aten.sigmoid_backward.default,
     torch.ops.aten.silu_backward.default,
@@ -32,7 +33,7 @@ Storage = int  # names one piece of memory within a Replay
 
 @dataclass(frozen=True)
 class Replay:
-    """A graph run on fakes: every result, and per call the bytes of temporaries at its worst."""
+    """A graph's run on fakes: each node's result, and the peak of temporaries in each call."""
 
     results: dict[fx.Node, Any] = field(default_factory=dict)
     temporary_bytes: dict[fx.Node, int] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class Replay:
         return list(tensors_in(self.results[node]))
 
     def storages(self, node: fx.Node) -> dict[Storage, int]:
-        """The memory behind one node's result, with its bytes."""
+        """The pieces of memory behind one node's result, each with its bytes."""
         return _memories(self.tensors(node))
 
 
@@ -52,7 +53,7 @@ def _memories(tensors: Iterable[Tensor]) -> dict[Storage, int]:
 
 
 class _Allocations(TorchDispatchMode):
-    """Watches the ops inside one call: composite ones allocate more than their results."""
+    """Counts the memory allocated inside one call: a composite op makes temporaries too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,7 +62,8 @@ class _Allocations(TorchDispatchMode):
         self.peak_bytes = 0
 
     def run(self, target: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
-        """A call's result, and how far the memory inside it rises above that."""
+        """Execute a call; return its result, and the peak bytes it needs beside the result."""
+        # writing into or viewing an operand allocates nothing
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.outside, self.inner, self.peak_bytes = set(_memories(operands)), {}, 0
         with self:
@@ -85,16 +87,20 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-_CALLS = FakeCalls(_Allocations().run)  # of all graphs: it keeps how results look, no tensors
+# Shared by all graphs: it keeps the shapes of results for equal calls, and no tensors.
+_CALLS = FakeCalls(_Allocations().run)
 
 
 def replay(graph: Graph, ran: Replay | None = None) -> Replay:
-    """Run a graph on fake tensors of its own shapes; ``ran`` has what succeeded, come what may."""
+    """Run a graph on fake tensors of its own shapes, and return the results.
+
+    If a call raises, ``ran`` holds the results of the calls before it.
+    """
     ran = ran or Replay()
     with torch.no_grad(), FakeTensorMode():
         for node in graph.fx.nodes:
             if node.op == "placeholder":
-                ran.results[node] = _fresh(held(node))
+                ran.results[node] = _fresh(fake_of(node))
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), ran.results.__getitem__)
                 ran.results[node], ran.temporary_bytes[node] = _CALLS(node.target, args, kwargs)

@@ -1,8 +1,8 @@
 """Costs of a graph as sympy expressions of input sizes (batch, sequence) and mesh axis sizes.
 
-The graph is made anew at a few other sizes. Each dim of each value is then interpolated as a
-polynomial, and accepted only if it also predicts sizes that took no part. Mesh axes enter through
-the shardings: a dim that an axis cuts is the whole's dim divided by that axis's size.
+The graph is built again at a few other sizes. A polynomial is then fitted to every dim of every
+value, and accepted only if it also predicts graphs at further sizes. Mesh axes enter through the
+shardings: dim 2 of ``f32[8,64,1024@tp]`` is ``1024 / tp`` on a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from partc.cost.flops import node_flops
 from partc.cost.memory import MemoryCurve, memory_curve
 from partc.cost.storage import replay
 from partc.errors import PartcError
-from partc.graph import Graph, collectives, held, tensor_args, value
+from partc.graph import Graph, collectives, fake_of, tensor_args, value
 from partc.graph.moves import kind_of
 from partc.plan.sharding import Sharding
 
@@ -34,11 +34,11 @@ Resized = Callable[[Sizes], Graph]  # makes the same graph, mesh and plan includ
 
 @dataclass(frozen=True)
 class SymbolicCosts:
-    """One rank's costs as expressions; ``why`` says what kept them from being found.
+    """One rank's costs as expressions; if there are none, ``why`` gives the reason.
 
-    ``at``: the sizes of the graph at hand. ``sent_bytes`` is by axis and kind of collective.
-    ``saved_bytes``: what the forward leaves for the backward, None where memory is not as large as
-    the tensors in it.
+    ``at``: the value of each symbol in the graph at hand. ``sent_bytes``: by axis and kind of
+    collective. ``saved_bytes``: the saved activations, None where a piece of memory is larger than
+    the tensor in it, as expressions are known for tensors only.
     """
 
     flops: sympy.Expr | None = None
@@ -51,21 +51,22 @@ class SymbolicCosts:
 
 
 class _NotConfirmed(Exception):
-    """Sizes do not follow polynomials of a low degree, or the graph differs with them."""
+    """Shapes are no polynomials of degree 1 or 2 in the sizes, or other sizes give other calls."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Sizes of one symbol: three to fit a polynomial to, two that it must predict."""
+    """Values of one symbol to build the graph at: three to fit, two that must be predicted."""
 
     fitted: tuple[int, ...]
     held_out: tuple[int, ...]
 
     @classmethod
     def of(cls, size: int, step: int = 1) -> Samples:
-        """Sizes up to the given one where it is large, else beyond; all multiples of ``step``.
+        """Values near a size, all multiples of ``step``: below a large size, above a small one.
 
-        Those held out leave other remainders, so that what rounds does not pass for a polynomial.
+        The held-out values have other remainders, so that a dim like ``s // 2`` is not taken for
+        the polynomial ``s / 2``.
         """
         n = size // step
         if n >= 8:
@@ -78,9 +79,10 @@ class Samples:
 def symbolic_costs(
     graph: Graph, resized: Resized, sizes: Sizes, steps: Sizes | None = None
 ) -> SymbolicCosts:
-    """Costs of ``graph``, which was made at ``sizes`` (symbol -> number), as expressions.
+    """Costs of ``graph``, which was built at ``sizes`` (symbol -> number), as expressions.
 
-    ``steps``: what sizes must be multiples of, the data axes' size for a batch say.
+    ``resized`` builds the same graph at other sizes. ``steps``: for a symbol, the number that
+    its values have to be multiples of; for a batch, for example, the number of data-parallel ranks.
     """
     samples = {s: Samples.of(size, (steps or {}).get(s, 1)) for s, size in sizes.items()}
     try:
@@ -99,17 +101,17 @@ Dims = dict[str, list[tuple[Any, ...]]]  # node name -> shape of each of its res
 
 
 def _dims(graph: Graph) -> Dims:
-    """Every node's held shapes."""
+    """The shapes of every node's fakes, by the node's name."""
     nodes = (n for n in graph.fx.nodes if n.op in ("placeholder", "call_function"))
     return {n.name: [tuple(t.shape) for t in _tensors(n)] for n in nodes}
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(held(node)) if isinstance(x, Tensor)]
+    return [x for x in pytree.tree_leaves(fake_of(node)) if isinstance(x, Tensor)]
 
 
 def _fit(graph: Graph, resized: Resized, samples: Mapping[str, Samples]) -> Dims:
-    """Shapes as polynomials: linear in each symbol, or quadratic if that is not enough."""
+    """Every dim as a polynomial, linear in each symbol, or quadratic if linear is not enough."""
     known = {tuple(s.fitted[0] for s in samples.values()): _dims(graph)}
 
     def at(point: tuple[int, ...]) -> Dims:
@@ -129,7 +131,7 @@ def _fit(graph: Graph, resized: Resized, samples: Mapping[str, Samples]) -> Dims
 def _interpolate(
     grid: Sequence[Sequence[int]], symbols: Sequence[str], at: Callable[[tuple[int, ...]], Dims]
 ) -> Dims:
-    """The polynomials through the shapes at every point of a grid, by Lagrange's formula."""
+    """The polynomials through the shapes at all points of a grid, by Lagrange's formula."""
     points = list(product(*grid))
     basis = [
         sympy.expand(
@@ -156,7 +158,7 @@ def _interpolate(
 
 
 def _bump(symbol: sympy.Symbol, xs: Sequence[int], x: int) -> sympy.Expr:
-    """The polynomial that is 1 at ``x`` and 0 at the others of ``xs``."""
+    """Lagrange's basis polynomial: 1 at ``x``, 0 at the other points of ``xs``."""
     others = [o for o in xs if o != x]
     return sympy.prod([(symbol - o) / sympy.Integer(x - o) for o in others])
 
@@ -166,7 +168,7 @@ def _ranks(dims: Dims) -> dict[str, list[int]]:
 
 
 def _predicts(fitted: Dims, sizes: Sizes, seen: Dims) -> bool:
-    """Whether polynomials give the shapes seen at sizes that they were not made from."""
+    """Whether the polynomials give the shapes ``seen`` in a graph that was built at ``sizes``."""
     if _ranks(fitted) != _ranks(seen):
         return False
     where = {_symbol(s): n for s, n in sizes.items()}
@@ -181,7 +183,7 @@ def _predicts(fitted: Dims, sizes: Sizes, seen: Dims) -> bool:
 
 # costs -------------------------------------------------------------------------------------------
 class _Shapes:
-    """A graph with the polynomials of its shapes; mesh axis sizes are made symbols too."""
+    """A graph and the expressions of its local shapes, with mesh axis sizes as symbols too."""
 
     def __init__(self, graph: Graph, fitted: Dims, sizes: Sizes) -> None:
         self.graph = graph
@@ -223,7 +225,7 @@ class _Shapes:
         return _sum(saved)
 
     def _shapes(self, node: fx.Node) -> Any:
-        single = isinstance(held(node), Tensor)
+        single = isinstance(fake_of(node), Tensor)
         return self.of[node][0] if single else self.of[node]
 
     def _bytes(self, node: fx.Node) -> Any:
@@ -231,8 +233,11 @@ class _Shapes:
         return sum(prod(shape) * tensor.element_size() for tensor, shape in tensors)
 
     def _divided(self, node: fx.Node, shapes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Local shapes in the sizes of the axes that cut them; unread results keep numbers."""
-        if isinstance(held(node), Tensor):
+        """Local shapes, with the size of an axis that shards a dim as a symbol.
+
+        A result that no getitem reads has no sharding, so its shape keeps the axes' numbers.
+        """
+        if isinstance(fake_of(node), Tensor):
             return [self._cut(shapes[0], value(node).sharding)]
         picks = {u.args[1]: value(u).sharding for u in node.users if u.target is operator.getitem}
         return [self._cut(shape, picks.get(i, Sharding())) for i, shape in enumerate(shapes)]

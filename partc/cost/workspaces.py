@@ -1,7 +1,7 @@
-"""Memory that kernels take for themselves while they run, where it is not small: CPU kernels only.
+"""The temporary memory (workspace) of CPU kernels that need much of it.
 
-Measured with torch's profiler on 2.13; convolutions in float32 pick blocked layouts by the machine,
-so theirs are estimates, good to about a quarter.
+The formulas were measured with torch's profiler on 2.13. Convolutions in float32 choose a blocked
+layout by the machine, so their workspaces are estimates, good to about a quarter.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ WORKSPACES: Registry[Workspace] = Registry("kernel workspace")
 
 
 def workspace_of(target: Any, result: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that one call's kernel takes beside its results, as far as known."""
+    """Workspace of one call's kernel in bytes; 0 for unknown kernels and for tensors on a GPU."""
     name = target_name(target)
     if name not in WORKSPACES or any(isinstance(a, Tensor) and a.is_cuda for a in args):
         return 0
@@ -41,7 +41,7 @@ def _bytes(*tensors: Tensor) -> int:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """What it takes to have these contiguous."""
+    """Bytes of the contiguous copies that a kernel makes of operands that are not contiguous."""
     return _bytes(*(t for t in tensors if not t.is_contiguous()))
 
 
@@ -60,7 +60,10 @@ def _convolution_backward(
 
 
 def _unfolded(x: Tensor, weight: Tensor, y: Tensor, stride: list[int], groups: int) -> int:
-    """The columns of a convolution that is done as a matrix product, as it is in float64."""
+    """Bytes of the column matrix (im2col) of a convolution that runs as a matrix product.
+
+    0 for dtypes other than float64, which other kernels compute.
+    """
     kernel = weight.shape[2:]
     if prod(kernel) == 1 and prod(stride) == 1:
         return 1  # the image is its own column matrix
@@ -88,11 +91,11 @@ def _layer_norm_backward(out: Any, d_y: Tensor, x: Tensor, *rest: Any) -> int:
 
 @_for("aten._safe_softmax")
 def _safe_softmax(y: Tensor, *rest: Any) -> int:
-    """A bool for every score: is it minus infinity."""
+    """One bool per score: whether the score is minus infinity."""
     return y.numel()
 
 
 @_for("aten.roll")
 def _roll(y: Tensor, x: Tensor, shifts: list[int], *rest: Any) -> int:
-    """One dim after the other."""
+    """A roll over several dims goes dim by dim, with a temporary as large as the result."""
     return _bytes(y) if len(shifts) > 1 else 0

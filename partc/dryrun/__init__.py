@@ -1,5 +1,5 @@
-"""A printed program run line by line on tensors without data: what it holds at its worst.
+"""Run a printed program line by line on tensors without data, to find its peak of memory.
 
-In: a role's source. Out: its peak and the line where that stands. Start: `run.py`; `turns.py`
-stands in for the microbatches of a long schedule. Never: the graph that the source came from.
+In: a role's source. Out: the peak in bytes, and the source line of the peak. Start: `run.py`;
+`turns.py` replaces most microbatches of a long schedule. Never: the graph the source is made from.
 """

@@ -1,8 +1,9 @@
-"""What a dry run of few layers says of one of many.
+"""Find the peak of a program with many equal layers by running it with few of them.
 
-Equal layers hold equal memory, so what is live at an op that is so many layers from the first or
-from the last is linear in their number. Programs with 4, 5 and 6 layers of every deep stack are
-executed; if the third is where the first two point to, everywhere, so are all.
+Equal layers hold equal memory. So the bytes live at a given op of a given layer, counted from the
+first or from the last layer, are linear in the number of layers. The program is run with 4, 5 and 6
+layers of every deep stack. If the third run has everywhere the bytes that follow from the first
+two, the peak at full depth follows too; otherwise the whole program is run.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import nn
 
 from partc.dryrun.live_memory import Lines, LiveMemory, Peak
 
-FEWEST = 4  # layers: the first two and the last two may hold something of their own
-DEEP = 24  # layers that three short runs are faster than
+FEWEST = 4  # layers: the first two and the last two may hold memory that others do not
+DEEP = 24  # layers: with fewer, one whole run is faster than three short ones
 
-Label = tuple[Any, Any]  # turn and place
+Label = tuple[Any, Any]  # a stage method's call, and a place in it
 Most = tuple[int, int, Lines]  # bytes, the line, and what is held there by line
 
 
 def deep_stacks(step: nn.Module) -> list[nn.ModuleList]:
-    """Lists of many layers that are alike but for the two at each end."""
+    """The lists of at least ``DEEP`` layers that are equal but for the first and the last."""
     lists = [each for each in step.modules() if isinstance(each, nn.ModuleList)]
     return [each for each in lists if len(each) >= DEEP and len({*map(_form, each[1:-1])}) == 1]
 
@@ -34,7 +35,7 @@ def _form(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def shorten(step: nn.Module, left_out: int, live: LiveMemory) -> None:
-    """Leave so many layers out of every deep stack; those that stay say when they run."""
+    """Remove ``left_out`` layers from the middle of every deep stack, and watch the others."""
     for number, stack in enumerate(deep_stacks(step)):
         for _ in range(left_out):
             del stack[FEWEST // 2]
@@ -44,7 +45,10 @@ def shorten(step: nn.Module, left_out: int, live: LiveMemory) -> None:
 
 
 def _take_over(layer: nn.Module, place: tuple[int, bool, int], live: LiveMemory) -> None:
-    """Stand before the layer's own methods."""
+    """Wrap a layer's methods, so that ``live`` knows where in the layer the program is.
+
+    ``place``: number of the stack, whether the layer counts from the end, and its distance.
+    """
     calls: Counter[Any] = Counter()
 
     def standing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,9 +68,10 @@ def _take_over(layer: nn.Module, place: tuple[int, bool, int], live: LiveMemory)
 
 
 def most_of_all(shortened: Callable[[int], LiveMemory], depth: int) -> Most:
-    """The peak of a run; ``shortened`` executes one with so many layers left out of each stack.
+    """The peak of a program at full depth.
 
-    ``depth`` is the number of layers of the shortest, 0 if none is worth shortening.
+    ``shortened(n)`` runs the program without ``n`` layers of each deep stack. ``depth``: the length
+    of the shortest such stack, 0 if there is none.
     """
     if depth:
         fewer, few, more = (shortened(depth - num) for num in range(FEWEST, FEWEST + 3))
@@ -80,7 +85,10 @@ def most_of_all(shortened: Callable[[int], LiveMemory], depth: int) -> Most:
 
 
 def _is_linear(fewer: LiveMemory, few: LiveMemory, more: LiveMemory) -> bool:
-    """Whether every place of the smallest run grows evenly, and no other rises above these."""
+    """Whether the peak at every place of the smallest run is linear in the number of layers.
+
+    Places that only the larger runs have must stay below them.
+    """
     if not fewer.peaks.keys() <= few.peaks.keys() <= more.peaks.keys():
         return False
     return all(
@@ -91,7 +99,7 @@ def _is_linear(fewer: LiveMemory, few: LiveMemory, more: LiveMemory) -> bool:
 
 
 def _stays_below(run: LiveMemory, fewer: LiveMemory) -> bool:
-    """Whether layers between those at the ends hold no more than these, turn by turn."""
+    """Whether, in each turn, the layers in the middle hold no more than those at the ends."""
     most: dict[Any, int] = {}
     for at in fewer.peaks:
         most[at[0]] = max(run.peaks[at].num_bytes, most.get(at[0], 0))
@@ -99,8 +107,9 @@ def _stays_below(run: LiveMemory, fewer: LiveMemory) -> bool:
 
 
 def _at_depth(few: LiveMemory, more: LiveMemory, further: int) -> Most | None:
-    """The highest place with so many layers more than ``more``; None if it holds what the runs
-    do not tell.
+    """The peak with ``further`` layers more than the run ``more`` has, extrapolated from ``few``.
+
+    None if the place of the peak differs in its line, or in bytes that no line holds.
     """
 
     def there(at: Label) -> int:
@@ -117,5 +126,5 @@ def _at_depth(few: LiveMemory, more: LiveMemory, further: int) -> Most | None:
 
 
 def _hidden(lines: Lines, peak: Peak) -> int:
-    """Bytes of a peak that no line holds: a kernel's workspace."""
+    """Bytes of a peak that no source line allocated: the workspace of a kernel."""
     return peak.num_bytes - lines.total()

@@ -1,7 +1,7 @@
-"""Lines of one source file as lines of another that has the same classes and functions.
+"""Find the line of one source file that corresponds to a line of another.
 
-What a turn does to memory is noted by source line (``dry_turns``). The files of other pipeline
-ranks have much of the same text elsewhere, some of it under other names.
+The memory of a turn is noted by source line (``turns.py``). The files of other pipeline ranks
+contain much of the same text at other lines, and partly with other names of classes and functions.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-_MADE = "__init__"  # its work is done before the step
+_MADE = "__init__"  # runs before the step, so its text does not matter here
 Part = tuple[str, str]  # a class and its method; a function and nothing
 
 
 @dataclass(frozen=True)
 class SourceLines:
-    """A file: its lines without comments, and where its functions and methods are."""
+    """A source file: its lines without comments, and the line numbers of functions and methods."""
 
     file: str
     lines: tuple[str, ...] = field(compare=False)
@@ -34,7 +34,7 @@ class SourceLines:
 
     @cached_property
     def names(self) -> dict[str, list[Part]]:
-        """What each class or function consists of."""
+        """The parts (methods, or the function itself) of each class or function."""
         found: dict[str, list[Part]] = {}
         for name, part in self.parts:
             found.setdefault(name, []).append((name, part))
@@ -42,16 +42,16 @@ class SourceLines:
 
     @cached_property
     def at(self) -> dict[int, tuple[Part, int]]:
-        """Of which part, and where in it, a line is."""
+        """A line number -> the part that contains the line, and the offset in the part."""
         return {line: (p, i) for p, lines in self.parts.items() for i, line in enumerate(lines)}
 
     def code(self, name: str) -> list[str]:
-        """What a class or function does in a step."""
+        """The lines of a class or function, without ``__init__``, which is not part of a step."""
         parts = (part for part in self.names[name] if part[1] != _MADE)
         return [self.lines[line - 1] for part in parts for line in self.parts[part]]
 
     def used_by(self, classes: Iterable[str]) -> list[str]:
-        """Classes and all that they come to call, in the order in which they name it."""
+        """These classes, and all classes and functions they use, in the order of their mention."""
         found = dict.fromkeys(name for name in classes if name in self.names)
         for each in _growing(found):
             words = (word for text in self.code(each) for word in _NAME.findall(text))
@@ -59,7 +59,10 @@ class SourceLines:
         return [*found]
 
     def meaning(self, classes: Iterable[str]) -> tuple[str, ...]:
-        """What classes do, with all that they call, whatever these are called."""
+        """The text of classes and all that they use, with names replaced by numbers.
+
+        Equal for classes of two files that do the same under different names.
+        """
         order = {name: f"<{i}>" for i, name in enumerate(self.used_by(classes))}
         return tuple(
             _NAME.sub(lambda word: order.get(word[0], word[0]), text)
@@ -68,8 +71,9 @@ class SourceLines:
         )
 
     def line_for(self, line: int, there: SourceLines, called: dict[str, str]) -> int | None:
-        """The line here that says what a line says ``there``, whose classes and functions are
-        ``called`` so here; None if there is none.
+        """The line of this file that corresponds to a line of the file ``there``; None without one.
+
+        ``called``: the name of a class or function there -> its name here.
         """
         if not line or there == self:
             return line
@@ -91,7 +95,7 @@ def _parts(module: ast.Module) -> Iterator[tuple[Part, range]]:
 
 
 def _growing(found: dict[str, None]) -> Iterator[str]:
-    """Every key, also those that come while this runs."""
+    """Every key of a dict, including keys that are added during the iteration."""
     done = 0
     while done < len(found):
         yield [*found][done]

@@ -1,4 +1,4 @@
-"""Counts the memory that is live while a program runs on tensors without data."""
+"""Count the bytes that are live while a program runs on tensors without data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from partc.dryrun.streams import Streams
 from partc.graph.fake_calls import FakeCalls, tensors_in
 
 Lines = Counter[int]  # bytes by source line
-Turn = Hashable  # which call of a stage's method is running
-Place = Hashable  # where in it: in which of a stack's blocks
+Turn = Hashable  # which call of a stage's method is running: stage, method, microbatch
+Place = Hashable  # where in the turn: in which block of a stack
 
 
 @dataclass
 class Peak:
-    """The most that is live at a place, and the line and call where it is.
+    """The largest number of live bytes at a place, and the line and call of it.
 
-    Where nothing is executed, ``lines`` were live before and ``extra`` beside them.
+    A turn that is not executed has no call; then ``lines`` has the bytes live before the turn by
+    line, and ``extra`` those of the turn.
     """
 
     num_bytes: int = -1
@@ -38,7 +39,7 @@ class Peak:
 
 @dataclass
 class Piece:
-    """One storage: its bytes, the line that made it, and between which calls it was alive."""
+    """One storage: its bytes, the line that allocated it, and the calls between which it lived."""
 
     num_bytes: int
     line: int
@@ -47,7 +48,7 @@ class Piece:
 
 
 class Held:
-    """Pieces of memory without tensors: they go when it goes."""
+    """Counts pieces of memory as live, without tensors, until this object is deleted."""
 
     def __init__(self, live: LiveMemory, pieces: list[Piece]) -> None:
         self.live, self.pieces = live, pieces
@@ -62,15 +63,15 @@ class Held:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of storages that are alive after every op; a storage tells when it dies.
+    """Counts the bytes of all live storages after every op; a weak reference tells when one dies.
 
-    ``peaks`` has the most of each turn and place that the program says it is at.
+    ``peaks``: the peak of every turn and place that ``enter`` has announced.
     """
 
     def __init__(self, file: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.file = file
-        self.outside: list[Tensor] = []  # keeps what is not counted alive, so that it stays known
+        self.outside: list[Tensor] = []  # not counted; kept, so that no other gets its address
         self.alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Piece]] = {}
         self.pieces: list[Piece] = []
         self.lines: Lines = Counter()
@@ -81,12 +82,12 @@ class LiveMemory(TorchDispatchMode):
         self.enter(None, None)
 
     def enter(self, turn: Turn, place: Place) -> None:
-        """Say where the program is from here on."""
+        """Announce the turn and place in which the program now is."""
         self.turn = turn
         self.here = self.peaks.setdefault((turn, place), Peak())
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count these."""
+        """Exclude tensors (parameters, buffers, inputs) from the count."""
         self.outside += tensors
         for tensor in tensors:
             self._add(tensor.untyped_storage(), counts=False)
@@ -120,7 +121,7 @@ class LiveMemory(TorchDispatchMode):
         self.drop(piece)
 
     def drop(self, piece: Piece) -> None:
-        """Note that a piece of memory has gone."""
+        """Note that a piece of memory is freed."""
         piece.died = self.calls
         self.total -= piece.num_bytes
         self.lines[piece.line] -= piece.num_bytes
@@ -131,7 +132,7 @@ class LiveMemory(TorchDispatchMode):
         return f"{file}:{self._line()}"
 
     def _line(self) -> int:
-        """The line of the program that is being executed."""
+        """The line of the program that is being executed, or that ``made_at`` has set."""
         if self.made_line:
             return self.made_line
         frame = sys._getframe(1)
@@ -141,11 +142,11 @@ class LiveMemory(TorchDispatchMode):
 
     # what was live --------------------------------------------------------------------------
     def peak(self) -> Peak:
-        """The highest of all, the earliest of equal ones."""
+        """The highest peak of all turns and places; of equal ones the first."""
         return max(self.peaks.values(), key=lambda peak: (peak.num_bytes, -peak.call))
 
     def lines_at(self, peak: Peak) -> Lines:
-        """Bytes by line of what was alive at a peak."""
+        """The bytes that were live at a peak, by the line that allocated them."""
         found: Lines = Counter()
         if peak.lines is not None:
             found.update(peak.lines)
@@ -164,22 +165,22 @@ class LiveMemory(TorchDispatchMode):
 
     # for what is not executed ---------------------------------------------------------------
     def hold(self, lines: Sequence[tuple[int, int]]) -> Held:
-        """Memory made at some lines, for as long as what is given back is kept."""
+        """Count (line, bytes) as live for as long as the returned object is kept."""
         return Held(self, [Piece(size, line, self.calls) for line, size in lines])
 
     def alive_pieces(self) -> dict[int, Piece]:
-        """Every storage that is alive, by its address, which a later one may have again."""
+        """Every live storage by its address; a later storage may get the same address."""
         return {key: piece for key, (_, piece) in self.alive.items()}
 
     def made_at(self, line: int, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that counts as made at a line."""
+        """Make a tensor that counts as allocated by a given line."""
         self.made_line = line
         made = make()
         self.made_line = 0
         return made
 
     def meet(self, turn: Turn, peaks: Sequence[tuple[Place, Peak]]) -> None:
-        """For a moment so many bytes more than now are live at each place."""
+        """Note peaks of a turn that is not executed, each in bytes above what is live now."""
         lines = Counter(self.lines)
         for place, more in peaks:
             self.peaks[turn, place] = Peak(
@@ -188,9 +189,10 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _with_workspace(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, int]:
-    """A call's result, and the bytes that its kernel takes beside it."""
+    """A call's result, and the bytes of its kernel's workspace."""
     result = func(*args, **kwargs)
     return result, workspace_of(func, result, args, kwargs)
 
 
-_CALLS = FakeCalls(_with_workspace)  # of all runs: it keeps how results look, no tensors
+# Shared by all runs: it keeps the shapes of results for equal calls, and no tensors.
+_CALLS = FakeCalls(_with_workspace)

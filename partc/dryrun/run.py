@@ -1,8 +1,8 @@
-"""A rank program executed line by line on tensors without data: what it holds at its worst, where.
+"""Run a rank's program line by line on fake tensors, and find its peak of memory.
 
-This is the program itself, so function boundaries, ``del``, in-place sums and handles count as they
-do at run time. It needs no process group, no other rank and no memory. CheckError where something
-touches memory that a transfer under way uses (``streams.py``).
+The program itself runs, so function boundaries, ``del``, in-place sums and handles of transfers
+free and keep memory as they do in training. A dry run needs no process group, no other rank and no
+memory for tensors. CheckError where a call touches memory of a transfer under way (``streams.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partc.program.role import RankMesh, Role
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory that is live at the peak, by the source line that allocated it."""
+    """The bytes that are live at the peak and were allocated by one source line."""
 
     line: int
     text: str
@@ -40,22 +40,22 @@ class Holder:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The most bytes live at a time beside parameters, buffers and inputs, and where that is."""
+    """The peak of live bytes, without parameters, buffers and inputs, and the line of the peak."""
 
     peak_bytes: int
     line: int
     holders: tuple[Holder, ...]  # largest first
 
 
-Known = dict[int, KnownTurns]  # by how many layers of a stack were left out
+Known = dict[int, KnownTurns]  # by the number of layers left out of each stack
 
 
 def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str = "gloo") -> DryRun:
     """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``.
 
-    Microbatches that do what others did are not executed (``dry_turns``), and of deep stacks of
-    layers as few as say what all need (``dry_layers``); ``known`` keeps what turns do for further
-    ranks of the pipeline. ``library`` is what moves data (``topology.LIBRARIES``).
+    Microbatches that repeat earlier ones are not executed (``turns.py``), and neither are most
+    layers of deep stacks (``layers.py``). ``known`` keeps what turns did, for further pipeline
+    ranks. ``library``: the library of collectives (``topology.LIBRARIES``).
     """
     turns: Known = {} if known is None else known
 
@@ -72,8 +72,10 @@ def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str 
 def execute(
     role: Role, rank: int, known: KnownTurns | None, left_out: int, library: str = "gloo"
 ) -> LiveMemory:
-    """Run a step with some layers of every stack ``left_out``, and all microbatches where ``known``
-    is None; NotSteady if a microbatch cannot be left out.
+    """Run a step on fakes without ``left_out`` layers of every deep stack.
+
+    With ``known``, microbatches that repeat earlier ones are not executed; NotSteady if one that
+    was left out has a turn that cannot be.
     """
     live = LiveMemory(_file(role))
     eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
@@ -93,7 +95,7 @@ def execute(
 
 
 def depth(role: Role, rank: int) -> int:
-    """The length of the shortest deep stack of a role's equal layers; 0 if there is none."""
+    """The number of layers of a role's shortest deep stack; 0 if there is none."""
     with alone(role, rank) as here, torch.no_grad(), FakeTensorMode():
         return min((len(stack) for stack in deep_stacks(role.build(here))), default=0)
 
@@ -103,7 +105,7 @@ def _file(role: Role) -> str:
 
 
 def report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
-    """The peak at a line of a role's file, with the text of the lines that made what is held."""
+    """A DryRun of a peak; its holders have the text of the lines that allocated the memory."""
     file = _file(role)
     holders = [Holder(line, _text(file, line), size) for line, size in lines.items()]
     return DryRun(peak_bytes, line, tuple(sorted(holders, key=lambda h: (-h.num_bytes, h.line))))
@@ -113,7 +115,10 @@ def report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
 def alone(
     role: Role, rank: int, library: str = "gloo", live: LiveMemory | None = None
 ) -> Iterator[RankMesh]:
-    """Let one rank of a role run without the others: its collectives then move nothing."""
+    """Replace ``torch.distributed`` in a role's module by functions that move nothing.
+
+    One rank can then run without the others.
+    """
     dist = role.module.__dict__.get("dist")  # the program of one rank alone needs none
     here = _Here(role.mesh, rank)
     role.module.__dict__["dist"] = _Dist(here, library, live)
@@ -124,7 +129,7 @@ def alone(
 
 
 def _text(file: str, line: int) -> str:
-    """A line of a loaded role, its comment left out."""
+    """A line of a loaded role, without the comment."""
     return linecache.getline(file, line).partition("  #")[0].strip()
 
 
@@ -143,7 +148,7 @@ class _Here:
 
 
 class _Started:
-    """A collective under way: as c10d's handles do, it keeps its tensors until it is dropped."""
+    """The handle of a transfer; like c10d's handles, it keeps the tensors until it is deleted."""
 
     def __init__(self, tensors: tuple[Tensor, ...], live: LiveMemory | None, number: int) -> None:
         self.tensors, self.live, self.number = tensors, live, number
@@ -154,9 +159,9 @@ class _Started:
 
 
 class _Dist:
-    """The functions of torch.distributed that rank programs call, without effect.
+    """The functions of torch.distributed that rank programs call; they move no data.
 
-    A transfer holds its operand and its result, as those of gloo and NCCL do.
+    The handle of a transfer keeps operand and result alive, as those of gloo and NCCL do.
     """
 
     ReduceOp, Work = c10d.ReduceOp, c10d.Work
@@ -165,7 +170,7 @@ class _Dist:
         self.here, self.library, self.live = here, library, live
 
     def get_rank(self, group: str) -> int:
-        """This rank's place along an axis; groups are called by their axes."""
+        """This rank's coordinate on an axis; a group is named by its axis here."""
         return self.here.get_local_rank(group)
 
     def all_reduce(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:

@@ -1,10 +1,10 @@
-"""Which memory a program's transfers read and write while they run, and who touches it meanwhile.
+"""Check that no call touches memory that a transfer under way reads or writes (races).
 
-A transfer that was started runs beside what follows: on a GPU on a stream of its own, on a CPU in
-gloo's threads. c10d orders the two at two points alone. A start follows all that was called before
-it, and what is called after a wait follows the transfer; c10d keeps its memory until then. So a
-program is free of races if between start and wait nothing reads what arrives and nothing writes
-what arrives or is sent. That is checked here call by call, views of the same memory included.
+A started transfer runs beside the calls that follow: on a GPU on a stream of its own, on a CPU in
+gloo's threads. c10d orders the two at two points only. The transfer begins after all calls before
+the start, and calls after the wait begin after the transfer. A program is free of races if, between
+start and wait, no call reads a tensor that arrives, and no call writes a tensor that arrives or is
+sent. That is checked here call by call, for views of the same memory too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from partc.graph.fake_calls import tensors_in
 
 
 class Span(NamedTuple):
-    """The bytes of a storage between a tensor's first and its last element."""
+    """The range of bytes in a storage from a tensor's first to its last element."""
 
     storage: int
     start: int
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One that is under way: where it was started, and which memory it uses."""
+    """A transfer under way: its kind, the line of its start, and the memory it reads and writes."""
 
     name: str
     place: str
@@ -51,7 +51,7 @@ class Transfer:
 
     @property
     def storages(self) -> tuple[int, ...]:
-        """The addresses of the memory that it uses, each once."""
+        """The addresses of the transfer's storages, each once."""
         return tuple(dict.fromkeys(span.storage for span in (*self.sent, *self.arriving)))
 
 
@@ -66,7 +66,7 @@ class Streams:
     def start(
         self, name: str, place: str, sent: Sequence[Tensor], arriving: Sequence[Tensor]
     ) -> int:
-        """Note a transfer of ``sent`` to ``arriving``; gives the number to wait for."""
+        """Note the start of a transfer from ``sent`` to ``arriving``; return its number."""
         self._check(name, lambda: place, sent, arriving)
         self.started += 1
         spans = [tuple(map(Span.of, tensors)) for tensors in (sent, arriving)]
@@ -76,21 +76,21 @@ class Streams:
         return self.started
 
     def wait(self, number: int) -> None:
-        """What is called from here on follows the transfer."""
+        """Note a wait: calls from here on begin after the transfer."""
         transfer = self.under_way.pop(number, None)
         if transfer is not None:
             for storage in transfer.storages:
                 self.using[storage].remove(transfer)
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Any, place: Callable[[], str]) -> None:
-        """CheckError if a call touches memory of a transfer that it is not ordered with."""
+        """CheckError if a call touches memory of a transfer under way."""
         reads, writes = touched(func)
         if reads:
             written = [x for w in writes for x in tensors_in(_argument(args, kwargs, *w))]
             self._check(str(func), place, [*tensors_in([*args, *kwargs.values()])], written)
 
     def end(self) -> None:
-        """CheckError if the step is over and a transfer may not be."""
+        """CheckError if a step ends before all its transfers were waited for."""
         for transfer in self.under_way.values():
             raise CheckError(
                 where=transfer.place,
@@ -118,8 +118,9 @@ class Streams:
 
 @cache
 def touched(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Whether a call reads its operands' memory, and the arguments that it writes, by place and
-    name: a view reads none, and neither does what asks for a shape alone.
+    """Whether an op reads its operands' memory, and the arguments (position, name) that it writes.
+
+    A view reads no memory, and neither does an op that needs only a shape (``zeros_like``).
     """
     schema = func._schema
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -1,7 +1,7 @@
-"""What one call of a pipeline stage's method does to memory, and how to do it without the call.
+"""Record what one call of a pipeline stage's method (a turn) does to memory, and repeat that.
 
-Its results are new tensors of the same form, what it keeps for later is one piece of memory per
-source line.
+Repeating executes nothing: results become new tensors of the same shapes, and what the call keeps
+for later becomes one piece of memory per source line.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from partc.dryrun.live_memory import Lines, LiveMemory, Peak, Piece, Place
 from partc.graph.fake_calls import storage_of
 
-THEN = "then"  # the place behind a call, where its results are sent on
+THEN = "then"  # the place after a call, where the results are sent to other stages
 Call = tuple[int, str, int]  # number of the stage, method and microbatch
 
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of a result: an operand, or a new one of this form."""
+    """A tensor that a call returned or kept: one of its operands, or a new one of this shape."""
 
     operand: int = -1
     shape: tuple[int, ...] = ()
@@ -41,21 +41,21 @@ class Made:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one call of a method did to memory."""
+    """What one call of a stage's method did to memory."""
 
     results: tuple[Made, ...]
-    peaks: tuple[tuple[Place, Peak], ...]  # by place, beside what was live before
-    tables: tuple[str, ...]  # in which the microbatch has an entry afterwards
-    kept: tuple[tuple[int, int], ...]  # bytes of those entries by line, of memory of their own
-    shares: tuple[int, ...]  # of results, operands and what is appended, what entries hold as well
-    grown: tuple[tuple[str, Made], ...]  # what was appended to the stage's lists
-    grads: tuple[tuple[int, str, Made], ...]  # what was given to which parameter, as what
-    lost: int  # bytes that it left elsewhere
+    peaks: tuple[tuple[Place, Peak], ...]  # by place, above what was live before
+    tables: tuple[str, ...]  # the stage's dicts that have an entry of the microbatch afterwards
+    kept: tuple[tuple[int, int], ...]  # (line, bytes) that only those entries hold
+    shares: tuple[int, ...]  # which of (*results, *operands, *appended) the entries hold too
+    grown: tuple[tuple[str, Made], ...]  # tensors appended to the stage's lists, by list
+    grads: tuple[tuple[int, str, Made], ...]  # tensors set on parameters: number, attribute
+    lost: int  # bytes still live that none of the fields above accounts for
 
     def again(
         self, call: Call, live: LiveMemory, stage: Any, operands: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Do it; gives the results."""
+        """Repeat the turn's effect on memory for another microbatch; return the results."""
         _, _, i = call
         live.meet(call, self.peaks)
         live.enter(call, THEN)
@@ -77,7 +77,7 @@ class Turn:
         return results
 
     def moved(self, line_for: Callable[[int], int | None]) -> Turn | None:
-        """The same in another file; None where a line is not there."""
+        """The turn with the lines of another file; None if that file lacks one of the lines."""
         lines: dict[int, int] = {}
 
         def moved(line: int) -> int:
@@ -115,7 +115,7 @@ def _there(line: int | None) -> int:
 
 @dataclass(frozen=True)
 class State:
-    """What is alive before a call, and what the stage holds."""
+    """What is live before a call, and what the stage then holds."""
 
     alive: Mapping[int, Piece]
     total: int
@@ -135,7 +135,7 @@ def turn_since(
     before: State, call: Call, live: LiveMemory, stage: Any, operands: Sequence[Tensor],
     results: Sequence[Tensor],
 ) -> Turn:  # fmt: skip
-    """What a call of a stage has done."""
+    """The Turn of a call that has just run, from the state ``before`` and the state now."""
     _, _, i = call
     alive = live.alive_pieces()
     appended = [
@@ -174,7 +174,7 @@ def turn_since(
 
 
 def _beside(before: State, live: LiveMemory, peak: Peak) -> Peak:
-    """A peak as what is live there more than before the call."""
+    """A peak in bytes above what was live before the call."""
     extra = live.lines_at(peak)
     extra.subtract(before.lines)
     more = tuple((line, size) for line, size in sorted(extra.items()) if size)
@@ -182,7 +182,7 @@ def _beside(before: State, live: LiveMemory, peak: Peak) -> Peak:
 
 
 def _held(stage: Any, i: int) -> dict[int, None]:
-    """The memory of what a stage holds of a microbatch."""
+    """The storages that a stage's dicts hold for microbatch ``i``."""
     entries = [table[i] for table in _tables(stage).values() if i in table]
     return {storage_of(tensor): None for tensor in _deep(entries)}
 
@@ -197,20 +197,20 @@ def _made(tensor: Tensor, operands: Sequence[Tensor], alive: Mapping[int, Piece]
 
 
 def _tables(stage: Any) -> dict[str, dict[int, Any]]:
-    """What a stage holds per microbatch."""
+    """The dicts of a stage with one entry per microbatch, by attribute."""
     return {
         name: each for name, each in vars(stage).items() if type(each) is dict and name[0] != "_"
     }
 
 
 def _lists(stage: Any) -> dict[str, list[Tensor]]:
-    """What a stage collects of all microbatches, as its losses."""
+    """The lists in which a stage collects tensors of all microbatches, as its losses."""
     found = {name: each for name, each in vars(stage).items() if type(each) is list}
     return {n: each for n, each in found.items() if all(isinstance(x, Tensor) for x in each)}
 
 
 def _grads(stage: nn.Module) -> dict[tuple[int, str], Tensor]:
-    """What a stage's parameters have been given, by number of the parameter and name."""
+    """The tensors set on a stage's parameters (``grad``), by parameter number and attribute."""
     found = {}
     for number, param in enumerate(stage.parameters()):
         for name, given in (*vars(param).items(), ("grad", param.grad)):

@@ -1,9 +1,10 @@
-"""Stand-ins for the turns of a pipeline stage in a dry run: most microbatches do what one did.
+"""Leave out most microbatches of a pipeline's dry run, as they repeat what one did to memory.
 
-A stage's ``forward``, ``backward`` and ``weights`` are executed for some microbatches. As soon as
-two in a row have made, kept and freed the same memory, the next ones only do that (``dry_turn``).
-The first one makes the gradients that others add to; it is left out as soon as the first ones of
-two stages were alike. Everything between them, as inboxes and outboxes, runs as ever.
+A turn is a call of a stage's ``forward``, ``backward`` or ``weights`` for one microbatch. Turns are
+executed until two in a row have allocated, kept and freed the same memory; later ones only repeat
+that effect (``turn.py``). A stage's first backward differs, as it makes the gradients that others
+add to. It is left out once the first ones of two equal stages had the same effect. The code between
+turns, such as sending and receiving, always runs.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ METHODS = ("forward", "backward", "weights")
 
 
 class NotSteady(Exception):
-    """A microbatch was left out whose later turns cannot be: execute them all."""
+    """A microbatch was left out, and a later turn of it cannot be: the run has to execute all."""
 
 
 Classes = tuple[str, ...]
-Seen = tuple[Turn, SourceLines, Classes]  # in which file, of which classes
-Form = tuple[Any, ...]  # what stages have in common that do the same
+Seen = tuple[Turn, SourceLines, Classes]  # a turn, the file and the classes that it ran
+Form = tuple[Any, ...]  # equal for stages that compute the same
 Key = tuple[Form, str, bool]  # form of the stage, name of the method, and whether it is its first
-EXECUTED = 3  # microbatches at least of the first stage of a form
+EXECUTED = 3  # microbatches of a stage that run before one is left out on the forward's word
 
 
 @dataclass
 class KnownTurns:
-    """What turns do; ``seen`` has first turns that no other stage has confirmed."""
+    """The effects of turns; ``seen`` has first turns that no second stage has confirmed yet."""
 
     turns: dict[Key, Seen] = field(default_factory=dict)
     seen: dict[Key, Seen] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class KnownTurns:
 
 @dataclass
 class Turns:
-    """Calls the methods of one rank's stages; ``known`` has what earlier ranks' turns did."""
+    """Executes or repeats the turns of one rank's stages; ``known`` comes from earlier ranks."""
 
     live: LiveMemory
     known: KnownTurns
@@ -56,7 +57,7 @@ class Turns:
     done: dict[tuple[int, str], list[Turn]] = field(default_factory=lambda: defaultdict(list))
 
     def take_over(self, stages: Sequence[nn.Module]) -> None:
-        """Stand before the methods of a rank's stages."""
+        """Replace the methods of a rank's stages, so that calls come here."""
         for number, stage in enumerate(stages):
             self.forms[number] = _form(stage, self.source)
             for name in METHODS:
@@ -82,11 +83,11 @@ class Turns:
         return turn
 
     def _key(self, number: int, name: str) -> Key:
-        """Of the next call; a first forward does what all do."""
+        """The key of a stage method's next call; a first forward has no special effect."""
         return self.forms[number], name, name != "forward" and (number, name) not in self.begun
 
     def _known(self, key: Key, stage: Any) -> Turn | None:
-        """What an equal call did, by lines of this file."""
+        """The effect of an equal call, with the lines of this file; None if not known."""
         at = key, _classes(stage)
         if at not in self.here:
             known = self._here(self.known.turns.get(key), stage)
@@ -106,14 +107,15 @@ class Turns:
         return turn.moved(lambda line: self.source.line_for(line, there, called))
 
     def _may_leave_out(self, number: int, stage: Any) -> bool:
-        """Whether a microbatch need not be executed: this one's forward does what others did."""
+        """Whether the microbatch whose forward is called now need not be executed."""
         form, first = self.forms[number], (number, "forward") not in self.begun
         known = {
             name: self._known((form, name, first and name != "forward"), stage) is not None
             for name in METHODS
             if hasattr(stage, name)
         }
-        enough = len(self.done[number, "forward"]) >= EXECUTED  # for the others to be known in time
+        # after so many forwards, backward and weights will be known when this one's turns come
+        enough = len(self.done[number, "forward"]) >= EXECUTED
         return known["forward"] and (enough or all(known.values()))
 
     def _execute(
@@ -133,7 +135,7 @@ class Turns:
         return result
 
     def _learn(self, key: Key, stage: Any, done: Sequence[Turn]) -> None:
-        """What two calls in a row did is known, and what the first ones of two stages did."""
+        """Take a turn as known if it equals the one before, or a first turn of an equal stage."""
         _, _, first = key
         of_others = self._here(self.known.seen.get(key), stage)
         of_this = done[-2] if len(done) > 1 else None
@@ -145,12 +147,12 @@ class Turns:
 
 
 def _form(stage: nn.Module, source: SourceLines) -> Form:
-    """Its text and what it computes with: instances of a class may have more blocks or fewer."""
+    """A stage's text and tensors; the class alone would not do, as its number of blocks varies."""
     tensors = (*stage.named_parameters(), *stage.named_buffers())
     held = ((name, x.shape, x.dtype) for name, x in tensors)
     return (*source.meaning(_classes(stage)), *held)
 
 
 def _classes(stage: nn.Module) -> Classes:
-    """Those of a stage and its blocks."""
+    """The names of the classes of a stage and its blocks."""
     return tuple(dict.fromkeys(type(module).__name__ for module in stage.modules()))

@@ -23,9 +23,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 import partc.graph.fake_kernels  # noqa: F401  (graphs are run on fake tensors everywhere)
-from partc.graph.early import Early
-from partc.graph.folds import Fold, Kept
-from partc.graph.rows import Rows
+from partc.graph.early import EarlyReduction
+from partc.graph.folds import RepeatedBlocks, TracedStages
+from partc.graph.rows import RowOrder
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, Sharding
 
@@ -65,12 +65,12 @@ class Value:
     phase: Phase = "F"
     stage: int = 0  # of the pipeline, or ANYWHERE: wherever it is read
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
-    rows: Rows | None = None  # of what lies in an order that a sort made
-    opened: str = ""  # the op that was written as several calls, this one among them
+    rows: RowOrder | None = None  # of what lies in an order that a sort made
+    decomposed_from: str = ""  # the op that was written as several calls, this one among them
     note: str = ""  # for a collective: why it is there, what hides it
     origin: Origin = Origin.MODEL
     turn: int | None = None  # which piece, of a block that is computed in several
-    again: bool = False  # made of forward values alone in the backward, and no gradient
+    from_forward: bool = False  # made of forward values alone in the backward, and no gradient
 
     @property
     def remark(self) -> str:
@@ -95,10 +95,14 @@ class Graph:
     aliases: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
-    folds: tuple[Fold, ...] = ()
-    kept: Kept | None = None  # the stages that stand for a pipeline's, where not all are here
+    folds: tuple[RepeatedBlocks, ...] = ()
+    kept: TracedStages | None = (
+        None  # the stages that stand for a pipeline's, where not all are here
+    )
     untrained: tuple[str, ...] = ()
-    early: Early | None = None  # of a stage's sums over ranks, which begin in its last backward
+    early: EarlyReduction | None = (
+        None  # of a stage's sums over ranks, which begin in its last backward
+    )
 
     def __str__(self) -> str:
         from partc.graph.graph_text import graph_text  # it needs this module
@@ -199,14 +203,14 @@ def set_like(copy: fx.Node, node: fx.Node) -> None:
     copy.meta = dict(node.meta)
 
 
-def held(node: fx.Node) -> Any:
+def fake_of(node: fx.Node) -> Any:
     """The fake tensor (or tuple of them) of this graph's own shapes: the whole's before partition,
     local after.
     """
     return node.meta["val"]
 
 
-def set_held(node: fx.Node, fake: Any) -> None:
+def set_fake(node: fx.Node, fake: Any) -> None:
     node.meta["val"] = fake
     if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
@@ -246,7 +250,7 @@ def literals(node: fx.Node) -> str:
     return repr(numbered)
 
 
-def block_of(node: fx.Node) -> str:
+def innermost_block(node: fx.Node) -> str:
     """The path up to its last number: the block of a stack that a value stands in, "" if none."""
     parts = value(node).module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
@@ -279,7 +283,7 @@ def results_of(node: fx.Node) -> list[Tensor | None]:
     """The fake results of a call as a list: one for a tensor, one each (None where absent) for a
     tuple.
     """
-    fake = held(node)
+    fake = fake_of(node)
     if isinstance(fake, Sequence):
         return [f if isinstance(f, Tensor) else None for f in fake]
     return [fake if isinstance(fake, Tensor) else None]
@@ -317,7 +321,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape this graph holds of a one-tensor node."""
-    return tuple(held(node).shape)
+    return tuple(fake_of(node).shape)
 
 
 def op_word(target: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Early:
+class EarlyReduction:
     """Gradients of blocks that one collective finishes, of this kind, over this axis and scattered
     along this dim, leave in the backward (or the weight gradients) of microbatch ``last``.
     """

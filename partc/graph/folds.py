@@ -11,7 +11,7 @@ DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 
 @dataclass(frozen=True)
-class Fold:
+class RepeatedBlocks:
     """Equal blocks of a list that a graph leaves out: each does what the one before them does."""
 
     path: str  # of the list, "model.layers"
@@ -64,18 +64,18 @@ class StageLike:
 
 
 @dataclass(frozen=True)
-class Kept:
+class TracedStages:
     """What of a model is traced for a pipeline: ``folds`` are left out of stages, ``gaps`` between
     these; per stage of the plan, ``stages`` names the one that it is like.
     """
 
     points: tuple[str, ...]  # where the stages that are traced begin, but the first
-    folds: tuple[Fold, ...]
-    gaps: tuple[Fold, ...]
+    folds: tuple[RepeatedBlocks, ...]
+    gaps: tuple[RepeatedBlocks, ...]
     stages: tuple[StageLike, ...]
 
     @property
-    def left_out(self) -> tuple[Fold, ...]:
+    def left_out(self) -> tuple[RepeatedBlocks, ...]:
         return tuple(sorted((*self.folds, *self.gaps), key=lambda fold: (fold.path, fold.first)))
 
     def spread(self, table: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -83,7 +83,7 @@ class Kept:
         return spread(table, self.left_out)
 
 
-def spread(table: Mapping[str, Entry], folds: Iterable[Fold]) -> dict[str, Entry]:
+def spread(table: Mapping[str, Entry], folds: Iterable[RepeatedBlocks]) -> dict[str, Entry]:
     """A table by parameter with entries for those of folds too; the folds of a list in order."""
     found = dict(table)
     for fold in folds:  # the block before may have been left out as well
@@ -94,7 +94,7 @@ def spread(table: Mapping[str, Entry], folds: Iterable[Fold]) -> dict[str, Entry
     return found
 
 
-def likes_of(kept: Kept | None, num: int) -> list[int]:
+def likes_of(kept: TracedStages | None, num: int) -> list[int]:
     """Per stage of ``num``, the number of the stage that was compiled for it."""
     return [like.number for like in kept.stages] if kept else list(range(num))
 

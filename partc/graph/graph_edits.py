@@ -18,10 +18,10 @@ from partc.graph import (
     Graph,
     Value,
     draw_of,
-    held,
+    fake_of,
     op_word,
     set_draw,
-    set_held,
+    set_fake,
     set_value,
     update,
     value,
@@ -42,7 +42,7 @@ class Writer:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         set_value(node, replace(self.like, kind="op", shape=(), name="", sharding=REPLICATED))
-        set_held(node, run_fake(target, args, kwargs))
+        set_fake(node, run_fake(target, args, kwargs))
         return node
 
 
@@ -61,7 +61,7 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     fake = run_on_fakes(new)
     set_value(new, replace(value(node), kind="op", shape=(), dtype=torch.float32))
     set_draw(new, draw_of(node))
-    set_held(new, fake)
+    set_fake(new, fake)
     return new
 
 
@@ -127,4 +127,4 @@ def _fake_mode(graph: fx.Graph) -> Any:
 
 def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What a call gives on the fake values of its argument nodes."""
-    return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), held))
+    return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), fake_of))

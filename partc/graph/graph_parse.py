@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 from math import prod
 from typing import Any
@@ -13,16 +11,26 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partc.errors import UsageError
-from partc.graph import Graph, Origin, Outputs, Value, collectives, ops, set_held, set_value, update
+from partc.graph import (
+    Graph,
+    Origin,
+    Outputs,
+    Phase,
+    Value,
+    set_fake,
+    set_value,
+    update,
+)
+from partc.graph.call_text import DTYPES, parsed_call, parsed_literal, parsed_name
 from partc.graph.graph_edits import run_fake
+from partc.graph.graph_text import SECTIONS
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-WORDS = {"inf": float("inf"), "nan": float("nan"), **DTYPES}
 _TYPE = re.compile(r"(\w+)\[(.*)\]((?:\{[UM]:\w+\})*)\Z")
+_PHASES: dict[str, Phase] = {word: phase for phase, word in SECTIONS.items()}
+_OUTPUTS = ("grad", "buffer", "result", "sent")
 _ORIGINS = {origin.value for origin in Origin} - {""}
-_NAME = re.compile(r"(?:%|\b[A-Za-z_])\w*(?:\.\w+)*")  # % marks a name that starts with a digit
 
 
 def parse_graph(text: str) -> Graph:
@@ -60,7 +68,7 @@ class _Reader:
         self.nodes: dict[str, fx.Node] = {}
         self.local = False
         self.section = Value()
-        self.outputs: dict[str, dict[str, fx.Node]] = {"grad": {}, "buffer": {}, "result": {}}
+        self.outputs: dict[str, dict[str, fx.Node]] = {kind: {} for kind in _OUTPUTS}
         self.loss: fx.Node | None = None
         self.in_outputs = False
 
@@ -73,9 +81,9 @@ class _Reader:
             self._header(line)
         elif first in ("param", "buffer", "input", "received"):
             self._placeholder(first, rest)
-        elif first in ("forward", "backward"):
+        elif first in _PHASES:
             module = "" if rest == "(loss)" else rest
-            self.section = Value(module=module, phase="F" if first == "forward" else "B")
+            self.section = Value(module=module, phase=_PHASES[first])
         elif first == "outputs":
             self.in_outputs = True
         else:
@@ -83,7 +91,7 @@ class _Reader:
 
     def finish(self) -> Graph:
         """The graph, with its output node."""
-        outputs = Outputs(self.loss, *(self.outputs[k] for k in ("grad", "buffer", "result")))
+        outputs = Outputs(self.loss, *(self.outputs[kind] for kind in _OUTPUTS))
         self.graph.fx.output(outputs.as_dict())
         self.graph.fx.lint()
         return self.graph
@@ -109,13 +117,13 @@ class _Reader:
             self._keep(name, node, known, torch.empty(shape, dtype=known.dtype))
         self.graph.aliases |= dict.fromkeys(also, name)
         if constant:
-            self.graph.constants[name] = torch.tensor(ast.literal_eval(constant), dtype=known.dtype)
+            self.graph.constants[name] = torch.tensor(parsed_literal(constant), dtype=known.dtype)
 
     def _call(self, line: str) -> None:
         body, _, note = line.partition("  # ")
         assignment, _, typed = body.rpartition(" : ")
         name, _, call = assignment.partition(" = ")
-        target, args, kwargs = self._parsed(call.strip())
+        target, args, kwargs = parsed_call(call.strip(), self.nodes)
         node = self.graph.fx.create_node("call_function", target, args, kwargs, name=name.strip())
         single = "[" in typed and not typed.strip().startswith("(")
         known = self._typed(typed.strip(), self.section) if single else self.section
@@ -129,7 +137,7 @@ class _Reader:
 
     def _keep(self, name: str, node: fx.Node, known: Value, fake: Any) -> None:
         set_value(node, known)
-        set_held(node, fake)
+        set_fake(node, fake)
         self.nodes[name] = node
         if isinstance(fake, Tensor):
             shape = known.shape if not self.local else fake.shape
@@ -140,32 +148,9 @@ class _Reader:
         what, _, name = line.partition(" = ")
         kind, _, key = what.partition(" ")
         if kind == "loss":
-            self.loss = self.nodes[name]
+            self.loss = self.nodes[parsed_name(name)]
         else:
-            self.outputs[kind][key] = self.nodes[name]
-
-    # expressions -----------------------------------------------------------------------------
-    def _parsed(self, call: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """``add.Tensor(x, y, alpha=2)`` as target and arguments, ``x[0]`` as a getitem."""
-        op, bracket, rest = call.partition("(")
-        if not bracket:
-            source, _, index = call.partition("[")
-            return operator.getitem, (self.nodes[source], int(index.rstrip("]"))), {}
-        found: list[Any] = []
-        marked = _mark_names(f"f({rest}", found)
-        tree: Any = ast.parse(marked, mode="eval").body
-        args = tuple(self._argument(a, found) for a in tree.args)
-        return _op(op), args, {k.arg: self._argument(k.value, found) for k in tree.keywords}
-
-    def _argument(self, tree: Any, found: list[Any]) -> Any:
-        if isinstance(tree, ast.List):
-            return [self._argument(item, found) for item in tree.elts]
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            return -self._argument(tree.operand, found)
-        if isinstance(tree, ast.Subscript):
-            name: str = found[tree.slice.value]  # type: ignore[attr-defined]
-            return self.nodes[name] if name in self.nodes else WORDS[name]
-        return ast.literal_eval(tree)
+            self.outputs[kind][key] = self.nodes[parsed_name(name)]
 
     def _typed(self, text: str, known: Value) -> Value:
         """``f32[8,64@tp]{U:dp}`` as the shape, dtype and sharding of a value."""
@@ -197,35 +182,9 @@ def _dim(position: int, text: str, layouts: dict[str, Layout]) -> int:
     for part in text.strip("()").split(" "):
         size, *marked = re.split(r"([@~])", part)
         for mark, axes in zip(marked[::2], marked[1::2], strict=True):
-            layouts |= {axis: cut(position, outer, own=mark == "~") for axis in axes.split("+")}
+            layouts |= {
+                axis: cut(position, outer, permuted=mark == "~") for axis in axes.split("+")
+            }
         sizes.append(int(size))
         outer = prod(sizes)
     return outer
-
-
-def _mark_names(call: str, found: list[Any]) -> str:
-    """Dotted names become ``_[i]``, so that what is left is a Python expression."""
-
-    def mark(match: re.Match[str]) -> str:
-        word = match[0]
-        keyword = call[match.end() : match.end() + 1] == "="
-        plain = word in ("True", "False", "None") or match.start() == 0
-        if plain or keyword or _in_string(call, match.start()):
-            return word
-        found.append(word.removeprefix("%"))
-        return f"_[{len(found) - 1}]"
-
-    return _NAME.sub(mark, call)
-
-
-def _in_string(text: str, at: int) -> bool:
-    return text.count("'", 0, at) % 2 == 1
-
-
-def _op(text: str) -> Any:
-    """The op that a name stands for: ours, a collective, or ATen's."""
-    name, _, overload = text.partition(".")
-    for module in (ops, collectives):
-        if hasattr(module, name) and not overload:
-            return getattr(module, name)
-    return getattr(getattr(torch.ops.aten, name), overload or "default")

@@ -9,22 +9,27 @@
     outputs
       loss = sum
 
-Source lines and links from backward to forward are not part of the text.
+A stage's graph has ``start``, ``weights`` and ``end`` beside ``forward`` and ``backward`` (its
+phases ``S``, ``W`` and ``E``), values ``received`` and values ``sent``. A tuple's types are those
+of the values that are picked from it. Source lines and links from backward to forward are not part
+of the text.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, Value, held, is_tensor, typed, value
-from partc.plan.sharding import DTYPE_NAMES
+from partc.graph import Graph, Phase, Value, fake_of, is_tensor, picked, typed, value
+from partc.graph.call_text import argument_text, call_text
+from partc.plan.sharding import REPLICATED
 
 WIDTH = 44  # columns before a value's type
+SECTIONS: dict[Phase, str] = {
+    "F": "forward", "B": "backward", "S": "start", "E": "end", "W": "weights",
+}  # fmt: skip
 
 
 def graph_text(graph: Graph) -> str:
@@ -57,72 +62,45 @@ def _placeholder_line(graph: Graph, node: fx.Node) -> str:
 
 
 def _section(known: Value) -> str:
-    return f"{'forward' if known.phase == 'F' else 'backward'} {known.module or '(loss)'}"
+    return f"{SECTIONS[known.phase]} {known.module or '(loss)'}"
 
 
 def _call_line(node: fx.Node) -> str:
     known = value(node)
     note = f"  # {known.remark}" if known.remark else ""
-    return f"  {node.name + ' = ' + _call(node):<{WIDTH}} : {_types(node)}{note}"
-
-
-def _call(node: fx.Node) -> str:
-    if node.target is operator.getitem:
-        return f"{_argument(node.args[0])}[{node.args[1]}]"
-    given = [_argument(a) for a in node.args]
-    given += [f"{name}={_argument(a)}" for name, a in node.kwargs.items()]
-    return f"{op_text(node.target)}({', '.join(given)})"
-
-
-def op_text(target: Any) -> str:
-    """``linear``, ``add.Tensor``: an op's name, with its overload unless that is the default."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._opname + ("" if _is_only_choice(target) else f".{target._overloadname}")
-    return str(target.__name__)
-
-
-def _is_only_choice(target: torch._ops.OpOverload) -> bool:
-    return target._overloadname == "default"
+    return f"  {node.name + ' = ' + call_text(node):<{WIDTH}} : {_types(node)}{note}"
 
 
 def _types(node: fx.Node) -> str:
-    fake = held(node)
+    fake = fake_of(node)
     if isinstance(fake, Tensor):
         return typed(node)
     if not isinstance(fake, list | tuple):
         return type(fake).__name__  # the number of a rank on an axis, a size
-    shapes = [
-        value(node).sharding.typed(f.shape, f.dtype) if f is not None else "None" for f in fake
-    ]
-    return f"({', '.join(shapes)})"
+    read = {picked(user)[1]: typed(user) for user in node.users if user.target is operator.getitem}
+    return f"({', '.join(read.get(i, _own_type(f)) for i, f in enumerate(fake))})"
 
 
-def _argument(item: Any) -> str:
-    """An argument as the parser reads it: values by name, dtypes by their short names."""
-    if isinstance(item, fx.Node):
-        name = value(item).name if item.op == "placeholder" else item.name
-        return f"%{name}" if name[0].isdigit() else name
-    if isinstance(item, list | tuple):
-        return f"[{', '.join(_argument(i) for i in item)}]"
-    if isinstance(item, torch.dtype):
-        return DTYPE_NAMES[item]
-    return repr(item)
+def _own_type(fake: Tensor | None) -> str:
+    """The type of a result that no value was made of, in the graph's own shape."""
+    return "None" if fake is None else REPLICATED.typed(fake.shape, fake.dtype)
 
 
 def _output_lines(graph: Graph) -> Iterator[str]:
     outputs = graph.outputs
     if outputs.loss is not None:
-        yield f"  loss = {_argument(outputs.loss)}"
+        yield f"  loss = {argument_text(outputs.loss)}"
     for kind, nodes in (
         ("grad", outputs.grads),
         ("buffer", outputs.buffers),
         ("result", outputs.results),
+        ("sent", outputs.sent),
     ):
         for name, node in nodes.items():
-            yield f"  {kind} {name} = {_argument(node)}"
+            yield f"  {kind} {name} = {argument_text(node)}"
 
 
 def _is_local(graph: Graph) -> bool:
     """Whether the graph's own shapes are one rank's pieces."""
     tensors = [n for n in graph.fx.nodes if is_tensor(n)]
-    return any(tuple(held(n).shape) != value(n).shape for n in tensors)
+    return any(tuple(fake_of(n).shape) != value(n).shape for n in tensors)

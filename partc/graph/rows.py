@@ -2,7 +2,8 @@
 
 A mixture of experts sorts the batch's rows by expert and sorts them back. Where ranks cut the
 batch, each sorts its own rows: what it holds between the two is no contiguous piece of the whole,
-but what comes back is. ``partc.rules.rows`` follows the orders, ``Layout.own`` names such pieces.
+but what comes back is. ``partc.rules.rows`` follows the orders; ``Layout.permuted`` names such
+pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowOrder:
     """What a value has to do with an order that a sort made.
 
     Orders are numbered by the step's sorts; 0 is the order in which the batch came.

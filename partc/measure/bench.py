@@ -1,4 +1,4 @@
-"""``partc bench``: a saved program's steps on real ranks, beside what was predicted of them."""
+"""``partc bench``: run a saved program's steps on real ranks, and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def bench(
     folder: str, *, steps: int = 10, warmup: int = 3, device: str = "cpu",
     timeout: float = TIMEOUT_S,
 ) -> Bench:  # fmt: skip
-    """Run steps of a saved program, with weights and a batch of its own making, and time them.
+    """Time steps of a saved program, with random weights and a random batch.
 
-    On new processes of this machine, one thread each, or under torchrun on its ranks; all of them
-    get the result. UsageError for a number of steps that tells nothing, or for GPUs without
-    torchrun; RunError if a rank fails or takes longer than ``timeout`` seconds.
+    The ranks are new processes of this machine with one thread each, or those of torchrun; then all
+    of them get the result. UsageError for fewer than 2 steps, or for GPUs without torchrun;
+    RunError if a rank fails or takes longer than ``timeout`` seconds.
     """
     program = load(folder)
     _check(folder, steps, device)

@@ -1,4 +1,4 @@
-"""One rank of ``partc bench``: a program with weights and inputs of its own making, timed."""
+"""One rank of ``partc bench``: times a program's steps with random weights and inputs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ OPTIMIZERS: Optimizers = {
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank found: seconds of steps as they are (step and optimizer), those of steps with
-    timers, and each of these as boxes.
+    """The measured times of one rank.
+
+    ``plain_s``: seconds of (step, optimizer) without timers inside. ``timed``: steps with timers.
+    ``boxes``: the time line of each timed step.
     """
 
     plain_s: list[tuple[float, float]] = field(default_factory=list)
@@ -40,7 +42,7 @@ class RankTimes:
 
 
 def measure_rank(folder: str, device: str, steps: int, warmup: int) -> RankTimes:
-    """This rank's steps, as they are and with timers in turns; all ranks call this together."""
+    """Measure this rank's steps, alternately without and with timers; all ranks call together."""
     program = load(folder)
     runner = Runner(program, program.module(device))
     for _ in range(warmup):
@@ -55,7 +57,7 @@ def measure_rank(folder: str, device: str, steps: int, warmup: int) -> RankTimes
 
 
 class Runner:
-    """Runs this rank's steps."""
+    """Runs and times this rank's steps."""
 
     def __init__(self, program: Program, stage: Stage) -> None:
         role = program.role(dist.get_rank())
@@ -76,7 +78,7 @@ class Runner:
         return make(trained) if make and trained and not self.inference else None
 
     def plain(self) -> tuple[float, float]:
-        """The seconds of a step, and of the optimizer's."""
+        """Seconds of a step without timers inside, and of the optimizer step."""
         self.begin()
         first = self.clock.now()
         self.run()
@@ -86,31 +88,32 @@ class Runner:
         return self.clock.seconds(first, middle), self.clock.seconds(middle, last)
 
     def timed(self) -> tuple[StepTimes, list[Box]]:
-        """A step with timers."""
+        """The times of a step with timers, and its time line."""
         return time_step(
             self.stage.rank_step, self.paths, self.axes, self.clock,
             self.begin, self.run, self.update,
         )  # fmt: skip
 
     def begin(self) -> None:
-        """All ranks begin a step together."""
+        """Reset gradients, and let all ranks begin the step together."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         dist.barrier()
 
     def run(self) -> None:
-        """Forward and backward, or the forward of a program for inference."""
+        """Run the forward and backward, or the forward of an inference program."""
         (self.stage if self.inference else self.stage.step)(*self.inputs)
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Take the optimizer's step."""
         if self.optimizer is not None:
             self.optimizer.step()
 
 
 def make_inputs(role: Role, device: torch.device) -> list[Tensor]:
-    """A global batch, equal on all ranks: normal for floats, 0 or 1 for integers, which is right
-    as token, label and mask of any model.
+    """A global batch, equal on all ranks.
+
+    Floats are normal; integers are 0 or 1, which any model takes as token, label and mask.
     """
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -123,7 +126,10 @@ def make_inputs(role: Role, device: torch.device) -> list[Tensor]:
 
 
 def _fill(name: str, piece: Tensor) -> None:
-    """Small weights, scales of 1 and no bias, equal on copies of a piece."""
+    """Fill a shard: small weights, scales of 1, biases of 0.
+
+    The generator is seeded by name, so that copies of a shard are equal.
+    """
     if not piece.is_floating_point():
         return
     if piece.dim() < 2:
@@ -134,5 +140,5 @@ def _fill(name: str, piece: Tensor) -> None:
 
 
 def _axes(stage: Stage) -> dict[str, str]:
-    """The mesh's axes by the names of this rank's groups."""
+    """The name of each process group of this rank -> its mesh axis."""
     return {group.group_name: axis for axis, group in stage.groups.items()}

@@ -1,4 +1,4 @@
-"""What ``partc bench`` found, beside the prediction: a table, numbers, a trace of both."""
+"""The result of ``partc bench`` beside the prediction: a table, numbers, a trace of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 @dataclass(frozen=True)
 class Figure:
-    """Seconds of several steps, and what was predicted, if anything was."""
+    """A time measured in several steps, and the predicted one, None if there is none."""
 
     predicted_s: float | None
     measured_s: tuple[float, ...]
@@ -38,7 +38,7 @@ class Figure:
         return median(self.measured_s)
 
     def cells(self) -> tuple[str, str, str]:
-        """In milliseconds: predicted, measured with its middle half, and their ratio."""
+        """Texts in ms: predicted; measured median (quartiles); predicted / measured."""
         low, _, high = quantiles(self.measured_s, n=4, method="inclusive")
         measured = f"{_ms(self.measured)} ({_ms(low)}-{_ms(high)})"
         if self.predicted_s is None:
@@ -52,8 +52,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all ranks of a program found. A step is as long as that of the slowest rank; what it
-    spends its time on is that of the rank which computes most, as in predictions.
+    """The measured times of all ranks of a program.
+
+    A step takes as long as on the slowest rank. Its parts (computing, waiting) are those of the
+    rank that computes most, as in predictions.
     """
 
     program: Program
@@ -69,7 +71,7 @@ class Bench:
         return max(self.ranks, key=lambda rank: median(t.computing_s for t in rank.timed))
 
     def figures(self) -> dict[str, Figure]:
-        """The step, and what it spends its time on."""
+        """The step's time and its parts: computing, waiting and hidden by axis, the optimizer."""
         there = self.prediction
         update_s = sum(phase.seconds for phase in there.phases if phase.name == "optimizer")
         plain = [*zip(*(rank.plain_s for rank in self.ranks), strict=True)]
@@ -95,9 +97,7 @@ class Bench:
         return found
 
     def regions(self) -> dict[str, Figure]:
-        """What blocks, or the stages of a pipeline, take in a step: a mean of the ranks that have
-        them.
-        """
+        """The time of blocks, or of pipeline stages, in a step: the mean of the ranks with them."""
         predicted: defaultdict[str, float] = defaultdict(float)
         for event in self._predicted():
             if name := _region(event["name"]):
@@ -112,7 +112,7 @@ class Bench:
         return found
 
     def trace(self) -> str:
-        """A Chrome trace: the prediction, and every rank's last step."""
+        """A Chrome trace of the prediction and of every rank's last step."""
         events = [*self._predicted(labels=True)]
         first = 1 + max((event["pid"] for event in events), default=0)
         for rank, times in enumerate(self.ranks):
@@ -156,7 +156,7 @@ class Bench:
         ])  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds of all steps."""
+        """The figures as plain data, in seconds, for all steps."""
         return {
             "model": self.program.model,
             "mesh": dict(self.program.mesh.axes),
@@ -168,7 +168,10 @@ class Bench:
 
 
 def _region(title: str) -> str:
-    """What a table calls a block or an action; "" for anything else."""
+    """A table's name for the box of a block or an action; "" for other boxes.
+
+    ``partc::forward::layers.3 -> forward of layers``, ``partc::I::2I5 -> backward of stage 2``.
+    """
     if match := _BLOCK.fullmatch(title):
         return f"{match[1]} of {match[2].rpartition('.')[0] or match[2]}"
     if match := _ACTION.fullmatch(title):
@@ -205,7 +208,7 @@ def _ms(seconds: float) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Rows as aligned lines: the first column left-aligned, the others right-aligned."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

@@ -1,8 +1,8 @@
-"""``partc calibrate``: what the ranks of this machine compute and move, as a mesh.toml.
+"""``partc calibrate``: measure this machine's devices and links, and write a mesh.toml.
 
-Measured are times of calls as generated programs make them, on all ranks at once. From these come
-rates by size, and for each collective the latency and bandwidth that explain its times best
-(``partc/measure/measured.py``). What cannot be, or varies too much, is refused.
+The calls that are timed are those of generated programs, on all ranks at once. The result has rates
+by size, and for each collective the latency and bandwidth that fit its times best
+(``partc/measure/measured.py``). Measurements that are impossible or vary too much are refused.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from partc.measure.stopwatch import Effort, Stopwatch
 from partc.verification.processes import Processes
 
 TIMEOUT_S = 300.0
-TIMES = 3  # that something is measured whose results vary too much
-LINKS_S = 24.0  # for the collectives of one level
+TIMES = 3  # attempts, where measurements vary too much
+LINKS_S = 24.0  # seconds for the collectives of all levels together
 Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured; ``times`` is how often at most what varies too much."""
+    """How much is measured.
+
+    ``times``: attempts where measurements vary too much. ``links_s``: seconds for all collectives.
+    """
 
     effort: Effort = field(default_factory=Effort)
     times: int = TIMES
@@ -56,10 +59,11 @@ def calibrate(
     scale: Scale | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Fitted:
-    """Measure ``ranks`` new processes of this machine, by default two, or under torchrun its ranks.
+    """Measure with ``ranks`` new processes (default 2), or under torchrun with its ranks.
 
-    ``tell`` hears what is measured. RunError if measurements cannot be right, or vary by more than
-    half and are not to be kept; UsageError for a backend or number of ranks that cannot be.
+    ``tell`` gets a line of progress for each kind of measurement. RunError if a measurement is
+    impossible, or its spread is above a half without ``keep_noisy``; UsageError for an unknown
+    backend or an impossible number of ranks.
     """
     scale = scale or Scale()
     if backend not in LIBRARIES:
@@ -112,8 +116,10 @@ def _calmest(
     times: int,
     off: Callable[[list[Measured]], list[str]] = lambda _: [],
 ) -> list[Measured]:
-    """What is measured with the least that would be refused, of a few times if need be: so many
-    where it varies, ``TIMES`` where lines are ``off``.
+    """The best of several attempts at a measurement: that with the fewest results to be refused.
+
+    Attempts end at the first with none. There are ``times`` attempts where results are noisy, and
+    ``TIMES`` where ``off`` finds collectives whose times fit no straight line.
     """
     best: tuple[int, list[Measured]] | None = None
     for turn in range(TIMES):
@@ -130,7 +136,7 @@ def _calmest(
 
 @contextmanager
 def _ranks(ranks: int | None, backend: str, effort: Effort) -> Iterator[tuple[int, Run]]:
-    """How many ranks there are, and what runs a function on all of them and gives what it found."""
+    """The number of ranks, and a function that runs another on all ranks and returns its result."""
     if "RANK" not in os.environ:
         num = ranks or 2
         _check_devices(num, backend)
@@ -156,7 +162,7 @@ def _ranks(ranks: int | None, backend: str, effort: Effort) -> Iterator[tuple[in
 
 
 def _check_devices(num: int, backend: str) -> None:
-    """UsageError where processes would have to share a GPU, which nccl does not do."""
+    """UsageError if there are fewer GPUs than ranks, as NCCL lets no two ranks share one."""
     if backend == "nccl" and torch.cuda.device_count() < num:
         raise UsageError(
             where=f"--backend {backend}",
@@ -167,12 +173,12 @@ def _check_devices(num: int, backend: str) -> None:
 
 
 def _measure(backend: str, effort: Effort, function: Run, *given: Any) -> Any:
-    """One rank's part; what it finds, all ranks find."""
+    """Run a measurement on one rank; the result is the same on all ranks."""
     return function(Stopwatch(backend, effort), *given)
 
 
 def _device(watch: Stopwatch, num_local: int) -> tuple[str, int]:
-    """What to call the ranks' devices, and the memory that each has."""
+    """The name of the ranks' devices, and the bytes of memory of each."""
     if watch.device.type == "cuda":
         known = torch.cuda.get_device_properties(watch.device)
         return known.name, known.total_memory

@@ -1,4 +1,4 @@
-"""What a device computes and moves through memory, measured on all ranks at once."""
+"""Measure the rates of a device (FLOP/s, bytes/s of memory), on all ranks at once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HEADS = {  # batch, heads, sequence, size of a head
 }
 KIB, MIB = 2**10, 2**20
 SUMS = (4 * KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB)  # bytes read and written
-KEPT_BYTES, MOST_KEPT = 64 * MIB, 256  # of results that are kept, and how many
-LARGE_BYTES = 32 * MIB  # of what glibc gives back to the system, unless it has done so before
+KEPT_BYTES, MOST_KEPT = 64 * MIB, 256  # bytes, and number, of results that are kept alive
+LARGE_BYTES = 32 * MIB  # an allocation that glibc returns to the system, the first time only
 PARAMETERS = (256 * KIB, 4 * MIB, 32 * MIB)  # bytes, in NUM_PARAMETERS tensors
 NUM_PARAMETERS = 8
 
 
 def measure_compute(watch: Stopwatch) -> list[Measured]:
-    """Products, attention, sums, the optimizer's step and a launch, by each rank for itself."""
+    """Measure products, attention, sums, functions, the optimizer and a launch, on each rank."""
     watch = watch.of_each()
     parts = (_launch, _matmuls, _attention, _sums, _functions, _optimizer)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def _launch(watch: Stopwatch) -> Iterator[Measured]:
 
 
 def _matmuls(watch: Stopwatch) -> Iterator[Measured]:
-    """As in a step one operand was just made, the other long ago, and results are kept."""
+    """Matrix products. As in a step, one operand was just made, the other long ago."""
     kind = watch.device.type
     sides = [("f32", n) for n in SIDES[kind]]
     for dtype, n in [*sides, *((other, OTHER_SIDE[kind]) for other in DTYPES if other != "f32")]:
@@ -56,7 +56,7 @@ def _matmuls(watch: Stopwatch) -> Iterator[Measured]:
 
 
 def _attention(watch: Stopwatch) -> Iterator[Measured]:
-    """Forward and backward, causal: two calls, so half of the FLOPs and seconds of both."""
+    """Causal attention, forward and backward: two calls, so half of the FLOPs and seconds each."""
     for batch, heads, seq, size in HEADS[watch.device.type]:
         q, k, v = (watch.rand(batch, heads, seq, size).requires_grad_() for _ in range(3))
         d_y = torch.ones_like(q)
@@ -73,7 +73,7 @@ def _attention(watch: Stopwatch) -> Iterator[Measured]:
 
 
 def _sums(watch: Stopwatch) -> Iterator[Measured]:
-    """Of operands and results like those of products."""
+    """Element-wise sums, of one operand that was just made and one made long ago."""
     for num_bytes in SUMS:
         n = num_bytes // 12
         kept = kept_results(watch, n)
@@ -96,7 +96,7 @@ def _functions(watch: Stopwatch) -> Iterator[Measured]:
 
 
 def kept_results(watch: Stopwatch, n: int, dtype: torch.dtype = torch.float32) -> deque[Tensor]:
-    """Memory for results, so much that what is oldest is in no cache."""
+    """Tensors of ``n`` elements to keep results in, so many that the oldest is in no cache."""
     num = max(2, min(MOST_KEPT, KEPT_BYTES // (4 * n)))
     return deque((watch.rand(n, dtype=dtype) for _ in range(num)), maxlen=num)
 

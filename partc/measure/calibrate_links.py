@@ -1,4 +1,4 @@
-"""What collectives take over the links of every level, and what computing loses beside them."""
+"""Measure collectives over the links of every level, and how much they slow computing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ KIB, MIB = 2**10, 2**20
 SIZES = tuple(KIB * 4**i for i in range(9))  # 1 KiB to 64 MiB
 BESIDE_BYTES = 8 * MIB  # of the all_reduce that runs beside computing
 SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices that are multiplied beside it
-SMALL_BYTES, MEETINGS = 256 * KIB, 8  # of the all_reduces for which ranks meet, and how many
-LONGER = 2  # times as long as the all_reduce takes computing, which so is never done first
+SMALL_BYTES, MEETINGS = 256 * KIB, 8  # bytes and number of the all_reduces that measure skew
+LONGER = 2  # computing takes so many times as long as the transfer, so as to end after it
 
 
 def level_groups(num_ranks: int, num_local: int) -> list[list[list[int]]]:
-    """Per level, innermost first, the groups of ranks that its links join."""
+    """The groups of ranks that the links of each level join, innermost level first.
+
+    4 ranks on nodes of 2: ``[[[0, 1], [2, 3]], [[0, 2], [1, 3]]]``.
+    """
     if num_local in (1, num_ranks):
         return [[[*range(num_ranks)]]]
     nodes = [[*range(first, first + num_local)] for first in range(0, num_ranks, num_local)]
@@ -36,9 +39,9 @@ def level_groups(num_ranks: int, num_local: int) -> list[list[list[int]]]:
 def measure_links(
     watch: Stopwatch, groups: list[list[int]], until_s: float, most_bytes: int
 ) -> list[Measured]:
-    """Every collective over the groups, all groups at once, from small to large messages.
+    """Time every collective over the groups, all groups at once, from small to large messages.
 
-    Sizes end at ``most_bytes``, or where ``until_s`` seconds are over.
+    Ends at messages of ``most_bytes``, or after ``until_s`` seconds.
     """
     start = time.perf_counter()
     found: list[Measured] = []
@@ -54,7 +57,7 @@ def measure_links(
 def _measured(
     watch: Stopwatch, kind: str, num_bytes: int, group: dist.ProcessGroup
 ) -> Iterator[Measured]:
-    """One collective; ``num_bytes`` is the most that it has in one tensor."""
+    """Time one collective, whose larger tensor (operand or result) has ``num_bytes``."""
     num = group.size()
     put_in = num_bytes // num if kind == "all_gather" else num_bytes
     x = torch.zeros(max(num, put_in // 4 // num * num), device=watch.device)
@@ -65,7 +68,7 @@ def _measured(
 
 
 def _run_of(kind: str, x: Tensor, group: dist.ProcessGroup) -> tuple[Callable[[], object], int]:
-    """What runs a collective as programs do, and how many of them, one after the other, it is."""
+    """A function that runs a collective as programs do, and how many times it does so."""
     num, here = group.size(), group.rank()
     if kind == "all_reduce":
         return lambda: dist.all_reduce(x, group=group), 1
@@ -98,7 +101,7 @@ def _run_of(kind: str, x: Tensor, group: dist.ProcessGroup) -> tuple[Callable[[]
 
 
 def measure_sharing(watch: Stopwatch) -> list[Measured]:
-    """Products on all ranks, each by itself, and on the first one while all others wait."""
+    """Time products on all ranks at once, and on rank 0 alone while the others wait."""
     side = SIDE[watch.device.type]
     matrix = watch.rand(side, side)
     alone = dist.get_rank() == 0
@@ -115,8 +118,10 @@ def measure_sharing(watch: Stopwatch) -> list[Measured]:
 
 
 def measure_contention(watch: Stopwatch, groups: list[list[int]]) -> list[Measured]:
-    """An all_reduce, products that take several times as long, and both at once; products without
-    and with small all_reduces in between. All in turns: the samples of one number belong together.
+    """Time an all_reduce, longer computing, and both at once (contention); then computing with
+    small all_reduces at the end, and in between (skew).
+
+    The runs are timed in turns, so sample i of each belongs to the same moment.
     """
     side = SIDE[watch.device.type]
     x, small = (torch.zeros(n // 4, device=watch.device) for n in (BESIDE_BYTES, SMALL_BYTES))

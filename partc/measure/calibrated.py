@@ -1,4 +1,4 @@
-"""Measurements in, a topology out, or the words why they cannot be right."""
+"""Turn measurements into a topology (mesh.toml), or refuse the ones that cannot be right."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from partc.machines.topology import COLLECTIVES, WORK, Device, Level, Points, To
 from partc.machines.topology_text import shipped
 from partc.measure.measured import Line, Measured, fit_line
 
-SHEET = 10  # times a data sheet: more has no machine
-FITS = 4.0  # times off a line: more is none
+SHEET = 10  # a rate above so many times the data sheet's is refused
+FITS = 4.0  # times that differ by a larger factor from their line are refused
 NUM_NAMED = 3
 LEVELS = ("node", "between nodes")
 WATTS = {"gloo": 15.0, "nccl": 500.0}  # assumed of a device
 BYTES_OF = ("pointwise", "functions", "optimizer")
 DIGITS = 4
-LEAST_PART = 0.1  # of a small call that is work, however long the call itself takes
+LEAST_PART = 0.1  # of a small call's time that counts as work, not as overhead
 
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that was measured. ``sizes`` of the levels, innermost first; ``links`` by level;
-    ``beside`` as ``calibrate_links.measure_contention`` gives it."""
+    """Everything that was measured.
+
+    ``sizes``: ranks (or units) per group of each level, innermost first. ``links``: the collectives
+    of each level. ``beside``: the result of ``calibrate_links.measure_contention``.
+    """
 
     name: str
     library: str
@@ -44,7 +47,7 @@ class Found:
     sharing: tuple[Measured, ...] = ()
 
     def of(self, work: str) -> list[Measured]:
-        """The measurements of one kind of work, by amount."""
+        """The measurements of one kind of work, smallest amount first."""
         return sorted((m for m in self.compute if m.work == work), key=lambda m: m.amount)
 
     def everything(self) -> list[Measured]:
@@ -52,13 +55,13 @@ class Found:
         return [*self.compute, *links, *self.beside, *self.sharing]
 
     def lines(self, level: int) -> dict[str, Line]:
-        """Latency and bandwidth of each collective over a level."""
+        """The fitted line (latency, bandwidth) of each collective over a level."""
         return _lines(self.links[level], LEVELS[level])
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A topology, and what it was made from as comments; as text a mesh.toml."""
+    """A topology, and its measurements as comments; ``str`` is a mesh.toml."""
 
     topology: Topology
     comments: tuple[str, ...]
@@ -69,7 +72,7 @@ class Fitted:
 
 # refusing -----------------------------------------------------------------------------------------
 def check_found(found: Found, keep_noisy: bool = False) -> None:
-    """RunError for rates that no machine has; for noise too, unless it is to be kept."""
+    """RunError for rates that no machine has, and without ``keep_noisy`` for noisy ones."""
     sheet = _sheet(found)
     most = _rates(sheet) if sheet else {}
     for each in found.everything():
@@ -93,7 +96,7 @@ def check_found(found: Found, keep_noisy: bool = False) -> None:
 
 
 def lines_off(level: Sequence[Measured]) -> list[str]:
-    """The collectives over a level whose times are on no straight line."""
+    """A text per collective of a level whose times fit no straight line over the bytes."""
     return [
         f"{kind} is up to {line.worst:.1f} times off a straight line"
         for kind, line in _lines(level, "links").items()
@@ -109,7 +112,7 @@ def _lines(level: Sequence[Measured], name: str) -> dict[str, Line]:
 
 
 def _sheet(found: Found) -> Topology | None:
-    """The shipped machine with such devices, None where none has them."""
+    """The shipped topology with the measured devices; None if there is none."""
     if found.library == "gloo":
         return Topology.load("cpu")
     machines = (Topology.load(name) for name in shipped())
@@ -118,7 +121,7 @@ def _sheet(found: Found) -> Topology | None:
 
 
 def _rates(sheet: Topology) -> dict[str, float]:
-    """What a machine does of each kind of work in a second, by its data sheet."""
+    """A machine's rate of each kind of work (FLOP/s, bytes/s), from its data sheet."""
     device, link = sheet.device, max(level.bytes_per_s for level in sheet.levels)
     return {
         "matmul f32": device.peak("f32"),
@@ -129,7 +132,7 @@ def _rates(sheet: Topology) -> dict[str, float]:
 
 # fitting ------------------------------------------------------------------------------------------
 def fitted_topology(found: Found) -> Fitted:
-    """The machine that explains the measurements; RunError if no machine can."""
+    """The topology that fits the measurements; RunError if its numbers would be impossible."""
     levels = [found.lines(number) for number in range(len(found.links))]
     try:
         return Fitted(_topology(found, levels), tuple(_comments(found, levels)))
@@ -187,8 +190,9 @@ def _device(found: Found) -> Device:
 
 
 def _points(measured: Sequence[Measured], peak: float, call_s: float) -> Points:
-    """Which fraction of the peak each amount reaches beside making the call; more work takes no
-    less time.
+    """The fraction of the peak that each amount of work reaches, without the call's overhead.
+
+    Times are raised where needed, so that more work never takes less time.
     """
     taken = [max(each.seconds - call_s, LEAST_PART * each.seconds) for each in measured]
     seconds = taken[:1]
@@ -202,7 +206,10 @@ def _points(measured: Sequence[Measured], peak: float, call_s: float) -> Points:
 
 
 def _steps(kind: str, size: int, library: str) -> tuple[float, float]:
-    """The latencies, and the times of its bytes over a link, that a collective is made of."""
+    """The number of link latencies in a collective, and how often its bytes cross a link.
+
+    For the library's first algorithm over a level of ``size`` units.
+    """
     group = Group.of((Level("unit", size, 1.0, 1.0),), (size,))
     line = FORMULAS[kind][OF_LIBRARY[library][kind][0]](group)
     assert line is not None  # the first of a library can always be done
@@ -210,7 +217,10 @@ def _steps(kind: str, size: int, library: str) -> tuple[float, float]:
 
 
 def _start_s(lines: dict[str, Line], found: Found) -> float:
-    """What a collective takes without a step, if those of more steps take longer; else nothing."""
+    """Seconds to start a collective: the latency left at 0 steps, by a line over the step counts.
+
+    0 if latencies do not grow with the number of steps.
+    """
     points = [
         (_steps(kind, found.sizes[0], found.library)[0], line.latency_s)
         for kind, line in lines.items()
@@ -222,7 +232,7 @@ def _start_s(lines: dict[str, Line], found: Found) -> float:
 
 
 def _level(name: str, size: int, lines: dict[str, Line], start_s: float, library: str) -> Level:
-    """Links as fast as the fastest collective finds them; the others by their factors."""
+    """A level with the bandwidth of its fastest collective; the others differ by ``factors``."""
     steps = {kind: _steps(kind, size, library) for kind in lines}
     step_s = [(line.latency_s - start_s) / steps[kind][0] for kind, line in lines.items()]
     least = min(line.latency_s / steps[kind][0] for kind, line in lines.items())
@@ -244,14 +254,16 @@ def _level(name: str, size: int, lines: dict[str, Line], start_s: float, library
 
 
 def _alone(found: Found) -> Level:
-    """One rank has no links; figures that nothing depends on."""
+    """The level of a single rank, which has no links; no prediction depends on its numbers."""
     launch = found.of("launch")[0].seconds
     return Level(LEVELS[0], 1, _short(max(m.rate for m in found.of("pointwise"))), _short(launch))
 
 
 def _share(measured: Sequence[Measured]) -> float:
-    """Contention is which part of a transfer's time computing beside it loses: (both - computing) /
-    transfer. Skew is what ranks wait that meet often: (meeting - meeting at the end) / computing.
+    """Contention or skew, between 0 and 1, from three measurements; 0 without any.
+
+    Contention, the part of a transfer's time that computing beside it loses: (both - computing) /
+    transfer. Skew, the wait of ranks that meet often: (meeting - meeting at the end) / computing.
     """
     if not measured:
         return 0.0
@@ -261,7 +273,7 @@ def _share(measured: Sequence[Measured]) -> float:
 
 
 def _sharing(measured: Sequence[Measured]) -> float:
-    """How many times faster a rank is while the others wait; what a spread explains is nothing."""
+    """How many times faster a rank computes while the others wait; 1 if within the spread."""
     if not measured:
         return 1.0
     together, alone = measured
@@ -282,5 +294,5 @@ def _comments(found: Found, levels: Sequence[dict[str, Line]]) -> Iterable[str]:
 
 
 def _short(number: float) -> float:
-    """With as many digits as a measurement has."""
+    """A number rounded to the ``DIGITS`` that a measurement is good for."""
     return float(f"{number:.{DIGITS}g}")

@@ -1,4 +1,4 @@
-"""Measured times, and the straight line that explains them best."""
+"""Measured times, and the straight line (latency, seconds per byte) that fits them best."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ NOISY = 0.5  # a spread beyond which a median says little
 
 @dataclass(frozen=True)
 class Measured:
-    """Some work measured several times: ``amount`` of it in FLOPs or bytes, and the seconds of each
-    time on the slowest rank."""
+    """Some work that was timed several times.
+
+    ``amount``: FLOPs or bytes of the work. ``samples``: seconds of each run, equal on all ranks.
+    """
 
     work: str
     what: str  # in words, "f32[64,64] @ f32[64,64]"
@@ -29,12 +31,12 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Amount per second."""
+        """FLOP/s or bytes/s."""
         return self.amount / self.seconds
 
     @property
     def spread(self) -> float:
-        """The middle half of the samples, from end to end, over their median."""
+        """The interquartile range of the samples over their median."""
         low, _, high = quantiles(self.samples, n=4, method="inclusive")
         return (high - low) / self.seconds
 
@@ -49,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Line:
-    """``latency_s + s_per_byte * n``; ``worst`` is how many times off it is at the worst point."""
+    """``latency_s + s_per_byte * n``; ``worst``: the factor by which the worst point is off."""
 
     latency_s: float
     s_per_byte: float

@@ -1,7 +1,7 @@
-"""Memory of this process as the system counts it, for comparing a program with its predicted cost.
+"""Measure this process's memory as the system counts it, to compare with a predicted cost.
 
-The profiler cannot see a tensor that a communication thread frees; the system sees everything.
-Linux counts, glibc frees at once; elsewhere the answer is None.
+torch's profiler misses tensors that a communication thread frees; the system counts everything. It
+works on Linux with glibc, which can return freed memory at once; elsewhere the results are None.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _SMALL_BYTES = 65536
 
 
 def free_at_once() -> None:
-    """From here on give freed tensors back to the system, so that what is resident is what is held.
+    """Let glibc return freed memory to the system at once: resident memory is then held memory.
 
-    Steps get slower: for the first lines of a process whose times do not matter.
+    To be called first in a process. Steps get slower, so not where times are measured.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -27,19 +27,19 @@ def free_at_once() -> None:
 
 
 def give_back_freed() -> None:
-    """Give what is free now back to the system, where the C library can; nothing else changes."""
+    """Return memory that is free now to the system, where the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def resident_bytes() -> int | None:
-    """What is resident now."""
+    """Bytes of this process that are resident now; None where the system does not tell."""
     return _status("VmRSS")
 
 
 def peak_resident_bytes(run: Callable[[], Any]) -> int | None:
-    """The most that is resident while ``run()`` runs."""
+    """The peak of resident bytes while ``run()`` runs; None where the system does not tell."""
     if (peaks := Path("/proc/self/clear_refs")).exists():
         peaks.write_text("5")  # forget the peak so far
     run()

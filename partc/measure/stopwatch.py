@@ -1,4 +1,4 @@
-"""Measuring on all ranks at the same time: they share memory, processors, and what cools them."""
+"""Time work on all ranks at once, as ranks share memory, processors and cooling."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from torch import Tensor
 
 from partc.measure.measured import Measured
 
-LEAST_S = 2e-3  # of a sample: far above what a clock resolves
-TURNS_S = 4e-2  # of one that sees the turns which processes take on a processor
-TRIES, LONGER = 6, 4  # of what is noisy, and how many times as long each one is
-MOST_S = 0.5  # of a sample that is made longer
+LEAST_S = 2e-3  # seconds of a sample: far above a clock's resolution
+TURNS_S = 4e-2  # seconds of a sample that averages the turns of processes on one processor
+TRIES, LONGER = 6, 4  # attempts at a noisy measurement, each with samples so much longer
+MOST_S = 0.5  # seconds of a sample, beyond which none is made longer
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a thing is measured, and for how long at most."""
+    """The number of samples of a measurement, and the seconds it may take."""
 
     samples: int = 7
     seconds: float = 0.3  # beyond which there are fewer samples
     tries: int = TRIES  # while measurements are noisy
 
     def num_samples(self, seconds: float) -> int:
-        """How many samples of so many seconds there is time for, five at least."""
+        """The number of samples of so many seconds each that there is time for; at least five."""
         return max(min(self.samples, 5), min(self.samples, int(self.seconds / seconds)))
 
 
 class Stopwatch:
-    """Times work on the devices of all ranks; every rank has to call it alike.
+    """Times work on the devices of all ranks; all ranks have to make the same calls.
 
-    A time is that of the slowest rank, for what ranks do together; ``of_each`` gives the mean, for
-    what each of them does at the same time.
+    A time is the slowest rank's, for work that ranks do together. With ``of_each`` it is the mean,
+    for work that each rank does by itself at the same time.
     """
 
     def __init__(self, backend: str, effort: Effort, of_each: bool = False) -> None:
@@ -50,12 +50,13 @@ class Stopwatch:
             torch.cuda.set_device(self.device)
 
     def of_each(self) -> Stopwatch:
-        """One that gives the mean of the ranks' times."""
+        """A stopwatch whose times are the mean of the ranks' times."""
         return Stopwatch(self.backend, self.effort, of_each=True)
 
     def time(self, work: str, what: str, amount: float, run: Callable[[], object]) -> Measured:
-        """Measure ``run``, again where the first measurements were noisy, with longer samples:
-        processes that share processors take turns, and a short sample sees one turn only.
+        """Time ``run``; noisy measurements are repeated with longer samples.
+
+        Processes that share processors take turns, and a short sample sees a single turn.
         """
         self.once(run)  # loads and allocates what later runs have
         seconds = self.agreed([self.once(run)])[0]
@@ -79,7 +80,10 @@ class Stopwatch:
         return seconds
 
     def _until_all_are_done(self, run: Callable[[], object]) -> None:
-        """Go on: a rank that is done early leaves the others a processor that no step leaves."""
+        """Keep computing until all ranks are done.
+
+        A rank that stopped early would leave its processor to the others, unlike in a real step.
+        """
         others = dist.barrier(async_op=True)
         while not others.is_completed():
             run()
@@ -87,7 +91,7 @@ class Stopwatch:
         others.wait()
 
     def once(self, run: Callable[[], object]) -> float:
-        """The seconds of one run that all ranks begin together."""
+        """Seconds of one run, which all ranks begin together."""
         dist.barrier()
         start = time.perf_counter()
         run()
@@ -95,24 +99,24 @@ class Stopwatch:
         return time.perf_counter() - start
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def agreed(self, seconds: Sequence[float]) -> list[float]:
-        """The same times on all ranks: those of the slowest, or the mean."""
+        """Times that are equal on all ranks: the slowest rank's, or the mean."""
         times = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.SUM if self.is_mean else dist.ReduceOp.MAX)
         found: list[float] = (times / dist.get_world_size() if self.is_mean else times).tolist()
         return found
 
     def rand(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers between 0 and 1 on the device."""
+        """A tensor of random numbers between 0 and 1 on the device."""
         return torch.rand(shape, device=self.device).to(dtype)
 
     @contextmanager
     def groups(self, members: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
-        """This rank's group of those that all ranks are cut into."""
+        """Make a process group per list of ranks, and yield this rank's group."""
         made = [dist.new_group(list(ranks), backend=self.backend) for ranks in members]
         mine = next(g for g, ranks in zip(made, members, strict=True) if dist.get_rank() in ranks)
         try:

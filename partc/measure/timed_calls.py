@@ -1,9 +1,9 @@
-"""The transfers of a running step with their times: when each begins and ends, and how long
-computing waits for it.
+"""Time the transfers of a running step: when each begins and ends, and how long computing waits.
 
-Generated programs say ``dist.all_reduce(...)`` and so on; while a step is timed each of these names
-is replaced by one that looks at the clock. Where a program would send messages in place of a
-collective (``by_messages``) it calls the collective meanwhile, and the messages are sent here.
+Generated programs call ``dist.all_reduce(...)`` and alike. While a step is timed, each of these
+functions is replaced by one that also reads the clock. Some programs send messages in place of a
+collective (``by_messages``). They are then made to call the collective, whose replacement here
+sends the messages, so that the whole is timed as one transfer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from partc.codegen.helpers.messages import Messages, by_messages, gather_into, scatter_into
 
-CALLS = {  # what each moves; the last three are calls that a printed function makes
+CALLS = {  # function -> kind of transfer; the last three are done by a function of the program
     "all_gather_single": "all_gather",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
@@ -37,7 +37,7 @@ BY_MESSAGES: dict[str, Callable[..., dist.Work]] = {
     "gather_into": gather_into,
     "scatter_into": scatter_into,
 }
-MADE_BY = {  # what else a call is, by the printed function that makes it
+MADE_BY = {  # (function, the program's function that calls it) -> the name in CALLS
     ("all_gather_single", "gather_into"): "gather_into",
     ("all_to_all_single", "scatter_grads"): "exchange of pieces",
     ("all_to_all_single", "scatter_sum"): "exchange of pieces",
@@ -48,7 +48,7 @@ Moment = Any  # seconds, or an event of a CUDA stream
 
 
 class Arrival(dist.Work):
-    """Messages that a thread waits for, as they do not tell when they have arrived."""
+    """Waits for messages in a thread, as gloo's sends and receives give no signal at their end."""
 
     def __init__(self, works: list[dist.Work], note_end: Callable[[], None]) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class Arrival(dist.Work):
 
 
 class HostClock:
-    """Seconds of the processor that computes."""
+    """The clock for ranks on a CPU; moments are seconds."""
 
     def now(self) -> Moment:
         return time.perf_counter()
 
     def note_end(self, work: dist.Work, note: Callable[[Moment], None]) -> None:
-        """Note when a transfer is done; messages between two ranks do not tell."""
+        """Call ``note`` when a transfer ends; never for a send or receive, which has no future."""
         if isinstance(work, Messages):
             work.works = [Arrival(work.works, lambda: note(self.now()))]
             return
@@ -83,12 +83,15 @@ class HostClock:
         future.add_done_callback(lambda _: note(self.now()))
 
     def seconds(self, start: Moment, moment: Moment) -> float:
-        """From one moment to another."""
+        """Seconds from one moment to another."""
         return float(moment - start)
 
 
 class CudaClock:
-    """Events of the stream that computes, and of one that waits for transfers in its place."""
+    """The clock for ranks on a GPU; moments are CUDA events.
+
+    A second stream waits for transfers, so that the computing stream does not have to.
+    """
 
     def __init__(self) -> None:
         self.beside = torch.cuda.Stream()
@@ -99,13 +102,13 @@ class CudaClock:
         return event
 
     def note_end(self, work: dist.Work, note: Callable[[Moment], None]) -> None:
-        """Note when a transfer is done."""
+        """Call ``note`` with the moment at which a transfer ends."""
         with torch.cuda.stream(self.beside):
             work.wait()
             note(self.now())
 
     def seconds(self, start: Moment, moment: Moment) -> float:
-        """From one moment to another, once both are over."""
+        """Seconds from one moment to another; waits until the second has passed."""
         moment.synchronize()
         return float(start.elapsed_time(moment)) * 1e-3
 
@@ -115,7 +118,7 @@ Clock = HostClock | CudaClock
 
 @dataclass
 class Transfer:
-    """One transfer over an axis; computing stands still in ``waits``, each from when to when."""
+    """One transfer over an axis; ``waits``: the spans in which computing waits for it."""
 
     axis: str
     kind: str
@@ -129,7 +132,7 @@ class Transfer:
 
 @dataclass
 class TimedWork:
-    """What a replaced call returns: waits for the transfer, and notes how long."""
+    """The handle that a replaced function returns; its ``wait`` also notes how long it took."""
 
     work: dist.Work
     transfer: Transfer
@@ -144,7 +147,10 @@ class TimedWork:
 
 @dataclass
 class TransferTimes:
-    """The transfers of one step, in the order in which they began; ``axes`` names the groups."""
+    """The transfers of one step in the order of their starts.
+
+    ``axes``: the name of a process group -> its mesh axis.
+    """
 
     clock: Clock
     axes: Mapping[str, str]
@@ -152,7 +158,7 @@ class TransferTimes:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Notes what is transferred meanwhile."""
+        """Record all transfers that start inside of the ``with``."""
         with replaced_calls(self._timed):
             yield
 
@@ -162,7 +168,7 @@ class TransferTimes:
             transfer = Transfer(axis, CALLS[name], self.clock.now())
             self.transfers.append(transfer)
             work = original(*arguments, **keywords)
-            if work is None:  # all of it was waited for
+            if work is None:  # a blocking call has returned, so its transfer is over
                 end = self.clock.now()
                 transfer.end, transfer.waits = end, [(transfer.begin, end)]
                 return None
@@ -174,14 +180,15 @@ class TransferTimes:
 
 @contextmanager
 def replaced_calls(replace: Callable[[str, Function], Function]) -> Iterator[None]:
-    """Replaces the functions that programs call by what ``replace`` makes of a name (``CALLS``) and
-    of what a program does by it.
+    """Replace the functions of torch.distributed that programs call.
 
-    Where a program would send messages it calls the collective meanwhile.
+    ``replace(name, original)`` makes the replacement of a name in ``CALLS``; ``original`` does what
+    a program does under that name. Programs that send messages in place of a collective are made to
+    call the collective.
     """
     names = [name for name in CALLS if hasattr(dist, name)]
     originals = {name: getattr(dist, name) for name in (*names, "get_backend")}
-    depth = 0  # of calls that are the program's own way
+    depth = 0  # above 0 inside of an original, whose own calls are not replaced
 
     def as_programs_do(name: str) -> Function:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -219,7 +226,7 @@ def replaced_calls(replace: Callable[[str, Function], Function]) -> Iterator[Non
 
 
 def start_call(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Call a function of torch.distributed, or what programs do in its place."""
+    """Call a function of torch.distributed, or the program's function in its place."""
     if name in BY_MESSAGES:
         return BY_MESSAGES[name](*arguments, keywords["group"])
     called = "all_to_all_single" if name == "exchange of pieces" else name

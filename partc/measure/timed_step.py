@@ -1,7 +1,7 @@
-"""What a program's step spends its time on, by the clock: as boxes, like those of predictions.
+"""Time a program's step by the clock, as boxes of a time line like those of predictions.
 
-Blocks (``forward``, ``backward`` and ``weights`` of a list's members) and a pipeline's actions
-(``F``, ``B`` and ``W`` of a stage and a microbatch) are timed where the program calls them.
+A pipeline's actions (``F``, ``B`` and ``W`` of a stage and a microbatch) are timed, in other
+programs the ``forward``, ``backward`` and ``weights`` of the blocks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ MESSAGES = ("send", "recv")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step on one rank. ``step_s`` is until all gradients are there; for
-    ``exposed`` of it, by axis, computing stands still; for ``hidden`` transfers run beside it. That
-    is not known of axes with messages, which do not tell when they have arrived.
+    """Seconds of one step on one rank.
+
+    ``step_s`` ends when all gradients are complete. ``exposed``: by axis, the time that computing
+    waits for transfers. ``hidden``: by axis, the time that transfers run while computing goes on;
+    unknown for an axis with messages, as the end of a message is not signalled.
     """
 
     step_s: float
@@ -52,8 +54,10 @@ def time_step(
     program: nn.Module, paths: Mapping[str, str], axes: Mapping[str, str], clock: Clock,
     begin: Callable[[], None], run: Callable[[], object], update: Callable[[], object],
 ) -> tuple[StepTimes, list[Box]]:  # fmt: skip
-    """Run a step and its ``update``; ``paths`` has the modules to time with their users' names,
-    ``axes`` those of process groups.
+    """Time ``run``, a step, and ``update``, the optimizer; return the times and the time line.
+
+    ``paths``: the program's module of each block -> the block's path in the user's model. ``axes``:
+    the name of a process group -> its mesh axis.
     """
     transfers: list[Transfer] = []
     regions: list[_Region] = []
@@ -77,7 +81,7 @@ def time_step(
 
 
 def block_paths(program: nn.Module, shards: Sequence[Shard]) -> dict[str, str]:
-    """The blocks of a program's lists, by attribute, with their names in the user's model."""
+    """The path of each block in the program -> its path in the user's model."""
     found = {}
     for path, _ in program.named_modules():
         if path.rpartition(".")[2].isdigit():
@@ -91,7 +95,7 @@ def block_paths(program: nn.Module, shards: Sequence[Shard]) -> dict[str, str]:
 def _timed(
     program: nn.Module, paths: Mapping[str, str], clock: Clock, found: list[_Region]
 ) -> Iterator[None]:
-    """Times actions where the program has some, blocks otherwise."""
+    """Replace a pipeline's actions, or else the blocks' methods, by timed ones for a while."""
 
     def timed(call: Callable[..., Any], kind: str, site: Callable[..., str]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -119,18 +123,19 @@ def _timed(
 
 
 def _moved(each: Transfer, at: Callable[[Moment], float]) -> Iterator[Box]:
-    """A transfer, and when computing waits for it."""
+    """The box of a transfer, and the boxes in which computing waits for it."""
     waits = [(at(begin), at(end)) for begin, end in each.waits]
     if each.end is not None:
         begin, end = at(each.begin), at(each.end)
-        end = min([end, *(over for _, over in waits[-1:])])  # told later than it is over
+        # the signal of the end may be late, but the last wait cannot return before the end
+        end = min([end, *(over for _, over in waits[-1:])])
         yield Box(each.axis, each.kind, "", begin, end - begin)
     for begin, end in waits:
         yield Box(WAIT, each.kind, each.axis, begin, end - begin)
 
 
 def _box(region: _Region, stops: Sequence[Box], at: Callable[[Moment], float]) -> Box:
-    """A block or an action; one that waits for messages takes so much less, and begins later."""
+    """The box of a block or an action; an action without its waits for messages."""
     begin, end = at(region.begin), at(region.end)
     lost = 0.0
     if region.kind in ACTIONS:
@@ -140,7 +145,7 @@ def _box(region: _Region, stops: Sequence[Box], at: Callable[[Moment], float]) -
 
 
 def _shares(moved: Sequence[Box]) -> tuple[dict[str, float], dict[str, float]]:
-    """By axis, how long computing waits, and how long transfers run beside it."""
+    """Exposed and hidden seconds of transfers, each by axis."""
     exposed: defaultdict[str, float] = defaultdict(float)
     runs: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for box in moved:
@@ -158,7 +163,7 @@ def _shares(moved: Sequence[Box]) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _length(parts: list[tuple[float, float]]) -> float:
-    """How long any of several stretches lasts."""
+    """The total time that is covered by at least one of several spans."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(parts):
         total += max(0.0, end - max(begin, until))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from partc.errors import PlanError
-from partc.plan.mesh import MB, Mesh, layout_mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.plan_values import Lies, Values, read_value, write_value
 from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.schedules.csv_form import CSV, load_csv, write_csv
@@ -210,7 +210,7 @@ class Plan:
     @property
     def batch_axes(self) -> set[str]:
         """The axes that cut inputs, microbatches apart."""
-        return {axis for cuts in self.inputs.values() for axis in cuts} - {MB}
+        return {axis for cuts in self.inputs.values() for axis in cuts} - {MICROBATCH_AXIS}
 
     @property
     def recompute_paths(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str | Path"
 
 DP, TP = "dp", "tp"
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
-MB = "mb"  # microbatches, as an axis that runs in time
+MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
 _AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
 
 
@@ -294,12 +294,12 @@ def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
     As the last axis it cuts a batch first, so that whatever ranks exchange stays within a
     microbatch. Pipeline stages hold different values, so ``pp`` is none of them.
     """
-    if MB in mesh.names:
+    if MICROBATCH_AXIS in mesh.names:
         raise PlanError(
             where=f"mesh {mesh}",
-            what=f"an axis is called {MB!r}",
+            what=f"an axis is called {MICROBATCH_AXIS!r}",
             why="this name stands for microbatches",
             do="Rename the axis, for example to dp.",
         )
-    turns = ((MB, microbatches),) if microbatches > 1 else ()
+    turns = ((MICROBATCH_AXIS, microbatches),) if microbatches > 1 else ()
     return Mesh((*mesh.without_pipeline().axes, *turns))

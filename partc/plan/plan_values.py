@@ -92,7 +92,7 @@ def _layout(text: str) -> Layout:
     found = _CUT.match(text)
     if found is None or found.group(2) == "0":
         raise ValueError(f"{text!r} is no layout: write dim, dim/outer, {', '.join(_WORDS)}")
-    return cut(int(found.group(1)), int(found.group(2) or 1), own=bool(found.group(3)))
+    return cut(int(found.group(1)), int(found.group(2) or 1), permuted=bool(found.group(3)))
 
 
 def _write(lies: Lies) -> str:
@@ -108,4 +108,4 @@ def _text(layout: Layout) -> str:
         if layout == each:
             return word
     outer = f"/{layout.outer}" if layout.outer > 1 else ""
-    return f"{layout.dim}{outer}{'~' if layout.own else ''}"
+    return f"{layout.dim}{outer}{'~' if layout.permuted else ''}"

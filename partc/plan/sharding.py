@@ -31,12 +31,12 @@ class Layout:
     kind: Literal["R", "U", "M", "cut"] = "R"
     dim: int = 0
     outer: int = 1
-    own: bool = False  # the rows of this cut, in an order of the rank's own
+    permuted: bool = False  # the rows of this cut, in an order that the rank made
 
     def __str__(self) -> str:
         if self.kind != "cut":
             return self.kind
-        return f"{'own' if self.own else 'cut'} {self.dim}" + (
+        return f"{'own' if self.permuted else 'cut'} {self.dim}" + (
             f" outer {self.outer}" if self.outer > 1 else ""
         )
 
@@ -46,9 +46,9 @@ U = Layout("U")  # the whole is the sum over the axis
 M = Layout("M")  # the whole is the maximum over the axis
 
 
-def cut(dim: int, outer: int = 1, own: bool = False) -> Layout:
+def cut(dim: int, outer: int = 1, permuted: bool = False) -> Layout:
     """The layout in which each rank of the axis holds one piece of ``dim``."""
-    return Layout("cut", dim, outer, own)
+    return Layout("cut", dim, outer, permuted)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _dim_text(size: int, cuts: Sequence[tuple[str, Layout]]) -> str:
     """``1024@tp``, ``64@tp+dp``, ``80~dp`` or, with an outer factor, ``(3 1024@tp)``."""
     factors: dict[int, str] = {}
     for outer in {layout.outer for _, layout in cuts}:
-        here = [(axis, layout.own) for axis, layout in cuts if layout.outer == outer]
+        here = [(axis, layout.permuted) for axis, layout in cuts if layout.outer == outer]
         named = {"@": [a for a, own in here if not own], "~": [a for a, own in here if own]}
         factors[outer] = "".join(mark + "+".join(axes) for mark, axes in named.items() if axes)
     if not factors:

@@ -1,8 +1,8 @@
-"""A compiled program: plan, cost and one source per role, saved to and loaded from a folder.
+"""A compiled program (plan, cost, one source per role), saved to a folder, loaded, and run.
 
-In: the sources that were printed, or a folder. Out: a `Program`; on a rank, its `Stage`, an
-nn.Module. Start: here; `runtime.py` is the Stage, `role.py` reads a source. Never: a pass, or
-anything of codegen: a saved program runs without the compiler.
+In: the printed sources of a compile, or a saved folder. Out: a `Program`; on a rank its `Stage`, an
+nn.Module. Start: here; `runtime.py` is the Stage, `role.py` reads a source. Never: codegen, or a
+pass but for new predictions (`basis.py`): a saved program runs without the compiler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEDULE = "schedule.csv"  # of a pipeline
 
 
 class Cost(Protocol):
-    """What a program tells of its cost: a table as text, and numbers."""
+    """The predicted cost of a program: ``str`` is a table, ``as_json`` the numbers."""
 
     def as_json(self) -> Any: ...
 
@@ -107,7 +107,7 @@ class Program:
         return self.sources[self.role_of(rank)]
 
     def role(self, rank: int = 0) -> Role:
-        """The rank's source, loaded."""
+        """The rank's source, executed as a Python module."""
         place = self.mesh.coords(rank).get(PP, 0)
         return Role.load(self.source(rank), self.role_of(rank), place)
 
@@ -136,7 +136,7 @@ class Program:
         return start_stage(self, device, mesh)
 
     def digests(self) -> dict[str, str]:
-        """What must be equal on all ranks of a run, each as sha256."""
+        """The sha256 of sources, plan and mesh, which must be equal on all ranks of a run."""
         sources = hashlib.sha256()
         for name, text in sorted(self.sources.items()):
             sources.update(f"{name}\n{len(text)}\n{text}".encode())
@@ -229,7 +229,10 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
 
 
 def accept_edits(path: str | Path) -> Program:
-    """Take a saved program's files as they now are, if they are still rank programs."""
+    """Accept a user's edits of a saved program: write the files' digests anew, and load it.
+
+    LoadError if an edited source is no rank program.
+    """
     folder = Path(path)
     manifest = Manifest.read(folder, edited=True)
     names = [name for num, name in manifest.roles for _ in range(num)]

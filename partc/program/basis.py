@@ -1,4 +1,4 @@
-"""What a program's predictions rest on, saved with it: machines and laws of the model's step."""
+"""The data from which a saved program's times are predicted again, also for other machines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from partc.cost.tape import Tape
+from partc.cost.step_events import StepEvents
 from partc.errors import LoadError
 from partc.machines.topology import Topology
 from partc.machines.topology_text import parse_topology
-from partc.passes.search.plans.save_laws import taken_as_json, taken_of_json
+from partc.passes.search.plans.save_scaling_model import taken_as_json, taken_of_json
 from partc.passes.search.plans.search_plans import Taken
 
 Json = Mapping[str, Any]
@@ -23,28 +23,30 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Basis:
-    """``machine`` is a topology as TOML; ``tapes`` are those of the stages in order and
-    ``trained_bytes`` the parameters with gradients of each pipeline rank; ``find`` gives the
-    candidate that the program is, among all others, or None where nothing can be estimated. It
-    takes as long as a partition, so it is asked when somebody wants to know.
+    """The machines, and the step's calls and transfers, of a program.
+
+    ``machine``: the topology as TOML. ``tapes``: the StepEvents of each stage, in order.
+    ``trained_bytes``: bytes of trained parameters per pipeline rank. ``find`` returns the scaling
+    model of the step and this program's place among the candidates of the search, or None where
+    nothing can be estimated; since it takes as long as a partition, only ``taken`` calls it.
     """
 
     machine: str = ""
-    tapes: tuple[Tape, ...] = ()
+    tapes: tuple[StepEvents, ...] = ()
     trained_bytes: tuple[int, ...] = ()
     find: Callable[[], Taken | None] = field(default=_nothing, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets it without laws: what finds them holds a graph."""
+        """Pickle without ``find``, which holds a graph: another process has no scaling model."""
         return Basis, (self.machine, self.tapes, self.trained_bytes)
 
     @cached_property
     def taken(self) -> Taken | None:
-        """What ``find`` gives."""
+        """The result of ``find``, computed once."""
         return self.find()
 
     def topology(self) -> Topology:
-        """The machines that were planned for."""
+        """The topology that the program was planned for."""
         return parse_topology(self.machine, "the saved machine")
 
     def as_json(self) -> dict[str, Any]:
@@ -59,14 +61,14 @@ class Basis:
 
     @classmethod
     def of_json(cls, data: Json) -> Basis:
-        """From what ``as_json`` gave; KeyError and its like where entries are missing.
+        """A Basis from the data of ``as_json``; KeyError and alike where entries are missing.
 
-        Laws are read when somebody wants to know: LoadError if they cannot be.
+        The scaling model (entry ``laws``) is read later, by ``taken``: LoadError if malformed.
         """
         machine, laws = data["machine"], data["laws"]
         if not isinstance(machine, str):
             raise TypeError("the machine is not a text")
-        tapes = [Tape.of_json(each) for each in data["tapes"]]
+        tapes = [StepEvents.of_json(each) for each in data["tapes"]]
         return cls(
             machine, tuple(tapes[number] for number in data["stages"]),
             tuple(map(int, data["trained_bytes"])),

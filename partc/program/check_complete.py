@@ -1,4 +1,4 @@
-"""Whether the programs of all ranks train every parameter that the model trains."""
+"""Check that the programs of all ranks together train every parameter that the model trains."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from partc.trace.fingerprint import table
 
 
 def trained(graph: Graph) -> list[str]:
-    """The parameters that get a gradient, those of blocks that a graph leaves out among them."""
+    """The parameters with a gradient, including those of equal blocks that the graph leaves out."""
     return list(spread(graph.grads, graph.folds))
 
 
 def check_complete(names: Iterable[str], program: Program) -> None:
-    """CheckError unless each of the parameters stands in a rank's program: no rank would train it.
+    """CheckError if one of these parameters stands in no rank's program.
 
-    A block that is left out when a program is printed leaves a program that runs, and that no check
-    of single calls can tell from the right one.
+    If printing forgot a block, the program would still run, and checks of single calls would pass.
     """
     held = {shard.name for role in roles_of(program) for shard in role.params}
     missing = [name for name in names if name not in held]

@@ -1,9 +1,9 @@
-"""Checkpoints that commit or leave no trace: plain tensor files, a digest for each, no pickle.
+"""Save and load checkpoints: safetensors files with digests, committed as a whole, no pickle.
 
-``folder/step-00000010/`` holds one safetensors file per rank, with the pieces of which the rank has
-the first copy, and ``checkpoint.json``, which says how every tensor is cut. It is written beside
-its place and renamed when all ranks are done, never overwritten, and loads under any other mesh or
-plan.
+``folder/step-00000010/`` holds one safetensors file per rank, with every shard of which the rank
+has the first copy, and ``checkpoint.json``, which says how each tensor is sharded. The folder is
+written under another name and renamed when all ranks are done. A checkpoint is never overwritten,
+and loads under any other mesh or plan.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def save_checkpoint(
     mine = {k: piece for k, (shard, piece) in held.items() if stage.is_first_copy(shard)}
     file = partial / _file_name(dist.get_rank())
     write_tensors(file, mine)
-    _flush(file)
+    _flush(file)  # on disk before the rename that commits it
     digests = _gather_digests(bytes.fromhex(_sha256(file)), stage.device)
     contents = _contents(stage, held, _groups(stage, optimizer))
     if dist.get_rank() == 0:
@@ -101,7 +101,7 @@ def load_checkpoint(folder: str | Path, stage: Stage, optimizer: Optimizer | Non
 
 
 def latest(folder: str | Path) -> Path:
-    """The directory of the newest committed step; LoadError if there is none."""
+    """The directory of the newest committed checkpoint in a folder; LoadError if there is none."""
     path = Path(folder)
     if (path / MANIFEST).is_file():
         return path
@@ -113,7 +113,7 @@ def latest(folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's manifest, and its pieces read from where they lie."""
+    """The manifest of a checkpoint; shards are read from the ranks' files when asked for."""
 
     path: Path
     step: int
@@ -143,7 +143,7 @@ class Saved:
             _refuse(path, repr(error), "Restore the folder, or load an older step.")
 
     def verify(self, device: torch.device) -> None:
-        """Each rank checks some files; if one is damaged, all ranks refuse. All ranks together."""
+        """Check the digests of all files, some on each rank; all ranks raise if one is damaged."""
         num = len(self.digests)
         bad = torch.zeros(num, dtype=torch.int32, device=device)
         for rank in range(dist.get_rank(), num, dist.get_world_size()):
@@ -156,7 +156,7 @@ class Saved:
             _refuse(file, "it is missing or damaged", "Restore it, or load an older step.")
 
     def piece(self, key: str, wanted: Shard, stage: Stage) -> Tensor:
-        """What this rank needs of one tensor, whatever mesh it was saved under."""
+        """This rank's shard of one tensor, whatever mesh the tensor was saved under."""
         shard = self.shards[key]
         if self.mesh == stage.mesh and shard.cuts == wanted.cuts:
             axes = [axis for axis, _, _ in shard.cuts]
@@ -164,7 +164,7 @@ class Saved:
         return wanted.take(self._join(key, shard, 0, {}), stage.mesh, stage.coords)
 
     def _join(self, key: str, shard: Shard, num_cuts: int, at: dict[str, int]) -> Tensor:
-        """The part of a tensor at given coordinates of its first cuts."""
+        """Join a tensor's saved shards; ``at`` fixes coordinates of its first ``num_cuts`` axes."""
         if num_cuts == len(shard.cuts):
             return self._read(key, at)
         axis, dim, outer = shard.cuts[num_cuts]
@@ -173,7 +173,7 @@ class Saved:
         return join_pieces(parts, cut(dim, outer), outer)
 
     def _read(self, key: str, at: Mapping[str, int]) -> Tensor:
-        """A piece from the file of the first rank that holds it."""
+        """Read a shard from the file of the first rank that holds it."""
         start = {**dict.fromkeys(self.mesh.names, 0), PP: self.stages.get(key, 0)}
         rank = self.mesh.rank({**start, **at})
         if rank not in self.files:
@@ -187,7 +187,7 @@ def _model(stage: Stage) -> dict[str, tuple[Shard, Tensor]]:
 
 
 def _optimizer(stage: Stage, optimizer: Optimizer | None) -> dict[str, tuple[Shard, Tensor]]:
-    """The optimizer's tensors: those shaped as their parameter are cut as it is."""
+    """The optimizer's tensors; one of its parameter's shape is sharded as the parameter is."""
     found = {}
     for name, param in _trained(stage, optimizer).items():
         shard, piece = stage.pieces()[name]
@@ -217,7 +217,7 @@ def _groups(stage: Stage, optimizer: Optimizer | None) -> list[dict[str, Any]]:
 def _contents(
     stage: Stage, held: Mapping[str, tuple[Shard, Tensor]], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What the manifest says of tensors and optimizer groups, joined over the pipeline's ranks."""
+    """The manifest's entries for tensors and optimizer groups, of all pipeline ranks together."""
     mine = {
         "tensors": {
             key: _entry(shard, stage)
@@ -239,14 +239,16 @@ def _contents(
 
 
 def _entry(shard: Shard, stage: Stage) -> list[Any]:
-    """Shape, dtype, cuts and, if there are several, the pipeline rank of the pieces."""
+    """Shape, dtype, cuts and, in a pipeline, the pipeline rank whose files hold the tensor."""
     entry = [list(shard.shape), dtype_name(shard.dtype), [list(c) for c in shard.cuts]]
     return entry if stage.pipeline is None else [*entry, stage.coords[PP]]
 
 
 def _check_model(saved: Saved, stage: Stage) -> None:
-    """Every tensor of the model must be there in its shape, those of other ranks too: if one
-    refuses, all do."""
+    """LoadError if the checkpoint lacks a tensor of the model or has it in another shape.
+
+    Tensors of other ranks are checked too, so that all ranks raise if one does.
+    """
     wanted = {f"model/{name}": shard.shape for name, shard in stage.shards.items()}
     missing = sorted(set(wanted) - set(saved.shards))
     if missing:
@@ -258,7 +260,7 @@ def _check_model(saved: Saved, stage: Stage) -> None:
 
 
 def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
-    """Set state and hyperparameters by parameter name."""
+    """Set the optimizer's state and hyperparameters from a checkpoint, by parameter name."""
     fields = sorted({key.split("/")[1] for key in saved.shards if key.startswith("optimizer/")})
     for name, param in _trained(stage, optimizer).items():
         shard, _ = stage.pieces()[name]

@@ -1,4 +1,4 @@
-"""Gradient clipping over pieces: the norm of the whole model, every element counted once."""
+"""Clip sharded gradients by the norm of the whole model, which counts every element once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def clip_gradients(
     held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], max_norm: float,
     norm_type: float = 2.0, error_if_nonfinite: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Scale this rank's gradients to a whole norm of at most ``max_norm``; returns the norm before.
+    """Scale this rank's gradients so that the model's norm is at most ``max_norm``.
 
-    ``held`` has each parameter with whether this rank holds its piece's first copy (of a tied one
-    that on its first stage); ``groups`` are the process groups of all mesh axes, which together
-    span the ranks.
+    Returns the norm before. ``held``: each parameter, and whether this rank's copy of the shard is
+    the first (of a tied parameter, the one on its first stage). ``groups``: the process groups of
+    all mesh axes, which together span all ranks. RunError if the norm must be finite and is not.
     """
     norm = total_norm(held, groups, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -43,7 +43,7 @@ def clip_gradients(
 def total_norm(
     held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], norm_type: float
 ) -> Tensor:
-    """The norm over all ranks' first copies: a sum of powers, or a maximum."""
+    """The norm of all ranks' gradients, first copies only; UsageError unless ``norm_type`` > 0."""
     if not norm_type > 0:
         raise UsageError(
             where="clip_grad_norm_",
@@ -70,7 +70,7 @@ def _reduce(value: Tensor, groups: Sequence[Any], op: Any) -> Tensor:
 
 
 def _place(held: Sequence[tuple[Tensor, bool]]) -> tuple[torch.device, torch.dtype]:
-    """Where and how to add up: on the parameters' device, in float32 or better."""
+    """The device and dtype of the norm: the parameters' device, float32 or float64."""
     params = [param for param, _ in held]
     wide = any(param.dtype == torch.float64 for param in params)
     device = params[0].device if params else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Whether torch.compile can work here: its kernels for the CPU are C++."""
+"""Check that torch.compile can work on this machine: its CPU kernels need a C++ compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partc.program.role import Role
 
 
 def check_compiler(role: Role) -> None:
-    """RunError if a role's functions are compiled when they first run, and nothing can do that."""
+    """RunError if a role uses torch.compile, and there is no C++ compiler."""
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     disabled = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     if role.compiles and not disabled and shutil.which(name) is None:

@@ -1,9 +1,10 @@
-"""Local pieces as DTensors and back, so that torch's checkpoints can be loaded under another mesh.
+"""Turn a rank's shards into DTensors and back, for torch's checkpoints and other meshes.
 
-DTensor cuts a dim by mesh axes in mesh order. Where our order differs (dp cuts what tp left, but
-stands before it), the DTensor lives on a mesh whose axes are reordered, made from the same process
-groups. A cut with ``outer > 1`` (each third of a fused q, k, v weight by itself) has no public
-DTensor placement: such a tensor is gathered and stands in the state dict whole, replicated.
+DTensor shards a dim over mesh axes in the mesh's order. Where a plan shards in another order (tp
+first, then dp, although the mesh has dp first), the DTensor gets a mesh with reordered axes, made
+of the same process groups. A cut with ``outer > 1`` (each third of a fused q, k, v weight by
+itself) has no public DTensor placement. A tensor with such a cut is gathered, and stands in the
+state dict whole and replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Gather = Callable[[Tensor, str], list[Tensor]]
 
 
 class DTensors:
-    """Makes DTensors of this rank's pieces; the reordered meshes are made once."""
+    """Converts between this rank's shards and DTensors; each reordered mesh is made once."""
 
     def __init__(
         self, mesh: Mesh, device_mesh: DeviceMesh | None, coords: Mapping[str, int]
@@ -32,8 +33,10 @@ class DTensors:
         self._meshes = {mesh.names: device_mesh} if device_mesh is not None else {}
 
     def make(self, shard: Shard, piece: Tensor, gather: Gather) -> Tensor:
-        """The whole tensor as a DTensor that shares the piece's memory where its cuts can be said;
-        without a mesh the tensor itself."""
+        """The DTensor of a shard; the shard itself where there is no mesh.
+
+        The DTensor shares the shard's memory, unless placements cannot express the cuts.
+        """
         if self.device_mesh is None:
             return piece
         if not expressible(shard):
@@ -49,7 +52,7 @@ class DTensors:
         )
 
     def piece(self, shard: Shard, value: DTensor) -> Tensor:
-        """This rank's piece of a DTensor, however it is laid out."""
+        """This rank's shard of a DTensor with any mesh and placements."""
         if self.device_mesh is not None and expressible(shard):
             names = axis_order(shard, self.mesh)
             same = tuple(value.placements) == placements(shard, names)
@@ -71,17 +74,20 @@ class DTensors:
 
 
 def expressible(shard: Shard) -> bool:
-    """Whether DTensor's placements can say the cuts."""
+    """Whether DTensor placements can express a shard's cuts: none has ``outer > 1``."""
     return all(outer == 1 for _, _, outer in shard.cuts)
 
 
 def whole_of(shard: Shard) -> Shard:
-    """The same tensor, uncut."""
+    """The Shard entry of the same tensor, not sharded."""
     return Shard(shard.key, shard.name, shard.shape, shard.dtype, ())
 
 
 def axis_order(shard: Shard, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh's own order if every dim is cut in it, else the cutting axes as they cut."""
+    """The mesh's axes in an order in which DTensor makes the same cuts.
+
+    That is the mesh's own order if every dim is cut in it, else the cutting axes go first.
+    """
     cutting = [axis for axis, _, _ in shard.cuts]
     places = [(dim, mesh.names.index(axis)) for axis, dim, _ in shard.cuts]
     in_order = all(

@@ -1,4 +1,4 @@
-"""Before a run: this world must have the mesh's size, and all ranks the same program."""
+"""Check before a run that the world has the mesh's size, and all ranks have the same program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_world(mesh: Mesh, world: int) -> None:
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
-    """torch's mesh of the same axes; None where there are none."""
+    """A torch DeviceMesh with the axes of a mesh; None if the mesh has no axes."""
     if not mesh.axes:
         return None
     sizes = tuple(size for _, size in mesh.axes)
@@ -48,12 +48,12 @@ def world_size() -> int:
 
 
 def parts_of(program: Program) -> dict[str, str]:
-    """What all ranks must share, each as a digest."""
+    """The digests that must be equal on all ranks: sources, plan, mesh and torch's version."""
     return {**program.digests(), "torch": sha256(torch.__version__.encode())}
 
 
 def check_agreement(program: Program, device: torch.device) -> None:
-    """Compare 32 bytes between all ranks; if they differ, every rank prints who does and raises."""
+    """RunError on every rank, with a table of the ranks, if their digests (32 bytes) differ."""
     mine = parts_of(program)
     found = [_table(row, mine) for row in _exchange(_as_bytes(mine), device)]
     differing = [name for name in mine if len({row[name] for row in found}) > 1]

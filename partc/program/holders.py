@@ -1,7 +1,7 @@
-"""Which pipeline rank holds which of a model's tensors, and what the ranks tell each other of them.
+"""Find which pipeline rank holds which of a model's tensors, and send tensors between the ranks.
 
-A tied parameter stands on several stages: the first pipeline rank that holds it speaks for it, in
-checkpoints, in gradient norms and when whole tensors are handed out.
+A tied parameter stands on several stages. The first pipeline rank that holds the parameter saves it
+in checkpoints, counts it in gradient norms, and sends it to the others when a tensor is joined.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from partc.program.weights import kept_aside
 
 @dataclass(frozen=True)
 class Holders:
-    """Every tensor of a program by its name in the user's model."""
+    """All tensors of a program by name in the user's model, and which pipeline ranks hold them."""
 
     shards: Mapping[str, Shard]  # as its first holder has it; copies are cut alike
     first: Mapping[str, int]  # the first pipeline rank that holds it
     aliases: Mapping[str, str]  # second name of a tied tensor -> first name
-    aside: Mapping[str, Shard]  # what no step reads: every rank keeps it for checkpoints
+    aside: Mapping[str, Shard]  # tensors that no step reads, kept on every rank for checkpoints
 
     @classmethod
     def of(cls, program: Program) -> Holders:
-        """Read the tables of all pipeline ranks' roles."""
+        """Collect the tensors from the tables in all pipeline ranks' sources."""
         shards: dict[str, Shard] = {}
         first: dict[str, int] = {}
         aliases: dict[str, str] = {}
@@ -48,11 +48,11 @@ class Holders:
         return cls({**shards, **aside}, {**first, **dict.fromkeys(aside, 0)}, aliases, aside)
 
     def is_first_stage(self, shard: Shard, coords: Mapping[str, int]) -> bool:
-        """Whether the rank at ``coords`` is in the first pipeline rank that holds a tensor."""
+        """Whether ``coords`` are on the first pipeline rank that holds a tensor."""
         return self.first[shard.name] == coords.get(PP, 0)
 
     def is_first_copy(self, shard: Shard, coords: Mapping[str, int]) -> bool:
-        """Whether the rank at ``coords`` is the first of all that hold the same piece."""
+        """Whether the rank at ``coords`` is the first of all ranks that hold the same shard."""
         others = {axis: index for axis, index in coords.items() if axis != PP}
         return shard.is_first_copy(others) and self.is_first_stage(shard, coords)
 
@@ -66,9 +66,9 @@ def roles_of(program: Program) -> list[Role]:
 def from_first(
     tensor: Tensor | None, shard: Shard, first: int, group: Any, device: torch.device
 ) -> Tensor:
-    """A tensor that one pipeline rank has, on all of them; the others pass None.
+    """Broadcast a tensor from pipeline rank ``first`` to all pipeline ranks; the others pass None.
 
-    It travels as bytes, since not every backend knows every dtype.
+    The tensor is sent as bytes, since not every backend knows every dtype.
     """
     if tensor is None:
         tensor = torch.empty(shard.shape, dtype=shard.dtype, device=device)
@@ -79,7 +79,7 @@ def from_first(
 
 
 def exchange_texts(text: str, group: Any, device: torch.device) -> list[str]:
-    """What every rank of a group says, in rank order."""
+    """Gather one text from every rank of a group, in rank order."""
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([mine.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

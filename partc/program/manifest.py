@@ -1,4 +1,7 @@
-"""``program.json``: what a saved program consists of, read as the untrusted input it is."""
+"""Read and write ``program.json``, the list of a saved program's parts.
+
+The file is untrusted input: every entry is checked when it is read.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class Manifest:
     files: Mapping[str, str]  # name -> sha256
 
     def as_json(self) -> str:
-        """The file's text; its last entry is the digest of all others."""
+        """The text of ``program.json``; the last entry is the digest of all others."""
         fields = {
             "schema": SCHEMA,
             "torch": [_dotted(TORCH_MIN), _dotted(TORCH_BELOW)],
@@ -59,7 +62,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, *, edited: bool = False) -> Manifest:
-        """Read and check it; every listed file must be there and, unless edited, unchanged."""
+        """Read and check a folder's ``program.json``, and the files that it lists.
+
+        LoadError for a malformed manifest, a missing file or, unless ``edited``, a changed one.
+        """
         path = folder / NAME
         refuse_link(path)
         try:
@@ -80,7 +86,7 @@ class Manifest:
 
     @classmethod
     def _checked(cls, fields: Any) -> Manifest:
-        """Build the manifest from parsed JSON, or fail on the first thing that is out of order."""
+        """Build the manifest from parsed JSON; raise at the first entry that is malformed."""
         _need(isinstance(fields, dict), "it is not a table")
         schema = fields.get("schema")
         _need(schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}")
@@ -114,7 +120,7 @@ _FIELDS = {
 
 
 class _OutOfOrder(Exception):
-    """What a manifest has that it must not have."""
+    """An entry of a manifest is missing or malformed."""
 
 
 def _need(holds: bool, otherwise: str) -> None:
@@ -131,7 +137,7 @@ def refuse(path: Path, what: str, why: str, do: str = COMPILE_AGAIN) -> NoReturn
 
 
 def refuse_link(path: Path) -> None:
-    """A saved program holds plain files only: a link could point anywhere."""
+    """LoadError if a file is a symbolic link, as a link could point anywhere."""
     if path.is_symlink():
         refuse(path, "is a symbolic link", "a saved program consists of plain files")
 

@@ -1,4 +1,4 @@
-"""The tensors that a rank holds, under the names of the user's model: loaded, joined and saved."""
+"""Load, join and save the tensors that a rank holds, under their names in the user's model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class Unmatched(NamedTuple):
 
 
 class RankTensors:
-    """``held`` has every tensor of this rank by its first name in the user's model, ``shards`` how
-    each is cut from the whole; ``all_shards`` also has those that only other ranks hold.
+    """The parameters and buffers of one rank, by name in the user's model.
+
+    ``held``: this rank's shards by the tensor's first name. ``shards``: how each is cut from the
+    whole tensor. ``all_shards``: the same, with the tensors that only other ranks hold.
     """
 
     held: dict[str, Tensor]
@@ -64,31 +66,34 @@ class RankTensors:
 
     # names -----------------------------------------------------------------------------------
     def read(self, step: nn.Module) -> None:
-        """Look up all tensors in the rank's module, which may have other ones than before."""
+        """Look up all tensors in the rank's module again; ``.to()`` may have replaced them."""
         self.held = {**self._role.tensors(step), **self._aside}
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Change what stands beside the rank's module as ``.to()`` changed what stands in it."""
+        """Apply a function (of ``.to()``) to the tensors that are kept beside the rank's module."""
         self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
 
     def named(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """What is held under all its names, and whether a state dict has it."""
+        """Each held tensor under each of its names, and whether a state dict contains the name."""
         saved = set(self.saved_names(self.shards))
         seconds = {n: f for n, f in self.holders.aliases.items() if f in self.held}
         for name, first in {**{n: n for n in self.shards}, **seconds}.items():
             yield name, self.held[first], name in saved
 
     def first_name(self, name: str) -> str:
-        """The name under which a tied tensor is held."""
+        """The name under which a tensor is held; a tied one has other names too."""
         return self.holders.aliases.get(name, name)
 
     def saved_names(self, held: Collection[str]) -> Iterator[str]:
-        """The names of the model's own state dict for what is held, in the model's order."""
+        """The names in the model's own state dict of held tensors, in the model's order."""
         return (n for n in self._model.saved_names() if self.first_name(n) in held)
 
     # in --------------------------------------------------------------------------------------
     def load(self, given: Mapping[str, Any], strict: bool, needed: Collection[str]) -> Unmatched:
-        """Check all names that some rank holds, so that all ranks agree, and take this rank's."""
+        """Copy this rank's shards from whole tensors or DTensors; LoadError for wrong ones.
+
+        The names and shapes of all ranks' tensors are checked, so that all ranks raise or none.
+        """
         matched = match(given, list(self.all_shards), self.holders.aliases, self._model)
         matched = replace(matched, missing=[n for n in matched.missing if n in needed])
         if strict:
@@ -99,12 +104,12 @@ class RankTensors:
 
     @torch.no_grad()
     def fill(self, given: Mapping[str, Tensor]) -> None:
-        """Copy this rank's pieces of whole tensors, or of DTensors, into place."""
+        """Copy this rank's shards of whole tensors or of DTensors into the held tensors."""
         for name, value in given.items():
             shard = self.shards.get(name)
             if shard is None:
                 if isinstance(value, DTensor):
-                    value.full_tensor()  # for the ranks that hold it: they cannot gather it alone
+                    value.full_tensor()  # a collective: ranks that hold the tensor need this one
             elif isinstance(value, DTensor):
                 self.held[name].copy_(self._dtensors.piece(shard, value))
             else:
@@ -112,7 +117,7 @@ class RankTensors:
 
     # out -------------------------------------------------------------------------------------
     def whole(self, name: str) -> Tensor:
-        """A tensor joined by the first pipeline rank that holds it, on all of them."""
+        """The whole tensor, on every rank: joined on its first pipeline rank, then broadcast."""
         shard, first = self.all_shards[name], self.holders.first[name]
         joined = None
         if self.holders.is_first_stage(shard, self.coords):
@@ -123,12 +128,12 @@ class RankTensors:
         return from_first(joined, shard, first, self.pipeline, self.device)
 
     def as_dtensor(self, name: str) -> Any:
-        """What is held of a tensor, as a DTensor on the mesh without ``pp``."""
+        """This rank's shard of a tensor as a DTensor on the mesh without ``pp``."""
         shard = self.shards[self.first_name(name)]
         return self._dtensors.make(shard, self.held[shard.name].detach(), self.gather)
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:
-        """What every rank along an axis holds."""
+        """The shards of all ranks along an axis, by an all-gather."""
         piece = piece.contiguous()
         pieces = [torch.empty_like(piece) for _ in range(self.mesh.size(axis))]
         dist.all_gather(pieces, piece, group=self.groups[axis])
@@ -136,7 +141,7 @@ class RankTensors:
 
 
 def _dtensors(mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int]) -> DTensors:
-    """Tensors are cut over the axes without ``pp``."""
+    """A DTensors over the mesh without ``pp``, as no tensor is sharded over pipeline stages."""
     cutting = mesh.without_pipeline()
     if devices is not None and cutting != mesh:
         devices = devices[cutting.names] if cutting.names else None

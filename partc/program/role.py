@@ -1,7 +1,7 @@
-"""A role's source text in, its tables and its Step class out.
+"""Load a role's source text: its tables of plain data, and its ``Step`` class.
 
-The source is the contract: ``MESH``, ``SHARDS``, ``BUFFERS``, ``ALIASES``, ``INPUTS`` are plain
-data, ``Step`` is the module. Nothing of it runs before its digest was verified by the caller.
+Every source has the tables ``MESH``, ``SHARDS``, ``BUFFERS``, ``ALIASES`` and ``INPUTS``, and the
+nn.Module ``Step``. Loading executes the source, so a caller has to check the file's digest before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have 
 
 
 class RankMesh(Protocol):
-    """What a Step asks of the mesh: a torch DeviceMesh has it, and the threads' stand-in."""
+    """What a Step needs of a mesh: a torch DeviceMesh, or a stand-in where ranks are threads."""
 
     def get_group(self, mesh_dim: Any = None) -> Any: ...
 
@@ -34,7 +34,7 @@ class RankMesh(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter or buffer of a role: where it lies in the module, and which piece it is."""
+    """One parameter or buffer of a role: its names, its whole shape, and how it is sharded."""
 
     key: str  # in the Step's state dict
     name: str  # in the user's model
@@ -43,26 +43,26 @@ class Shard:
     cuts: tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
 
     def take(self, whole: Tensor, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
-        """The piece of a whole tensor that the rank at ``coords`` holds."""
+        """The shard of a whole tensor that the rank at ``coords`` holds."""
         for axis, dim, outer in self.cuts:
             whole = take_piece(whole, dim, outer, mesh.size(axis), coords[axis])
         return whole
 
     def join(self, piece: Tensor, gather: Callable[[Tensor, str], list[Tensor]]) -> Tensor:
-        """The whole from this rank's piece; ``gather(x, axis)`` gives the x of an axis's ranks."""
+        """The whole tensor; ``gather(x, axis)`` has to return the x of every rank along an axis."""
         for axis, dim, outer in reversed(self.cuts):
             piece = join_pieces(gather(piece, axis), cut(dim, outer), outer)
         return piece
 
     def is_first_copy(self, coords: Mapping[str, int]) -> bool:
-        """Whether this rank is the first of those that hold the same piece."""
+        """Whether the rank at ``coords`` is the first of those that hold the same shard."""
         cut_axes = {axis for axis, _, _ in self.cuts}
         return all(index == 0 for axis, index in coords.items() if axis not in cut_axes)
 
 
 @dataclass(frozen=True)
 class Role:
-    """A loaded role file."""
+    """A loaded role file: the Python module, and its tables."""
 
     module: ModuleType
     mesh: Mesh
@@ -74,9 +74,10 @@ class Role:
 
     @classmethod
     def load(cls, source: str, file_name: str, pipeline_rank: int = 0) -> Role:
-        """Run the source as a module whose lines tracebacks and debuggers can show.
+        """Execute a source as a module, whose lines tracebacks and debuggers can show.
 
-        ``pipeline_rank`` says whose tables to take, where several ranks run the file.
+        ``pipeline_rank``: whose tables to take where several pipeline ranks run the file. LoadError
+        if the source is no rank program.
         """
         shown = f"<partc {file_name}>"
         linecache.cache[shown] = (len(source), None, source.splitlines(keepends=True), shown)
@@ -106,11 +107,11 @@ class Role:
 
     @property
     def is_inference(self) -> bool:
-        """Whether the role computes results only: its Step has no ``step``."""
+        """Whether the role is a forward program, without gradients: its Step has no ``step``."""
         return not hasattr(self.module.Step, "step")
 
     def build(self, mesh: RankMesh | None, device: torch.device | str = "cpu") -> nn.Module:
-        """This rank's Step, its values not yet set."""
+        """This rank's Step; its parameters and buffers have no values yet."""
         with torch.device(device):
             step: nn.Module = self.module.Step(mesh)
         return step

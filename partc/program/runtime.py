@@ -1,4 +1,4 @@
-"""A program inside torchrun: this rank's ``nn.Module``, under the user's names."""
+"""Run a program inside torchrun: this rank's ``nn.Module``, with the user's parameter names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from partc.program.weights import Source, whole_tensors
 
 
 class Stage(nn.Module):
-    """One rank's share of a training step.
+    """One rank's part of a training step, as an nn.Module.
 
-    Parameters and buffers are this rank's pieces, under their names in the user's model; a pipeline
-    rank has those of its own stages. ``train`` and ``eval`` change nothing: the mode was compiled
-    in.
+    Parameters and buffers are this rank's shards, under their names in the user's model. A pipeline
+    rank has those of its own stages. ``train`` and ``eval`` change nothing, as the program was
+    compiled for one of the two modes.
     """
 
     _rank_step: Any  # the role's own module
@@ -72,10 +72,10 @@ class Stage(nn.Module):
         return loss
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The loss, ready for ``.backward()``; of an inference program its results by name.
+        """The loss, ready for ``.backward()``; of an inference program the results by name.
 
-        A training program computes its gradients here already and hands them to autograd; under
-        ``torch.no_grad()`` they are dropped. RunError if it has several pipeline stages.
+        A training program computes the gradients already here; ``loss.backward()`` hands them out,
+        and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
         """
         if self._role.is_inference:
             self._check_inputs(inputs)
@@ -87,8 +87,11 @@ class Stage(nn.Module):
         return apply(lambda: self._fresh_grads(params, inputs), *params)
 
     def seed(self, seed: int) -> None:
-        """Seed dropout: equal on copies, different on pieces and stages; all ranks pass the same
-        number."""
+        """Seed dropout; all ranks pass the same number.
+
+        Ranks with copies of a tensor draw equal masks, ranks with different shards or stages
+        different ones.
+        """
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed)
 
@@ -117,9 +120,9 @@ class Stage(nn.Module):
         self._tensors.load(whole_tensors(source), strict, self.shards)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of the model's own state dict, whole, on the CPU; all ranks together.
+        """The model's own state dict with whole tensors on the CPU; all ranks call this together.
 
-        The names of a tied tensor have one tensor.
+        All names of a tied tensor refer to one tensor.
         """
         tensors = self._tensors
         names = list(tensors.saved_names(self.shards))
@@ -129,12 +132,12 @@ class Stage(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors are."""
+        """The device of this rank's tensors."""
         return self._tensors.device
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """How every tensor is cut that some rank holds, by name."""
+        """How each tensor of the model is sharded, by name, whichever rank holds it."""
         return self._tensors.all_shards
 
     @property
@@ -143,16 +146,16 @@ class Stage(nn.Module):
         return self._tensors.pipeline
 
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
-        """Every tensor that this rank holds by name, with how it is cut from the whole."""
+        """This rank's shards by name, each with its cuts from the whole tensor."""
         held = self._tensors.held
         return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
 
     def is_first_copy(self, shard: Shard) -> bool:
-        """Whether this rank is the first of all that hold the same piece of this tensor."""
+        """Whether this rank is the first of all ranks that hold the same shard of a tensor."""
         return self._tensors.holders.is_first_copy(shard, self.coords)
 
     def is_first_stage(self, shard: Shard) -> bool:
-        """Whether this rank is one of the first pipeline rank that holds this tensor."""
+        """Whether this rank belongs to the first pipeline rank that holds a tensor."""
         return self._tensors.holders.is_first_stage(shard, self.coords)
 
     # checkpoints -----------------------------------------------------------------------------
@@ -163,10 +166,10 @@ class Stage(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """DTensors under the user's names, for torch.distributed.checkpoint; all ranks together.
+        """DTensors by the user's names, for torch.distributed.checkpoint; all ranks call together.
 
-        A pipeline rank gives its own stages' tensors, on the mesh without ``pp``. They share memory
-        with the parameters, except those that ``partc.program.dtensors`` has to gather.
+        A pipeline rank returns the tensors of its own stages, on the mesh without ``pp``. They
+        share memory with the parameters, except those that ``program/dtensors.py`` gathers.
         """
         state = {} if destination is None else destination
         for name in self._tensors.saved_names(self._tensors.shards):
@@ -176,14 +179,14 @@ class Stage(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Unmatched:
-        """Take values from whole tensors, or from DTensors of any mesh and placements."""
+        """Copy this rank's shards from whole tensors, or DTensors of any mesh and placements."""
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
     def _fresh_grads(
         self, params: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and the gradients of one step, while every ``.grad`` stays as it was."""
+        """The loss and the gradients of one step; every ``.grad`` keeps its value."""
         before = [p.grad for p in params]
         try:
             for p in params:
@@ -211,7 +214,7 @@ class Stage(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
-        """``.to()`` and its like act on the rank's module; the view by the user's names follows."""
+        """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
         self._check_dtypes_stay(fn)
         self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
@@ -245,7 +248,7 @@ class Stage(nn.Module):
                 )
 
     def _show_tensors(self) -> None:
-        """Register the rank's tensors in a tree of the user's module names."""
+        """Register this rank's tensors as parameters and buffers under the user's dotted names."""
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
         self._tensors.read(self._rank_step)
@@ -254,7 +257,7 @@ class Stage(nn.Module):
 
 
 class _LossOfStep(torch.autograd.Function):
-    """A step whose gradients are computed with its loss and handed out on ``backward``."""
+    """Computes a step's gradients together with the loss, and returns them in ``backward``."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], *params: Tensor) -> Tensor:
@@ -276,7 +279,11 @@ class _LossOfStep(torch.autograd.Function):
 
 
 def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Put a tensor at a dotted name; straight into the tables, as our methods own some names."""
+    """Register a tensor at a dotted name.
+
+    Written into the tables directly, since ``register_parameter`` refuses names that Stage has as
+    attributes (``step``).
+    """
     *path, leaf = name.split(".")
     for part in path:
         child = root._modules.get(part)

@@ -1,4 +1,4 @@
-"""A program and a device in, this rank's Stage out: all ranks of a run start together."""
+"""Start a program on this rank: join the process group, check the world, build the Stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from partc.program.runtime import Stage
 
 
 def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
-    """Join the run and build this rank's Stage; all ranks call this together."""
+    """Join the process group and build this rank's Stage; all ranks call this together.
+
+    RunError if the world has another size, the mesh other axes, or a rank another program.
+    """
     check_world(program.mesh, world_size())
     here = _device_of(device)
     if not dist.is_initialized():
@@ -35,7 +38,10 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
 
 
 def _device_of(device: str) -> torch.device:
-    """``"cuda"`` means this process's own GPU; where there are fewer, processes share them."""
+    """The device of this process; ``"cuda"`` is the GPU number ``LOCAL_RANK``.
+
+    Where there are fewer GPUs than processes, processes share them.
+    """
     here = torch.device(device)
     if here.type == "cuda" and here.index is None:
         local = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""The safetensors file format, read and written without a dependency: named tensors, never code."""
+"""Read and write the safetensors format: named tensors in a file that cannot contain code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors in order of name: equal tensors make equal files."""
+    """Write tensors sorted by name, so that equal tensors make byte-identical files."""
     header, chunks, end = {}, [], 0
     for name, tensor in sorted(tensors.items()):
         flat = tensor.detach().cpu().contiguous().flatten()
@@ -33,7 +33,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {**entry, "data_offsets": [start, end]}
         chunks.append(data)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, as the format asks
     Path(path).write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
 
 

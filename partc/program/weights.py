@@ -1,4 +1,4 @@
-"""Whole tensors from wherever a user has them, matched by name with what a program holds."""
+"""Read whole tensors from a model, a state dict or files, and match their names to a program's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Source = nn.Module | Mapping[str, Tensor] | str | Path | Sequence[str | Path]
 
 
 def whole_tensors(source: Source) -> Mapping[str, Tensor]:
-    """A model, a state dict, or safetensors files (an index file, a folder) as one mapping."""
+    """The tensors of a model, a state dict or safetensors files (an index, a folder), by name.
+
+    LoadError for a model on the meta device, and for malformed files.
+    """
     if isinstance(source, nn.Module):
         tensors = named_tensors(source)
         without = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
@@ -36,7 +39,7 @@ def whole_tensors(source: Source) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Matched:
-    """Which given name serves each held tensor, and the names without a partner."""
+    """The given name for each held tensor, and the names of either side without a partner."""
 
     found: dict[str, str]  # name held -> name given
     missing: list[str]
@@ -46,8 +49,11 @@ class Matched:
 def match(
     given: Mapping[str, Any], held: Sequence[str], aliases: Mapping[str, str], model: Fingerprint
 ) -> Matched:
-    """Pair names. A tied tensor may come under any of its names; what the model's own state dict
-    lacks (unsaved buffers, constants that tracing found) may be left out."""
+    """Match given names to held tensors.
+
+    A tied tensor may come under any of its names. A tensor that is not in the model's own state
+    dict (a non-persistent buffer, a constant found by tracing) may be absent.
+    """
     names_of: dict[str, list[str]] = {name: [name] for name in held}
     for second, first in aliases.items():
         names_of.setdefault(first, [first]).append(second)
@@ -63,7 +69,7 @@ def match(
 
 
 def check_names(matched: Matched) -> None:
-    """LoadError with the table of names that have no partner."""
+    """LoadError, with a table of names, if a name of either side has no partner."""
     if not matched.missing and not matched.unexpected:
         return
     lines = [f"missing     {name}" for name in matched.missing]
@@ -79,7 +85,7 @@ def check_names(matched: Matched) -> None:
 def check_shapes(
     given: Mapping[str, Any], matched: Matched, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """LoadError with the table of tensors that are not whole tensors of the model's shapes."""
+    """LoadError, with a table, if a given tensor has another shape than the model's."""
     wrong = [
         f"{name}: {list(shapes[name])} compiled, {list(given[key].shape)} given"
         for name, key in matched.found.items()
@@ -95,5 +101,5 @@ def check_shapes(
 
 
 def kept_aside(model: Fingerprint, in_program: set[str]) -> dict[str, TensorSpec]:
-    """The model's saved tensors that no step reads, kept so that checkpoints stay complete."""
+    """The tensors of the model's state dict that no program reads, kept for checkpoints."""
     return {name: model.tensors[name] for name in model.saved_names() if name not in in_program}

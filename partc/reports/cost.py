@@ -1,4 +1,4 @@
-"""What one rank's program costs: memory, compute, memory traffic and communication, as a table."""
+"""The cost of one rank's program as a table: memory, FLOPs, memory traffic, transfers, time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ TOP = 5  # holders of memory that a report names
 
 @dataclass(frozen=True)
 class CostReport:
-    """Costs of one training step on one rank; ``live_bytes`` is beside parameters and inputs."""
+    """The costs of one training step on one rank.
+
+    ``live_bytes``: live at the peak, without parameters, optimizer states, buffers and inputs.
+    """
 
     model: str
     mesh: str
@@ -34,8 +37,8 @@ class CostReport:
     state: StateBytes
     saved_bytes: int
     live_bytes: int
-    live_at: str  # the call, or the program's line, during which most is live
-    holders: tuple[tuple[str, int], ...]  # who holds it, with bytes, largest first
+    live_at: str  # the call, or the program's line, of the peak
+    holders: tuple[tuple[str, int], ...]  # what is live at the peak, with bytes, largest first
     flops: int
     moved_bytes: int
     traffic: tuple[Traffic, ...]
@@ -44,12 +47,12 @@ class CostReport:
 
     @property
     def peak_bytes(self) -> int:
-        """All that a rank holds when most is live, the optimizer's states among it."""
+        """The peak of a rank's memory: state, optimizer states included, and live bytes."""
         state = self.state
         return state.params + state.optimizer + state.buffers + state.inputs + self.live_bytes
 
     def peaks(self) -> list[Peak]:
-        """The peak of every rank: one, as they run the same program."""
+        """The peaks as ``check_memory`` takes them: one, since all ranks run the same program."""
         state = self.state
         kept = {
             "parameters": state.params,
@@ -149,11 +152,11 @@ def cost_report(
     mesh: Mesh | None = None,
     prefetch: int = 1,
 ) -> CostReport:
-    """The costs of a graph as it stands: a scheduled local one, or the whole of a joint one.
+    """The costs of a graph: of one rank for a scheduled local graph, of the model for a joint one.
 
-    With a role, live memory is that of its program; else that of the graph run in node order. With
-    the work of the whole step its time is predicted, on the machines under ``mesh``, where the
-    program gathers ``prefetch`` blocks ahead.
+    With a role, live memory is found by a dry run of the role's program, otherwise by running the
+    graph in node order. With ``work``, the step's time on the machines under ``mesh`` is predicted;
+    the program then gathers the parameters of ``prefetch`` blocks ahead.
     """
     ran = replay(graph)
     over = mesh or graph.mesh
@@ -178,7 +181,7 @@ def cost_report(
     )
 
 
-Live = tuple[int, str, list[tuple[str, int]]]  # bytes, where, held by whom
+Live = tuple[int, str, list[tuple[str, int]]]  # peak bytes, its call or line, what is live
 
 
 def _live_of_graph(curve: MemoryCurve) -> Live:
@@ -192,5 +195,5 @@ def _live_of_program(role: Role, library: str) -> Live:
 
 
 def _short(expr: sympy.Expr) -> str:
-    """As a sum or as a product, whichever is the shorter text."""
+    """The text of an expression, expanded or factored, whichever is shorter."""
     return min(str(expr), str(sympy.factor(expr)), key=len)

@@ -1,5 +1,7 @@
-"""Why a saved program is as it is: what was preferred to what, what bounds its step and fills its
-memory, and what other machines would change. All from the program's folder.
+"""Explain a saved program: the plan's choices and their alternatives, what bounds the step, what
+fills the memory, and what other machines would change.
+
+Everything is read or estimated from the program's folder.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _BOUNDS = {"arithmetic": "compute", "memory": "memory", "launches": "launches", 
 
 @dataclass(frozen=True)
 class Estimated:
-    """What is estimated of the plan that was taken, and of what else could be."""
+    """The search's estimates of the plan taken, of its alternatives, and of changed machines."""
 
     taken: Taken
     chosen: Ranked
@@ -42,11 +44,14 @@ class Estimated:
         return self.taken.search
 
     def heads(self) -> tuple[str, ...]:
-        """What ``costs`` tells."""
+        """The names of the columns of ``costs``."""
         return ("step", "memory") if self.search.objective == "time" else ("step", "cost", "memory")
 
     def costs(self, one: Ranked | None) -> tuple[str, ...]:
-        """Time, and the cost where that is something else, against the chosen; memory."""
+        """A candidate's time and memory; the time is relative to the chosen plan.
+
+        With another objective than time, the relative cost by that objective too.
+        """
         if one is None:
             return ("nothing fits", *[""] * (len(self.heads()) - 1))
         step = _more(one.estimate.step_s / self.chosen.estimate.step_s - 1)
@@ -55,7 +60,7 @@ class Estimated:
         return (step, memory) if self.search.objective == "time" else (step, cost, memory)
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds and bytes."""
+        """The estimates as plain data, in seconds and bytes."""
         return {
             "objective": self.search.objective,
             "searched": self.taken.searched,
@@ -77,7 +82,10 @@ class Estimated:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that is shown; ``estimated`` is None where no search knows the plan's words."""
+    """Everything that ``partc explain`` shows of a program.
+
+    ``estimated`` is None where the plan is none of the search's candidates.
+    """
 
     prediction: Prediction | None
     prices: Mapping[str, float]  # of a million tokens: in kWh, and in $ where devices have a price
@@ -146,7 +154,7 @@ class Explanation:
         return [title, *columns(rows, right=range(1, len(rows[0]) - 1)), ""]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data: seconds and bytes."""
+        """The explanation as plain data, in seconds and bytes."""
         return {
             "prediction": self.prediction.as_json() if self.prediction else None,
             "per_million": dict(self.prices),
@@ -157,7 +165,7 @@ class Explanation:
 
 
 def explain_program(program: Program) -> Explanation:
-    """The explanation of a program as it was saved."""
+    """The explanation of a saved program."""
     cost = program.cost.as_json() or {}
     told = cost.get("prediction")
     peak, holders = _memory(cost)
@@ -173,7 +181,7 @@ def explain_program(program: Program) -> Explanation:
 
 
 def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
-    """What a million tokens cost, by unit, as far as the device's file says."""
+    """The price of a million tokens, in kWh and in $, where the device's file has the data."""
     units: dict[str, Objective] = {"kWh": "energy", "$": "dollars"}
     prices = {
         unit: per_million(objective, step.seconds, step.devices, topology, step.work.batch)
@@ -183,7 +191,7 @@ def _prices(step: Prediction, topology: Topology) -> dict[str, float]:
 
 
 def _memory(cost: Mapping[str, Any]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """The peak of the fullest rank, and who holds it, the largest first."""
+    """The peak of the rank that needs most memory, and what it holds there, largest first."""
     if "ranks" in cost:
         rank = max(cost["ranks"], key=lambda each: each["peak_bytes"])
         state = {name: rank[name] for name in ("params", "optimizer", "buffers_and_inputs")}
@@ -225,7 +233,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def columns(rows: Texts, right: Sequence[int] = ()) -> list[str]:
-    """Rows of equally many texts, indented, columns ``right`` to the right."""
+    """Rows as aligned, indented lines; the columns numbered in ``right`` are right-aligned."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         ("  " + "  ".join(

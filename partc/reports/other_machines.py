@@ -1,5 +1,7 @@
-"""A saved program's step on machines that differ: the same program walked again, or, with another
-number of devices, what the search says of the plan there.
+"""Predict a saved program's step on other machines.
+
+With as many devices, the same program's StepEvents are walked on the changed machines. With another
+number of devices the program would be another one, so the search estimates the plan there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from partc.cost.pipeline_prediction import predict_pipeline
 from partc.cost.pipeline_step import Step, gradients_of, plan_step
 from partc.cost.prediction import Prediction, optimizer_time, prediction
 from partc.cost.roofline import Box, Clock
-from partc.cost.stage_cost import StageCost, sharing_costs, stage_link, step_costs, with_messages
+from partc.cost.stage_cost import StageCost, sharing_costs, stage_link, step_costs, with_send_costs
 from partc.cost.step_walk import step_times, walk_phases
 from partc.errors import UsageError
 from partc.machines.what_if import Change
@@ -28,16 +30,16 @@ from partc.schedules.step_costs import Link
 
 @dataclass(frozen=True)
 class StageStep:
-    """The step of a program of one stage: its prediction, and what its streams do when."""
+    """The predicted step of a program without pipeline stages, and the time line of its streams."""
 
     prediction: Prediction
     boxes: tuple[Box, ...]
 
 
 def stage_step(program: Program, change: Change, where: str) -> StageStep:
-    """The step of a program of one stage, on changed machines.
+    """The predicted step of a program without pipeline stages on changed machines.
 
-    UsageError if it was saved without what predictions rest on.
+    UsageError if the program was saved without StepEvents.
     """
     saved, mesh = _saved(program, where), _mesh(program, change)
     own = Prediction.of_json(saved["prediction"])
@@ -51,7 +53,10 @@ def stage_step(program: Program, change: Change, where: str) -> StageStep:
 
 
 def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
-    """The step of a pipeline, its schedule as it is, on changed machines."""
+    """The predicted step of a pipeline on changed machines, with its schedule unchanged.
+
+    UsageError if the program was saved without StepEvents.
+    """
     cost = PipelineCost.of_json(_saved(program, where))
     basis, mesh = program.basis, _mesh(program, change)
     rank_of = saved_schedule(program).rank_of
@@ -62,7 +67,7 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
     ]
     stages = tuple(
         replace(stage, spent=stage.early.ending(stage.spent, place)) if stage.early else stage
-        for stage, place in zip(with_messages(computed, mesh), places, strict=True)
+        for stage, place in zip(with_send_costs(computed, mesh), places, strict=True)
     )
     link = stage_link(stages, mesh)
 
@@ -86,8 +91,11 @@ def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:
 
 
 def estimated_step(program: Program, change: Change, where: str) -> tuple[Ranked, Ranked | None]:
-    """The estimate of a program's plan, and that of the best plan on changed machines if it was
-    searched, else of the same on a longer data axis; None if nothing fits there.
+    """Two estimates for another number of devices: the program's plan now, and a plan there.
+
+    The plan there is the best one if the program's was searched, otherwise the same plan with a
+    longer data-parallel axis; None if none fits in memory. UsageError if the search cannot express
+    the program's plan.
     """
     taken = program.basis.taken
     if taken is None:
@@ -124,7 +132,11 @@ def _saved(program: Program, where: str) -> dict[str, Any]:
 
 
 def _closing(each: Closing, stages: tuple[StageCost, ...], before: Link, link: Link) -> Closing:
-    """What closes the step, on another link: a stage's own sums, or messages between stages."""
+    """A closing collective with its seconds on another link.
+
+    A stage's own gradient reductions are predicted anew. For messages between stages the number of
+    bytes follows from their seconds on the link ``before``.
+    """
     own = {gradients_of(number): stage.closing_s for number, stage in enumerate(stages)}
     if each.name in own:
         return replace(each, seconds=own[each.name])

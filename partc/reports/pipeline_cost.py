@@ -1,7 +1,7 @@
-"""What a pipelined step costs: per stage compute and bytes, per rank memory, and the step's time.
+"""The cost of a pipeline's step: FLOPs and bytes per stage, memory per rank, the step's time.
 
-Times are predictions (``roofline.py``), memory is counted: state and activations from the stages'
-graphs, the peak by running each rank's program on fakes.
+Times are predicted (``roofline.py``). Memory is counted: state and activations on the stages'
+graphs, the peak by a dry run of each rank's program on fakes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from partc.schedules import Schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link
 
-DRY_RUN_ACTIONS = 4096  # of a rank; a longer program's peak is that of the simulation
+DRY_RUN_ACTIONS = 4096  # of a rank; the peak of a rank with more is the simulation's
 
 
 @dataclass(frozen=True)
 class RankCost:
-    """One pipeline rank's memory in bytes, and what it waits for.
+    """One pipeline rank's memory in bytes, the share of its time in bubbles, and its waits.
 
-    ``in_flight`` are activations and messages at the worst time of the simulated step;
-    ``live`` is what the program holds beside parameters, buffers and inputs at its worst line,
-    gradients among it, and 0 where the program was too long to be run on fakes. ``holders`` are
-    the largest pieces of it.
+    ``in_flight``: activations and messages at the peak of the simulated step. ``live``: the peak of
+    the dry run, with gradients, without parameters, buffers and inputs; 0 where the program was too
+    long for a dry run. ``holders``: the largest parts of ``live``.
     """
 
     stages: tuple[int, ...]
@@ -54,14 +53,14 @@ class RankCost:
 
     @property
     def peak_bytes(self) -> int:
-        """All that the rank holds when most is live."""
+        """The peak of the rank's memory: state, optimizer states included, and live bytes."""
         live = self.live or self.grads + self.in_flight
         return self.params + self.optimizer + self.buffers_and_inputs + live
 
 
 @dataclass(frozen=True)
 class Closing:
-    """What pipeline ranks do together after all microbatches, and how long it takes."""
+    """A collective of pipeline ranks after all microbatches, with its members and seconds."""
 
     name: str
     members: tuple[int, ...]
@@ -70,7 +69,7 @@ class Closing:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """The costs of one step: by stage, by rank, and of the whole."""
+    """The costs of a pipeline's step: by stage, by rank, and of the step as a whole."""
 
     model: str
     mesh: str
@@ -103,7 +102,7 @@ class PipelineCost:
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they do not compute."""
+        """The mean over all ranks of the share of their time in which they do not compute."""
         return sum(rank.bubble for rank in self.ranks) / len(self.ranks)
 
     def __str__(self) -> str:
@@ -147,7 +146,7 @@ class PipelineCost:
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> PipelineCost:
-        """A cost from what ``as_json`` gave."""
+        """A PipelineCost from the data of ``as_json``."""
         own = {field.name: data[field.name] for field in fields(cls)}
         ranks = [{**rank, "stages": tuple(rank["stages"])} for rank in own["ranks"]]
         closing = [{**each, "members": tuple(each["members"])} for each in own["closing"]]
@@ -163,7 +162,7 @@ class PipelineCost:
         })  # fmt: skip
 
     def plan_step(self, schedule: Schedule) -> Step:
-        """Lower, prove and simulate the schedule again, in seconds and bytes."""
+        """Lower, check and simulate a schedule with these costs, in seconds and bytes."""
         closing_s = {each.name: each.seconds for each in self.closing}
         costs = step_costs(self.stages, closing_s, self.link)
         closing = [Collective(each.name, (), each.members) for each in self.closing]
@@ -180,7 +179,7 @@ def pipeline_cost(
     work: Work,
     optimizer: str = "adamw",
 ) -> PipelineCost:
-    """The costs of a planned step; ``roles`` are the programs of pipeline ranks 0, 1, ..."""
+    """The costs of a simulated step; ``roles``: the programs of pipeline ranks 0, 1, ..."""
     trained = [trained_bytes_of(graphs, step.schedule.stages_of(r)) for r in range(len(roles))]
     return PipelineCost(
         model=graphs[0].model,
@@ -208,7 +207,7 @@ def pipeline_cost(
 def _rank_costs(
     graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str, library: str
 ) -> tuple[RankCost, ...]:
-    """The costs of every rank; they know each other's turns."""
+    """The costs of every rank; a dry run reuses the turns of earlier ranks' equal stages."""
     known: Known = {}
     found = []
     for rank, role in enumerate(roles):
@@ -245,7 +244,7 @@ def _rank_cost(
 
 
 def trained_bytes_of(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
-    """Bytes of the parameters with gradients of some stages, each once."""
+    """Bytes of the trained parameters of some stages; a tied parameter counts once."""
     mine = [graphs[stage] for stage in stages]
     params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
     trained = {name for graph in mine for name in graph.grads}
@@ -253,19 +252,19 @@ def trained_bytes_of(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
 
 
 def _sizes(graph: Graph, named: Mapping[str, fx.Node]) -> dict[str, int]:
-    """Bytes of parameters, gradients or buffers by name, of blocks that are left out as well."""
+    """Bytes of parameters, gradients or buffers by name, times the equal blocks they stand for."""
     places = {**graph.params, **graph.buffers}
     return {name: graph.times(places[name]) * num_bytes(node) for name, node in named.items()}
 
 
 def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:
-    """Who holds most: lines of the program, or what the simulation knows."""
+    """What holds most memory: source lines, or the simulation's two sums without a dry run."""
     if ran is None:
         return ("gradients", grads), ("activations and messages in flight", in_flight)
     return tuple((str(each), each.num_bytes) for each in ran.holders[:TOP])
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of equally many texts, each column to the right."""
+    """Rows as aligned, indented lines; all columns are right-aligned."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(f"{t:>{w}}" for t, w in zip(row, wide, strict=True)) for row in rows]

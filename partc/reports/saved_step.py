@@ -1,4 +1,4 @@
-"""The predicted step of a saved pipeline: as a grid of text, numbers, a picture, a trace."""
+"""The predicted step of a saved pipeline as a text grid, as numbers, a picture and a trace."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from partc.schedules.timing import Costs, Timeline, timeline
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A simulated step; ``cost`` is the one that was predicted when the program was compiled."""
+    """A simulated step of a pipeline, and the costs that the simulation takes."""
 
     cost: PipelineCost
     step: Step
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they do not compute."""
+        """The mean over all ranks of the share of their time in which they do not compute."""
         bubbles = self.step.simulated.bubbles
         return sum(bubbles) / len(bubbles)
 
     def timeline(self) -> Timeline:
-        """When each action runs, in microseconds, with megabytes held."""
+        """The time of each action in microseconds, and the memory held in megabytes."""
         costs = self.step.simulated.costs
         us = {name: _scaled(getattr(costs, name), 1e6)
               for name in ("forward", "input_grad", "weight_grad", "transfer")}  # fmt: skip
@@ -45,7 +45,7 @@ class SavedStep:
         return chrome_trace(self.step.simulated)
 
     def __str__(self) -> str:
-        """The grid, in microseconds and megabytes, then a row for each rank."""
+        """The schedule's grid in microseconds and megabytes, then one row per rank."""
         ran = self.step.simulated
         rows = [
             "(in microseconds and megabytes; without what closes the step)",
@@ -60,7 +60,7 @@ class SavedStep:
         return "\n".join([grid(self.timeline()), *rows])
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds and bytes, the ranks in order."""
+        """The step as plain data, in seconds and bytes; lists are by rank."""
         ran = self.step.simulated
         return {
             "schedule": self.step.schedule.name,
@@ -76,13 +76,13 @@ class SavedStep:
 
 
 def saved_step(program: Program) -> SavedStep:
-    """Simulate the schedule of a pipeline's program again."""
+    """Simulate the schedule of a saved pipeline with the costs of the compile."""
     cost = PipelineCost.of_json(program.cost.as_json())
     return SavedStep(cost, cost.plan_step(saved_schedule(program)))
 
 
 def saved_schedule(program: Program) -> Schedule:
-    """The schedule of a pipeline's program, under the plan's name for it."""
+    """The schedule of a saved pipeline, named as in the plan."""
     return replace(read_csv(program.schedule), name=Plan.parse(program.plan).schedule)
 
 

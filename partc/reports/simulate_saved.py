@@ -1,4 +1,4 @@
-"""What ``partc simulate`` shows of a saved program, on its machines or on others."""
+"""``partc simulate``: the predicted step of a saved program, on its machines or on others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from partc.reports.stage_trace import chrome_trace
 
 @dataclass(frozen=True)
 class Shown:
-    """A step as text, as plain data, and as files by kind (``trace``, ``svg``)."""
+    """A predicted step as text, as plain data, and as files by kind (``trace``, ``svg``)."""
 
     text: str
     told: Mapping[str, Any]
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
 
     def file(self, kind: str, where: str) -> str:
-        """The text of a file; UsageError if there is none of this kind."""
+        """The content of the file of a kind; UsageError if the step has no such file."""
         if kind not in self.files:
             raise UsageError(
                 where=where,
@@ -39,7 +39,7 @@ class Shown:
 
 
 def simulate_saved(program: Program, change: Change, where: str) -> Shown:
-    """The step of a saved program with a change of the machines, ``Change()`` for none."""
+    """Predict the step of a saved program on changed machines; ``Change()`` changes nothing."""
     if change.devices:
         return _estimated(program, change, where)
     return _pipeline(program, change, where) if program.schedule else _stage(program, change, where)
@@ -69,7 +69,7 @@ def _changed(
     text: str, told: Mapping[str, Any], change: Change, there: Prediction, saved: Any,
     files: Mapping[str, Callable[[], str]],
 ) -> Shown:  # fmt: skip
-    """With what has changed, and by how much."""
+    """A step on changed machines, with the change and its effect on the time."""
     planned = Prediction.of_json(saved["prediction"]).seconds
     line = f"{change}: {time_text(there.seconds)} a step, {compared(there.seconds, planned)}"
     more = {"change": str(change), "seconds": there.seconds, "planned_s": planned}

@@ -1,4 +1,7 @@
-"""What the streams of a one-stage program do, as a picture: a row for computing and each axis."""
+"""Draw the time line of a program without pipeline stages as SVG.
+
+One row shows the computing stream, one row per mesh axis the transfers over it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from partc.schedules.picture import GAP, LEFT, ROW, TOP, time_axis
 
 WIDE = 1200  # pixels of the step
 US_PER_S = 1e6
-TOUCHING_S = 1e-9  # calls that are no farther apart follow each other
+TOUCHING_S = 1e-9  # calls with a shorter gap count as following each other
 COLOURS = {COMPUTE: "#8fb8de", "": "#d9b77e"}  # of computing, and of transfers
 STYLE = "text{fill:#222}.line{stroke:#888}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
 
 
 def svg(boxes: Sequence[Box]) -> str:
-    """Boxes for what blocks compute and for transfers, in microseconds, named by their tooltips."""
+    """The SVG text: boxes for blocks' computing and for transfers; tooltips name and time them."""
     boxes = [box for box in boxes if box.stream != BLOCKS]  # computing is drawn by block
     streams = list(dict.fromkeys([COMPUTE, *(box.stream for box in boxes)]))
     longest = US_PER_S * max((box.begin_s + box.seconds for box in boxes), default=1e-6)
@@ -51,7 +54,7 @@ def _row(row: int, stream: str, boxes: Sequence[Box], scale: float) -> Iterator[
 
 
 def _by_block(boxes: Sequence[Box]) -> Iterator[Box]:
-    """What a block computes without a break as one box."""
+    """Join the boxes of a block's calls that follow each other without a break."""
     run: list[Box] = []
     for box in boxes:
         if run and (box.block != run[-1].block or box.begin_s > _end(run[-1]) + TOUCHING_S):

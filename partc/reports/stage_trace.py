@@ -1,4 +1,4 @@
-"""What the streams of a rank do, as JSON for chrome://tracing or Perfetto."""
+"""Write the time line of a rank as JSON for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Event = dict[str, Any]
 
 
 def chrome_trace(boxes: Sequence[Box]) -> str:
-    """One process, as all ranks do the same."""
+    """The trace of a step as JSON text; one process stands for all ranks, which do the same."""
     return trace_text(trace_events(boxes, 0, "every rank"))
 
 
 def trace_text(events: Iterable[Event]) -> str:
-    """Events as a file."""
+    """Trace events as the JSON text of a file."""
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)})
 
 
 def trace_events(boxes: Sequence[Box], process: int, title: str) -> Iterator[Event]:
-    """A process with a row for its blocks, its computing, and each axis.
+    """The events of one process, with a row for blocks, one for computing and one per axis.
 
     Names are ``partc::<kind>::<site>``: ``partc::forward::layers.0`` of a block,
     ``partc::compute::<op>``, ``partc::<axis>::<collective>``.

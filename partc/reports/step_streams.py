@@ -1,5 +1,7 @@
-"""What the streams of a predicted step do, as panels of bars: the whole step, then the forward and
-the backward of one block. A bar of a transfer is ``exposed`` for as long as computing waits for it.
+"""Arrange the time line of a predicted step as panels of bars.
+
+The first panel shows the whole step, the others the forward and the backward of one block. The bar
+of a transfer has the colour ``exposed`` while computing waits for it, otherwise ``hidden``.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from partc.cost.roofline import BLOCKS, COMPUTE, Box, Clock, Spent
+from partc.cost.step_events import Move, StepEvents
 from partc.cost.step_walk import step_times
-from partc.cost.tape import Move, Tape
 from partc.plan.mesh import Mesh
 
-NEAR_S = 1e-9  # times that are no farther apart are equal
+NEAR_S = 1e-9  # times with a smaller difference count as equal
 FORWARD, BACKWARD, OTHER, UPDATE = "forward", "backward", "other", "optimizer"  # of computing
 WEIGHTS = "weight gradients"
 HIDDEN, EXPOSED = "hidden", "exposed"  # of transfers
 
 
 class Bar(NamedTuple):
-    """What a row shows from ``begin_s`` to ``end_s``: a colour's name, a label, a tooltip."""
+    """One bar of a row, with a colour's name, a label, and ``told``, the tooltip."""
 
     begin_s: float
     end_s: float
@@ -40,7 +42,7 @@ class Bar(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Computing stands still from ``begin_s`` to ``end_s`` for transfers over ``axis``."""
+    """A span of time in which computing waits for a transfer over ``axis``."""
 
     begin_s: float
     end_s: float
@@ -48,7 +50,7 @@ class Wait(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The forward or the backward of one block of a stack, numbered as in the model."""
+    """The span of one block's forward or backward; ``number`` is the block's index in the model."""
 
     phase: str
     number: int
@@ -58,7 +60,10 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """A stretch of the step: its rows by label, and whether the first names kinds of work."""
+    """A span of the step with its rows of bars by label.
+
+    ``names_work``: the bars of the first row are labelled by kinds of work, such as ``matmul``.
+    """
 
     caption: str
     begin_s: float
@@ -68,7 +73,7 @@ class Panel:
 
 
 def panels(boxes: Sequence[Box], waits: Sequence[Wait]) -> Iterator[Panel]:
-    """The whole step, then a typical block's forward and backward."""
+    """A panel of the whole step, then one each of the middle block's forward and backward."""
     blocks, computed = numbered(boxes), [box for box in boxes if box.stream == COMPUTE]
     moved = _transfer_rows(boxes, waits)
     end_s = max((_end(box) for box in boxes), default=1e-6)
@@ -78,11 +83,11 @@ def panels(boxes: Sequence[Box], waits: Sequence[Wait]) -> Iterator[Panel]:
         of_phase = [block for block in blocks if block.phase == phase]
         for block in of_phase[len(of_phase) // 2 :][:1]:
             rows = {"compute": _by_kind(computed, block), **moved}
-            yield _enlarged(block, rows)  # of the middle: the first and the last are odd ones
+            yield _enlarged(block, rows)  # the middle block: the first and the last differ
 
 
 def _enlarged(block: Block, rows: Mapping[str, Sequence[Bar]]) -> Panel:
-    """What streams do while a block is computed."""
+    """A panel of the span in which a block is computed."""
     begin_s, end_s = block.begin_s, block.end_s
     inside = {
         label: [bar.clipped(begin_s, end_s) for bar in row if bar.overlaps(begin_s, end_s)]
@@ -93,7 +98,7 @@ def _enlarged(block: Block, rows: Mapping[str, Sequence[Bar]]) -> Panel:
 
 
 def hidings(panel: Panel) -> Iterator[str]:
-    """For each kind of transfer in a panel: how much of it is hidden, most of it behind what."""
+    """A text per kind of transfer in a panel: the hidden share, and the work that hides most."""
     computing, *rows = panel.rows.values()
     for name in dict.fromkeys(bar.told for row in rows for bar in row):
         bars = [bar for row in rows for bar in row if bar.told == name]
@@ -104,7 +109,7 @@ def hidings(panel: Panel) -> Iterator[str]:
 
 
 def _behind(hidden: Sequence[Bar], computing: Sequence[Bar]) -> str:
-    """The kind of work that runs longest beside transfers, if it has a name."""
+    """`` behind <kind>`` for the kind of work that runs longest beside transfers, or ""."""
     beside: dict[str, float] = {}
     for bar in hidden:
         for work in computing:
@@ -120,9 +125,10 @@ def _length(bars: Sequence[Bar]) -> float:
 
 
 def numbered(boxes: Sequence[Box]) -> list[Block]:
-    """The blocks of the step in order.
+    """The blocks of the step in order, with their numbers in the model.
 
-    Of equal blocks the boxes name one for all (layers.1 three times), so they are counted.
+    The boxes of equal blocks have the name of one of them (``layers.1`` three times), so the
+    numbers are counted.
     """
     found = [box for box in boxes if box.stream == BLOCKS and box.name in (FORWARD, BACKWARD)]
     forward: dict[str, int] = {}
@@ -139,35 +145,38 @@ def numbered(boxes: Sequence[Box]) -> list[Block]:
 
 
 class WaitClock(Clock):
-    """A clock that also notes when computing stands still, and for which axis."""
+    """A clock that also records the spans in which computing waits, by axis."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self.waits: list[Wait] = []
 
     def wait(self, move: Move, end: float, spent: Spent) -> None:
-        """Wait as ever; ``met`` is when the ranks have met, before what arrived is copied."""
+        """Wait as ``Clock`` does, and record the span.
+
+        The span ends at ``met``, as the copying of what arrived is computing again.
+        """
         begin_s = self.now
         super().wait(move, end, spent)
         if self.met > begin_s:
             self.waits.append(Wait(begin_s, self.met, move.axis))
 
 
-def waits_of(tape: Tape, mesh: Mesh) -> list[Wait]:
-    """When computing stands still in a step of one stage."""
+def waits_of(tape: StepEvents, mesh: Mesh) -> list[Wait]:
+    """The spans in which computing waits, in a step without pipeline stages."""
     clock = WaitClock(mesh)
     step_times(tape, mesh, clock)
     return clock.waits
 
 
 def _transfer_rows(boxes: Sequence[Box], waits: Sequence[Wait]) -> dict[str, list[Bar]]:
-    """A row of bars for each axis over which anything is transferred."""
+    """One row of bars per mesh axis that has transfers."""
     axes = sorted({box.stream for box in boxes if box.stream not in (BLOCKS, COMPUTE)})
     return {f"over {axis}": list(_transfers(boxes, axis, waits)) for axis in axes}
 
 
 def _transfers(boxes: Sequence[Box], axis: str, waits: Sequence[Wait]) -> Iterator[Bar]:
-    """The transfers of an axis, cut where computing begins or ceases to wait for them."""
+    """The bars of an axis's transfers, cut into hidden and exposed parts."""
     stops = [wait for wait in waits if wait.axis == axis]
     for box in (box for box in boxes if box.stream == axis):
         told = f"{box.name} over {axis}"
@@ -183,7 +192,7 @@ def _transfers(boxes: Sequence[Box], axis: str, waits: Sequence[Wait]) -> Iterat
 
 
 def _by_block(computed: Sequence[Box], blocks: Sequence[Block]) -> list[Bar]:
-    """What is computed, by the block that it belongs to."""
+    """The bars of the computing stream, coloured and numbered by block."""
 
     def bar_of(box: Box) -> Bar:
         middle = box.begin_s + box.seconds / 2
@@ -198,7 +207,7 @@ def _by_block(computed: Sequence[Box], blocks: Sequence[Block]) -> list[Bar]:
 
 
 def _named_once(bars: Sequence[Bar]) -> list[Bar]:
-    """The first of the bars between two waits keeps its block's number, the others lose it."""
+    """Bars in which each block's number stands once, though waits cut the block into several."""
     seen: set[str] = set()
     named = []
     for bar in bars:
@@ -208,7 +217,7 @@ def _named_once(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def _by_kind(computed: Sequence[Box], block: Block) -> list[Bar]:
-    """What a block computes, by the kind of work; weight gradients have a colour of their own."""
+    """The bars of a block's calls by kind of work; weight gradients have their own colour."""
 
     def bar_of(box: Box) -> Bar:
         kind = kind_of(box.name)
@@ -219,7 +228,7 @@ def _by_kind(computed: Sequence[Box], block: Block) -> list[Bar]:
 
 
 def kind_of(op: str) -> str:
-    """What a call is to a reader: ``aten.silu_backward`` and its like are all element-wise."""
+    """The kind of work of an op, as a reader wants to see it; "" for element-wise ops."""
     if "weight_grad" in op:
         return WEIGHTS
     if "attention" in op:
@@ -230,7 +239,7 @@ def kind_of(op: str) -> str:
 
 
 def _joined(bars: Iterable[Bar]) -> list[Bar]:
-    """Bars that follow each other without a break and say the same, as one."""
+    """Join equal bars that follow each other without a break."""
     joined: list[Bar] = []
     for bar in bars:
         last = joined[-1] if joined else None

@@ -1,7 +1,7 @@
-"""The predicted step of a one-stage program as an SVG: what each stream does, and what hides what.
+"""Draw the predicted step of a program without pipeline stages as SVG, for readers.
 
-The first row of a panel is what a rank computes, each other row the transfers over one axis of the
-mesh, red for as long as computing waits for them and pale while they are hidden.
+The first row of a panel shows a rank's computing, each other row the transfers over one mesh axis:
+red while computing waits for them, pale while they are hidden.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ STYLE = (
 
 
 def step_svg(program: Program, where: str = "program", name: str = "") -> str:
-    """The picture of a program's predicted step; UsageError if there are several stages, or if
-    nothing of its step was saved.
+    """The SVG text of a program's predicted step.
+
+    UsageError for a pipeline, and for a program that was saved without StepEvents.
     """
     if program.schedule:
         raise UsageError(
@@ -60,7 +61,7 @@ def step_svg(program: Program, where: str = "program", name: str = "") -> str:
 
 
 def picture(panels: Sequence[Panel], title: str, verdict: str) -> str:
-    """Panels below each other; those behind the first share a scale."""
+    """The SVG text of panels, one below the other; all but the first have one time scale."""
     longest = max((p.end_s - p.begin_s for p in panels[1:]), default=1.0)
     scales = [WIDE / (panels[0].end_s - panels[0].begin_s), *[WIDE / longest] * len(panels[1:])]
     y = TOP
@@ -81,7 +82,7 @@ def picture(panels: Sequence[Panel], title: str, verdict: str) -> str:
 
 
 def _verdict(step: Prediction) -> str:
-    """How much of the transfers is hidden, in a sentence."""
+    """A sentence: how long all transfers take, and which share is hidden."""
     hidden = sum(each.hidden_s for each in step.axes)
     whole = hidden + sum(each.exposed_s for each in step.axes)
     if not whole:

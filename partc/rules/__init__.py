@@ -7,7 +7,7 @@ In: a call of an op. Out: its strategies: layouts of operands and results that f
 
 from partc.rules import families  # noqa: F401  (each family adds its rules to the table)
 from partc.rules.discover import strategies_for
-from partc.rules.local import localize
+from partc.rules.local import write_local_call
 from partc.rules.strategy import Strategy, has_rule, strategies
 
-__all__ = ["Strategy", "has_rule", "localize", "strategies", "strategies_for"]
+__all__ = ["Strategy", "has_rule", "strategies", "strategies_for", "write_local_call"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import held, results_of, value
+from partc.graph import fake_of, results_of, value
 
 Shape = tuple[int, ...]
 
@@ -91,14 +91,14 @@ def slot_nodes(target: Any, arguments: Mapping[str, Any]) -> tuple[fx.Node | Non
 
 
 def whole_call(node: fx.Node) -> Call:
-    """The call with the whole's shapes: operands from ``value``, results from ``held``."""
+    """The call with the whole's shapes: operands from ``value``, results from ``fake_of``."""
     return _call(node, lambda n: value(n).shape, [_shape(r) for r in results_of(node)])
 
 
 def local_call(node: fx.Node, local: Sequence[Shape | None], args: Any, kwargs: Any) -> Call:
     """The same call on one rank's operands (nodes of a local graph) and result shapes."""
     arguments = arguments_of(node.target, args, kwargs)
-    return _call(node, lambda n: tuple(held(n).shape), list(local), arguments)
+    return _call(node, lambda n: tuple(fake_of(n).shape), list(local), arguments)
 
 
 def _call(
@@ -111,7 +111,7 @@ def _call(
         arguments = arguments_of(node.target, node.args, node.kwargs)
     slots = slot_nodes(node.target, arguments)
     picks = node.target is operator.getitem
-    fakes = [None if s is None else held(node if picks else s) for s in slots]
+    fakes = [None if s is None else fake_of(node if picks else s) for s in slots]
     tensors = [f if isinstance(f, Tensor) else None for f in fakes]
     shapes: list[Shape | None] = [
         None if s is None or t is None else results[0] if picks else shape_of(s)

@@ -1,8 +1,9 @@
 """Write a call on one rank's pieces: the same op with local sizes, or a few ops in its stead.
 
-``localize`` appends to a graph and returns the node that computes what ``node`` computes. That node
-and those before it (a rank's window of indices, the sum that a mean becomes) have value and held
-shape set; the number of a rank on an axis stands as a call of ``collectives.axis_index``.
+``write_local_call`` appends to a graph and returns the node that computes what ``node`` computes.
+That node and those before it (a rank's window of indices, the sum that a mean becomes) have their
+value and their fake set; the number of a rank on an axis stands as a call of
+``collectives.axis_index``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import held, ops, results_of, set_held, set_value, value
+from partc.graph import fake_of, ops, results_of, set_fake, set_value, value
 from partc.graph.collectives import axis_index
 from partc.graph.graph_edits import run_fake_of
 from partc.plan.mesh import Mesh
@@ -30,7 +31,7 @@ from partc.rules.table import Rule, Windowed, find
 aten = torch.ops.aten
 
 
-def localize(
+def write_local_call(
     out: fx.Graph,
     node: fx.Node,
     operands: Sequence[fx.Node],
@@ -58,7 +59,9 @@ def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...])
     names = [name for name, _, _ in parameters(target)]
     return tuple(
         write.like(arg, aten.clone.default, arg, memory_format=torch.contiguous_format)
-        if name in entry.contiguous and isinstance(arg, fx.Node) and not held(arg).is_contiguous()
+        if name in entry.contiguous
+        and isinstance(arg, fx.Node)
+        and not fake_of(arg).is_contiguous()
         else arg
         for name, arg in zip(names, args, strict=False)
     )
@@ -82,7 +85,7 @@ class _Writer:
             new,
             replace(here, kind="op", shape=known.shape, dtype=known.dtype, sharding=known.sharding),
         )
-        set_held(new, run_fake_of(self.node.graph, target, args, kwargs))
+        set_fake(new, run_fake_of(self.node.graph, target, args, kwargs))
         return new
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Value, collectives, held, set_held, set_value, tensor_args, value
+from partc.graph import Value, collectives, fake_of, set_fake, set_value, tensor_args, value
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, Sharding
 from partc.rules.experiment import Refused, Results, first_line
-from partc.rules.local import localize
+from partc.rules.local import write_local_call
 from partc.rules.signature import Signature, fake_mode, results_list
 from partc.rules.strategy import Strategy
 
@@ -37,7 +37,7 @@ class LocalCall:
         try:
             operands = [_local_operand(out, whole, layout, mesh) for whole, layout in pairs]
             with fake_mode():
-                local = localize(out, node, operands, {AXIS: strategy}, mesh)
+                local = write_local_call(out, node, operands, {AXIS: strategy}, mesh)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise Refused(f"it cannot be written on pieces: {first_line(error)}") from None
         out.output(local)
@@ -68,5 +68,5 @@ def _local_operand(out: fx.Graph, whole: fx.Node, layout: Layout, mesh: Mesh) ->
     place = out.placeholder(whole.name)
     set_value(place, Value("input", known.shape, known.dtype, sharding, known.name))
     with fake_mode():  # a piece of the whole, since the localiser looks at strides
-        set_held(place, sharding.local(torch.empty_like(held(whole)), {AXIS: 0}, mesh))
+        set_fake(place, sharding.local(torch.empty_like(fake_of(whole)), {AXIS: 0}, mesh))
     return place

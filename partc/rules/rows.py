@@ -17,29 +17,29 @@ import torch
 from torch import fx
 
 from partc.graph import ops, results_of, tensor_args, update, value
-from partc.graph.rows import Rows
+from partc.graph.rows import RowOrder
 from partc.plan.sharding import Layout, R, U, cut
 from partc.rules.table import find
 
 aten = torch.ops.aten
 QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
-Known = Sequence[Rows | None]
+Known = Sequence[RowOrder | None]
 Lies = int | Layout  # the dim of the rows, or how what has none lies
 
 
 @dataclass(frozen=True)
-class Way:
+class RowEffect:
     """A call on rows in some order: how operands and results lie, and what the results are."""
 
     ins: tuple[Lies, ...]
     outs: tuple[Lies, ...]
-    rows: tuple[Rows | None, ...]
+    rows: tuple[RowOrder | None, ...]
 
     def layouts(self, known: Known, outer: int) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """Operands' and results' layouts if the batch was cut with this ``outer`` factor."""
         ins, outs = (
             tuple(
-                cut(lies, outer, own=rows is not None) if isinstance(lies, int) else lies
+                cut(lies, outer, permuted=rows is not None) if isinstance(lies, int) else lies
                 for lies, rows in zip(side, sides_rows, strict=True)
             )
             for side, sides_rows in ((self.ins, known), (self.outs, self.rows))
@@ -47,12 +47,12 @@ class Way:
         return ins, outs
 
 
-def rows_known(node: fx.Node) -> list[Rows | None]:
+def rows_known(node: fx.Node) -> list[RowOrder | None]:
     """What is known of a call's operands."""
     return [value(operand).rows for operand in tensor_args(node)]
 
 
-def way_of(node: fx.Node) -> Way | None:
+def way_of(node: fx.Node) -> RowEffect | None:
     """What a call does to rows in an order of their own; None if it has to see the whole."""
     known = rows_known(node)
     special = _SPECIAL.get(node.target)
@@ -63,11 +63,11 @@ def way_of(node: fx.Node) -> Way | None:
     return _row_by_row(node, known)
 
 
-def alike(known: Known) -> tuple[Rows | None, ...]:
+def alike(known: Known) -> tuple[RowOrder | None, ...]:
     """The same with orders numbered as they come: calls of equal blocks know equal rows."""
     numbers = {0: 0}
 
-    def renumbered(rows: Rows) -> Rows:
+    def renumbered(rows: RowOrder) -> RowOrder:
         order, of = (numbers.setdefault(x, len(numbers)) for x in (rows.order, rows.of))
         return replace(rows, order=order, of=of)
 
@@ -116,37 +116,37 @@ def ascends(sort: fx.Node) -> bool:
 
 
 # calls that know of orders -----------------------------------------------------------------------
-def _sort(node: fx.Node, known: Known) -> Way | None:
+def _sort(node: fx.Node, known: Known) -> RowEffect | None:
     """Sorting the batch's rows makes an order: values in it, and places in the batch."""
     mine = value(node).rows  # the number of this order
     (rows,) = known
     shape = value(tensor_args(node)[0]).shape
     if mine is None or rows is not None or len(shape) != 1:
         return None
-    values = Rows("keys" if ascends(node) else "data", mine.order)
-    places = Rows("places", mine.order, of=0, size=shape[0])
+    values = RowOrder("keys" if ascends(node) else "data", mine.order)
+    places = RowOrder("places", mine.order, of=0, size=shape[0])
     if node.target in (aten.argsort.default, aten.argsort.stable):
-        return Way((0,), (0,), (places,))
-    return Way((0,), (0, 0), (values, places))
+        return RowEffect((0,), (0,), (places,))
+    return RowEffect((0,), (0, 0), (values, places))
 
 
-def _inverse(node: fx.Node, known: Known) -> Way | None:
+def _inverse(node: fx.Node, known: Known) -> RowEffect | None:
     (rows,) = known
     if rows is None or rows.kind != "places" or (rows.size,) != tuple(value(node).shape):
         return None
-    return Way((0,), (0,), (replace(rows, order=rows.of, of=rows.order),))
+    return RowEffect((0,), (0,), (replace(rows, order=rows.of, of=rows.order),))
 
 
-def _quotient(node: fx.Node, known: Known) -> Way | None:
+def _quotient(node: fx.Node, known: Known) -> RowEffect | None:
     """Of ``k`` rows for each token, ``row // k`` is the token."""
     found, rows = quotient(node), known[0]
     if found is None or rows is None or rows.kind != "places" or rows.of or rows.size % found[1]:
         return None
     lies = rows.dim
-    return Way((lies,), (lies,), (replace(rows, size=rows.size // found[1]),))
+    return RowEffect((lies,), (lies,), (replace(rows, size=rows.size // found[1]),))
 
 
-def _pick(node: fx.Node, known: Known) -> Way | None:
+def _pick(node: fx.Node, known: Known) -> RowEffect | None:
     """``x[places]`` has the rows of ``x`` in the order of the places."""
     operands = tensor_args(node)
     indices: Any = node.args[1]  # or the dim, of index_select
@@ -156,54 +156,54 @@ def _pick(node: fx.Node, known: Known) -> Way | None:
     rows, places = known
     if places is None or places.kind != "places" or len(value(operands[1]).shape) != 1:
         return None
-    lies_so = Rows("data", places.of) if places.of else None
+    lies_so = RowOrder("data", places.of) if places.of else None
     if rows != lies_so or value(operands[0]).shape[0] != places.size:
         return None
-    return Way((0, 0), (0,), (Rows("data", places.order) if places.order else None,))
+    return RowEffect((0, 0), (0,), (RowOrder("data", places.order) if places.order else None,))
 
 
-def _histogram(node: fx.Node, known: Known) -> Way | None:
+def _histogram(node: fx.Node, known: Known) -> RowEffect | None:
     """How many rows each group has: keys in their order fall into groups one after the other."""
     rows = known[0]
     bounds = (*node.args[2:4], 0, 0)[:2]
     if rows is None or rows.kind != "keys" or bounds[0] == bounds[1]:
         return None
-    return Way((rows.dim,), (U,), (Rows("counts", rows.order),))
+    return RowEffect((rows.dim,), (U,), (RowOrder("counts", rows.order),))
 
 
-def _copied(node: fx.Node, known: Known) -> Way | None:
+def _copied(node: fx.Node, known: Known) -> RowEffect | None:
     """Counts, keys and places stay what they are in another type; a place is a whole number."""
     rows, dtype = known[0], value(node).dtype
     if rows is None or rows.kind == "data" or (rows.kind == "places" and dtype.is_floating_point):
         return None
     lies: Lies = U if rows.counted else rows.dim
-    return Way((lies,), (lies,), (rows,))
+    return RowEffect((lies,), (lies,), (rows,))
 
 
-def _running_sum(node: fx.Node, known: Known) -> Way | None:
+def _running_sum(node: fx.Node, known: Known) -> RowEffect | None:
     """The running sum of counts is where groups end."""
     rows = known[0]
     if rows is None or rows.kind != "counts" or len(value(node).shape) != 1:
         return None
-    return Way((U,), (U,), (Rows("ends", rows.order),))
+    return RowEffect((U,), (U,), (RowOrder("ends", rows.order),))
 
 
-def _grouped_mm(node: fx.Node, known: Known) -> Way | None:
+def _grouped_mm(node: fx.Node, known: Known) -> RowEffect | None:
     """Each row times its group's matrix, or a product of two sets of rows for each group."""
     operands = tensor_args(node)
     if len(operands) != 3 or known[2] is None or known[2].kind != "ends":
         return None
     order = known[2].order
-    left, right = (Rows("data", order, dim) for dim in (1, 0))
+    left, right = (RowOrder("data", order, dim) for dim in (1, 0))
     ranks = [len(value(operand).shape) for operand in operands[:2]]
     if ranks == [2, 3] and known[:2] == [right, None]:
-        return Way((0, R, U), (0,), (right,))
+        return RowEffect((0, R, U), (0,), (right,))
     if ranks == [2, 2] and known[:2] == [left, right]:
-        return Way((1, 0, U), (U,), (None,))
+        return RowEffect((1, 0, U), (U,), (None,))
     return None
 
 
-_SPECIAL: dict[Any, Callable[[fx.Node, Known], Way | None]] = {
+_SPECIAL: dict[Any, Callable[[fx.Node, Known], RowEffect | None]] = {
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
     aten.argsort.default: _sort,
@@ -221,7 +221,7 @@ SORTS = tuple(target for target, way in _SPECIAL.items() if way is _sort)
 
 
 # all other calls ---------------------------------------------------------------------------------
-def _row_by_row(node: fx.Node, known: Known) -> Way | None:
+def _row_by_row(node: fx.Node, known: Known) -> RowEffect | None:
     """What a rule's letter says of rows: a call that may be cut along them anywhere takes each by
     itself.
     """
@@ -240,10 +240,10 @@ def _row_by_row(node: fx.Node, known: Known) -> Way | None:
         return None  # rows of the batch beside rows in another order
     like = next(iter(marked.values()))
     rows = tuple(replace(like, dim=lies) if isinstance(lies, int) else None for lies in outs)
-    return Way(ins, outs, rows)
+    return RowEffect(ins, outs, rows)
 
 
-def _as_data(rows: Rows) -> Rows:
+def _as_data(rows: RowOrder) -> RowOrder:
     """What becomes of keys in a call: they are keys no more."""
     return replace(rows, kind="data") if rows.kind == "keys" else rows
 
@@ -254,7 +254,7 @@ def _lies(layout: Layout) -> Lies:
 
 def mark(graph: fx.Graph) -> None:
     """Note on every value what it has to do with the orders that sorts make."""
-    ways: dict[fx.Node, Way] = {}
+    ways: dict[fx.Node, RowEffect] = {}
     order = 0
     for node in graph.nodes:
         if node.op != "call_function":
@@ -265,7 +265,7 @@ def mark(graph: fx.Graph) -> None:
         else:
             if node.target in SORTS:
                 order += 1
-                _note(node, Rows("data", order))
+                _note(node, RowOrder("data", order))
             way = way_of(node) if has_rows(node) else None
             if way is not None:
                 ways[node] = way
@@ -275,6 +275,6 @@ def mark(graph: fx.Graph) -> None:
         _note(node, rows)
 
 
-def _note(node: fx.Node, rows: Rows | None) -> None:
+def _note(node: fx.Node, rows: RowOrder | None) -> None:
     if value(node).rows != rows:
         update(node, rows=rows)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
-from partc.graph import Value, held, is_tensor, set_held, set_value, value
+from partc.graph import Value, fake_of, is_tensor, set_fake, set_value, value
 from partc.graph.graph_edits import run_fake
 from partc.plan.sharding import DTYPE_NAMES
 from partc.rules.table import name_of
@@ -56,7 +56,7 @@ class Signature:
 
         def operand(arg: fx.Node) -> Operand:
             assert is_tensor(arg), f"{arg} is not a tensor"
-            specs.append(Spec(tuple(value(arg).shape), held(arg).dtype))
+            specs.append(Spec(tuple(value(arg).shape), fake_of(arg).dtype))
             return Operand(len(specs) - 1)
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operand)  # type: ignore[arg-type]
@@ -137,13 +137,13 @@ class Signature:
             place = graph.placeholder(f"x{i}")
             set_value(place, Value(kind="input", shape=spec.shape, dtype=spec.dtype, name=f"x{i}"))
             with mode:
-                set_held(place, torch.empty(spec.shape, dtype=spec.dtype))
+                set_fake(place, torch.empty(spec.shape, dtype=spec.dtype))
             placeholders.append(place)
         kwargs = self.filled(dict(self.kwargs), placeholders)
         call = graph.call_function(self.target, self.filled(self.args, placeholders), kwargs)
         set_value(call, Value())
         with mode:
-            set_held(call, run_fake(self.target, call.args, call.kwargs))
+            set_fake(call, run_fake(self.target, call.args, call.kwargs))
         return call
 
     def _kwargs(self, operands: Sequence[Any]) -> dict[str, Any]:

@@ -213,7 +213,7 @@ class _View:
         for layout in sorted({U, M, *(wished if self.rule.sizes else ())}):
             ins = tuple(layout if i == slot else R for i in range(len(replicated)))
             yield Strategy(ins, tuple(R for _ in self.call.results))
-            if layout.kind == "cut" and not layout.own and self._has_dim_of(slot, layout.dim):
+            if layout.kind == "cut" and not layout.permuted and self._has_dim_of(slot, layout.dim):
                 yield Strategy(ins, tuple(layout for _ in self.call.results))
 
     def _has_dim_of(self, slot: int, dim: int) -> bool:

@@ -1,8 +1,9 @@
-"""Calls that a model makes in its loop over blocks belong to them, wherever they are written.
+"""Give the calls that a model makes in its loop over blocks to the blocks.
 
-``for block in self.blocks: x = x + block(x)`` adds outside of the block. What stands between two
-blocks in the same lines of every turn counts as the end of the one before, and what is left as the
-beginning of the one behind. So blocks are equal and whole, and are printed once.
+``for block in self.blocks: x = x + block(x)`` records the ``add`` between two blocks, in neither of
+them. Calls between two blocks that are the same in every turn of the loop become the end of the
+block before them; the remaining ones become the beginning of the block behind. The blocks are then
+complete and equal, so that a program has one function for all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Calls = Sequence[fx.Node]
 
 @dataclass(frozen=True)
 class _Block:
-    """A member of a list, and between which places its calls stand."""
+    """A member of a list of modules, and the range of positions in which its calls stand."""
 
     path: str
     first: int
@@ -30,7 +31,10 @@ class _Block:
 
 
 def adopt_between(forward: Calls) -> None:
-    """Give the calls between blocks to these blocks; ``forward`` has all calls in order."""
+    """Set the module path of every call between two blocks to one of the two blocks.
+
+    ``forward``: all calls of the forward, in order.
+    """
     for depth in DEPTHS:
         for path, blocks in _lists(forward, depth).items():
             inside = [
@@ -44,7 +48,7 @@ def adopt_between(forward: Calls) -> None:
 
 
 def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:
-    """The blocks of each list, if all calls of one come before those of the next."""
+    """The blocks of each list of modules; no list whose members' calls are interleaved."""
     places: dict[str, dict[int, list[int]]] = {}
     for place, node in enumerate(forward):
         path, _, index = layer_path(value(node).module, depth).rpartition(".")
@@ -62,14 +66,16 @@ def _in_order(blocks: Sequence[_Block]) -> bool:
 
 
 def _fill(blocks: Sequence[_Block], inside: Sequence[Calls]) -> None:
-    """What stands in the middle of every block is its own."""
+    """Give calls that stand amid a block's calls to the block, if all blocks have the same ones."""
     if len({tuple(map(_says, calls)) for calls in inside}) == 1:
         _give(blocks, inside)
 
 
 def _divide(forward: Calls, path: str, blocks: Sequence[_Block], between: Sequence[Calls]) -> None:
-    """What all turns begin with behind a block is its end; the last block has such an end as well.
-    The rest is the next one's beginning, and the first block's where the same stands before it.
+    """Divide the calls between two blocks into the first one's end and the second one's beginning.
+
+    The end is what all turns of the loop have in common behind a block, the last block included.
+    The beginning is the rest. The first block gets one too, if the same calls stand before it.
     """
     behind = [*takewhile(lambda n: _is_loose(n, path), forward[blocks[-1].behind :])]
     said = [[_says(n) for n in calls] for calls in (*between, behind)]
@@ -88,8 +94,10 @@ def _is_in(node: fx.Node, path: str) -> bool:
 
 
 def _is_loose(node: fx.Node, path: str) -> bool:
-    """Whether a call may stand in a block: one of the module that has the list, or of another one
-    that all turns may share, as it has nothing to learn there.
+    """Whether a call may be given to a block.
+
+    That is so for calls of a module that contains the list, and for calls of any other module that
+    read no parameter or buffer, as all blocks may share those.
     """
     module = value(node).module
     above = not module or path.startswith(f"{module}.")
@@ -97,7 +105,7 @@ def _is_loose(node: fx.Node, path: str) -> bool:
 
 
 def _says(node: fx.Node) -> tuple[object, ...]:
-    """What the calls of a line have in common in every turn of a loop."""
+    """The op, literals, module (list indices as ``#``) and line: equal in every turn of a loop."""
     module = re.sub(r"\d+", "#", value(node).module)
     return node.target, literals(node), module, value(node).source
 

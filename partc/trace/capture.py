@@ -24,7 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from partc.graph.fake_calls import quiet_log, storage_of
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.source_lines import calls_here, source_here
 
@@ -34,7 +34,10 @@ SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compili
 
 @dataclass
 class Names:
-    """A module's tensors by name: each once, the second names of tied ones, who is trainable."""
+    """A module's parameters and buffers, each under its first name.
+
+    ``aliases``: a tied tensor's second name -> its first name.
+    """
 
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -44,8 +47,8 @@ class Names:
     def trainable(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-    def without(self, folds: Sequence[Fold]) -> Names:
-        """The same but for what blocks that are left out own."""
+    def without(self, folds: Sequence[RepeatedBlocks]) -> Names:
+        """These names without the parameters and buffers of blocks that are left out."""
 
         def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {n: t for n, t in tensors.items() if not any(f.covers(n) for f in folds)}
@@ -54,7 +57,7 @@ class Names:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Every parameter and buffer of the user's module, tied ones told by identity."""
+    """The parameters and buffers of the user's module; one tensor under two names is tied."""
     names = Names()
     first: dict[int, str] = {}
     params = model.named_parameters(remove_duplicate=False)
@@ -83,20 +86,21 @@ def record(
     inputs: Sequence[Tensor],
     objective: Objective,
     train: bool,
-    left_out: Sequence[Fold] = (),
+    left_out: Sequence[RepeatedBlocks] = (),
 ) -> Recording:
     """Trace ``objective(model, *inputs)``, and its backward where ``train``, under fake tensors.
 
-    ``left_out`` are blocks that do not run; the graph has no parameter or buffer of theirs.
+    ``left_out``: equal blocks that do not run; the graph has no parameter or buffer of these.
 
-    The raw graph's placeholders are the parameters, buffers and inputs; its output is the list of
-    results, gradients of the trainable parameters (None where there is none) and final buffers.
+    The raw graph's placeholders are the parameters, buffers and inputs. Its outputs are results,
+    gradients of the trainable parameters (None where the loss does not depend on the parameter) and
+    the buffers after the step.
     """
     names, mode = names_of(model).without(left_out), FakeTensorMode(allow_non_fake_inputs=True)
     recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
-    params = [fake_of(p, mode) for p in names.params.values()]
-    buffers = [fake_of(b, mode) for b in names.buffers.values()]
-    fakes = [fake_of(i, mode) for i in inputs]
+    params = [as_fake(p, mode) for p in names.params.values()]
+    buffers = [as_fake(b, mode) for b in names.buffers.values()]
+    fakes = [as_fake(i, mode) for i in inputs]
     origins: Any = _Origins()  # type: ignore[no-untyped-call]
 
     def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
@@ -120,7 +124,7 @@ def record(
 
 @contextmanager
 def _portable_kernels() -> Iterator[None]:
-    """An LSTM is traced as the products that it is made of, not as a kernel that only CPUs have."""
+    """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel."""
     enabled: Any = mkldnn.enabled
     mkldnn.enabled = False  # type: ignore[assignment]
     try:
@@ -129,8 +133,8 @@ def _portable_kernels() -> Iterator[None]:
         mkldnn.enabled = enabled
 
 
-def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A value-less stand-in on the CPU, wherever the tensor lives."""
+def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor on the CPU with a tensor's shape, strides and dtype, whatever its device."""
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -139,7 +143,7 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
-    """Gradients of the only outcome by every trainable parameter, recorded as phase B."""
+    """The gradient of the loss by every trainable parameter; the ops are recorded as phase B."""
     (loss,) = outcome.values()
     wanted = [held[name] for name in names.trainable]
     if loss.grad_fn is None or not wanted:
@@ -166,7 +170,7 @@ def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
 
 @contextmanager
 def module_scopes(model: nn.Module) -> Iterator[None]:
-    """While this lasts, nodes recorded inside a submodule's forward are annotated with its path."""
+    """Annotate nodes recorded inside a submodule's forward with the submodule's path."""
     open_scopes: list[Any] = []
 
     def enter(path: str) -> Callable[[nn.Module, Any], None]:
@@ -190,7 +194,7 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put back every attribute that the run sets on a module: fake tensors must not stay there."""
+    """Restore every attribute that a run sets on a module: no fake tensor may stay in a model."""
     tables = ("_parameters", "_buffers", "_modules")
     before = [
         (module, dict(vars(module)), [dict(vars(module)[table]) for table in tables])
@@ -210,8 +214,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
 class _Origins(TorchDispatchMode):
     """Annotates each op with the user's source line and each random op with the generator's state.
 
-    ``torch.utils.checkpoint`` puts the generator back before it recomputes; a fake run draws
-    nothing, so every random op moves the generator by hand. Equal states mean equal numbers.
+    Equal states mean equal random numbers: ``torch.utils.checkpoint`` resets the generator before
+    the recomputation. A run on fakes draws nothing, so each random op here draws once by itself to
+    move the generator on.
     """
 
     def __torch_dispatch__(
@@ -219,7 +224,7 @@ class _Origins(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
-        if func in READS:
+        if func in READS:  # an unknown value is left to the op, which raises torch's own error
             with suppress(UnknownNumberError):
                 return known_number(func, args)
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
@@ -234,8 +239,10 @@ class _Origins(TorchDispatchMode):
 
 @contextmanager
 def converted_to_themselves() -> Iterator[None]:
-    """``module.to(dtype)`` in a forward may give what the module has: torch swaps fake parameters
-    for what comes of them, and refuses where others hold them.
+    """Let a forward call ``module.to(dtype)`` with the dtype that the module has already.
+
+    torch swaps each fake parameter with its conversion, and raises where the parameter has other
+    references. A conversion to itself shares the memory, so nothing has to be swapped.
     """
     swap: Any = torch.utils.swap_tensors
 
@@ -252,7 +259,7 @@ def converted_to_themselves() -> Iterator[None]:
 
 @contextmanager
 def quiet_generator() -> Iterator[None]:
-    """Give the user's random generator back as it was."""
+    """Restore the state of the user's default random generator afterwards."""
     state = torch.default_generator.get_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a program was compiled for: the model's tensors by name, shape and dtype."""
+"""The names, shapes and dtypes of a model's tensors, which a program is compiled for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS: tuple[Kind, ...] = ("param", "buffer", "unsaved buffer")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the model; an unsaved buffer is a non-persistent one."""
+    """Kind, shape and dtype of one tensor; an ``unsaved buffer`` is a non-persistent one."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -28,19 +28,19 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The tensors of a model by name, second names of tied ones among them."""
+    """The tensors of a model by name; a tied tensor stands under each of its names."""
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> Fingerprint:
-        """Read the names, shapes and dtypes of a model; it may be on the meta device."""
+        """The fingerprint of a model, which may be on the meta device."""
         tensors, saved = named_tensors(model), model.state_dict(keep_vars=True)
         in_order = [*(n for n in saved if n in tensors), *(n for n in tensors if n not in saved)]
         return cls({name: _spec(tensors[name], name in saved) for name in in_order})
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """One line per name that is not the same here and in the other; none if they agree."""
+        """One line per name whose tensor differs between two fingerprints: compiled, given."""
         lines = []
         for name in sorted({*self.tensors, *other.tensors}):
             mine, theirs = self.tensors.get(name), other.tensors.get(name)
@@ -49,7 +49,7 @@ class Fingerprint:
         return lines
 
     def saved_names(self) -> Iterator[str]:
-        """The names that stand in the model's own state dict, in the model's order."""
+        """The names in the model's own state dict, in the order there; tied ones included."""
         return (name for name, spec in self.tensors.items() if spec.kind != "unsaved buffer")
 
 

@@ -1,5 +1,7 @@
-"""Numbers that Python code reads from tensors while a step is traced, where neither the weights nor
-the inputs have a say in them: whether a mask that the model makes is causal, say.
+"""Compute the numbers that Python code reads from constant tensors while a step is traced.
+
+``if mask.all():`` reads a value, and fakes have none. The value is computed here if it depends on
+no weight, no input and no random number, as that of a causal mask which the model makes.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ class UnknownNumberError(Exception):
 
 
 def known_number(func: Any, tensors: Sequence[Any]) -> Any:
-    """What ``item()`` gives on tensors that are being recorded; UnknownNumberError if only a run
-    can tell.
+    """The result of ``item()``, ``equal`` or ``is_nonzero`` on tensors that are being recorded.
+
+    UnknownNumberError if the value depends on weights, inputs or random numbers.
     """
     mode = get_proxy_mode()
     if mode is None or not all(has_proxy_slot(x, mode.tracer) for x in tensors):
@@ -39,8 +42,9 @@ def known_number(func: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _constants(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """The values of recorded calls that read no placeholder, executed in order, as they may write
-    to one another's results.
+    """The values of all recorded calls that read no placeholder, directly or through others.
+
+    All are executed in order, as one may write in place into another's result.
     """
     known: dict[fx.Node, Any] = {}
     for node in graph.nodes:
@@ -66,7 +70,7 @@ def _is_mutable(node: fx.Node) -> bool:
 
 
 def _forget(written: Sequence[Any], known: dict[fx.Node, Any]) -> None:
-    """Drop what looks at memory that a call with unknown operands may write to."""
+    """Forget values whose memory a call with unknown operands may write into."""
     memories = {x.untyped_storage().data_ptr() for each in written for x in tensors_in(each)}
     for node, value in list(known.items()):
         if any(x.untyped_storage().data_ptr() in memories for x in tensors_in(value)):

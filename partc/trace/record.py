@@ -1,7 +1,8 @@
 """Record a model and its loss as one Graph of forward and backward.
 
-In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of ATen
-ops as recorded, whose values know their module, source line, phase and forward counterpart.
+In: an ``nn.Module`` (real or on the meta device), example inputs, a loss. Out: a ``Graph`` of the
+recorded ATen ops. Each value has its module path, source line and phase, and each value of the
+backward the name of the forward call whose gradient it computes.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
-    held,
+    fake_of,
     set_draw,
-    set_held,
+    set_fake,
     set_like,
     set_value,
     update,
     value,
 )
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
 from partc.trace.between_blocks import adopt_between
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
@@ -37,7 +38,7 @@ from partc.trace.source_lines import module_of, source_of
 
 @dataclass(frozen=True)
 class Source:
-    """What is traced: a model, its inputs, and what of them is the loss."""
+    """What is traced: a model, its example inputs, and the function that computes the loss."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -47,17 +48,19 @@ class Source:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> Source:
-        """What ``trace`` is given. Without a loss the model's own result is the loss (or has one as
-        ``.loss``); under ``torch.no_grad()`` it is then the forward alone, with every tensor of the
-        result by name.
+        """Check the arguments of ``trace``, and choose what is recorded.
+
+        With a loss, or without one where gradients are on, a training step is recorded. Without a
+        loss its loss is the model's result, or the result's ``.loss``. Without a loss and under
+        ``torch.no_grad()`` the forward alone is recorded, with every tensor of the result by name.
         """
         checked = _checked(inputs)
         train = loss is not None or torch.is_grad_enabled()
         objective = _scalar(loss or _own_loss) if train else _call
         return cls(model, checked, _input_names(model, checked, loss), objective, train)
 
-    def recorded(self, left_out: Sequence[Fold]) -> Graph:
-        """The graph as recorded, some blocks left out: ops may write in place."""
+    def recorded(self, left_out: Sequence[RepeatedBlocks]) -> Graph:
+        """Record the graph without the blocks in ``left_out``; its ops may still write in place."""
         try:
             with skipping(self.model, left_out):
                 recording = record(self.model, self.inputs, self.objective, self.train, left_out)
@@ -67,13 +70,13 @@ class Source:
             raise _explain(error, self.model) from error
         return _build(recording, self.model, self.names, self.train)
 
-    def spare_blocks(self) -> tuple[Fold, ...]:
-        """The blocks that need not be recorded, as the forward tells."""
+    def spare_blocks(self) -> tuple[RepeatedBlocks, ...]:
+        """The equal blocks that need not be recorded, found by running the forward alone."""
         return spare_blocks(self.model, self.inputs, self.objective, self.train)
 
 
-def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Fold]) -> None:
-    """Values of small buffers that the step does not change are known when compiling."""
+def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[RepeatedBlocks]) -> None:
+    """Keep the values of small buffers that the step does not change, as constants of the graph."""
     changed = graph.outputs.buffers
     for name, buffer in names_of(model).buffers.items():
         fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
@@ -88,14 +91,14 @@ def _call(model: nn.Module, *inputs: Tensor) -> Any:
 
 
 def _own_loss(model: nn.Module, *inputs: Tensor) -> Any:
-    """The model's result, or its ``loss`` where it has one."""
+    """The model's result, or the result's ``loss`` if there is one."""
     result = model(*inputs)
     own = getattr(result, "loss", None)
     return result if own is None else own
 
 
 def _scalar(objective: Objective) -> Objective:
-    """The objective, refusing what is not one number that has a gradient."""
+    """The objective, with TraceError if its result is not one floating-point number."""
 
     def checked(model: nn.Module, *inputs: Tensor) -> Tensor:
         loss = objective(model, *inputs)
@@ -129,7 +132,7 @@ def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
-    """What the loss (or the model's forward) calls its arguments, else ``input_0``."""
+    """The argument names of the loss (or of the model's forward); ``input_0`` where it has none."""
     given = list(inspect.signature(loss or model.forward).parameters.values())
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in given[loss is not None :] if p.kind in plain]
@@ -140,7 +143,7 @@ def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | N
 
 
 def _explain(error: Exception, model: nn.Module) -> TraceError:
-    """A failure below the user's code as a TraceError that says where and what to do."""
+    """An error raised while recording as a TraceError: the user's line, and what to do."""
     path, source = module_of(error, model) or type(model).__name__, source_of(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = type(error).__name__
@@ -177,7 +180,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
     for node, kind, name in zip(
         placeholders, kinds, (*names.params, *names.buffers, *inputs), strict=True
     ):
-        fake = held(node)
+        fake = fake_of(node)
         node._rename(name.replace(".", "_"))
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
@@ -187,7 +190,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
 
 
 def _set_outputs(graph: Graph, recording: Recording, model: nn.Module, train: bool) -> None:
-    """Name what the raw graph returns: results, then gradients, then buffers."""
+    """Set the graph's outputs; the raw graph returns results, then gradients, then buffers."""
     trainable = recording.names.trainable if train else []
     raw: Any = graph.fx.output_node().args[0]
     results, grads = raw[: len(recording.results)], raw[len(recording.results) :]
@@ -206,8 +209,9 @@ def _set_outputs(graph: Graph, recording: Recording, model: nn.Module, train: bo
 def _all_grads(
     trainable: list[str], grads: Sequence[fx.Node | None], model: nn.Module
 ) -> dict[str, fx.Node]:
-    """Gradients by parameter name, of those that the loss depends on; TraceError if that is none of
-    the trainable ones.
+    """Gradients by parameter name, for the parameters that the loss depends on.
+
+    TraceError if the loss depends on no trainable parameter.
     """
     pairs = zip(trainable, grads, strict=True)
     found = {name: grad for name, grad in pairs if grad is not None}
@@ -222,10 +226,13 @@ def _all_grads(
 
 
 def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
-    """Tensors held outside parameters and buffers become buffers with known values: equal ones one,
-    so that layers that each make theirs read the same.
+    """Turn constant tensors that are neither parameters nor buffers into buffers with known values.
+
+    Equal tensors become one buffer: layers that each make the same mask then read the same value,
+    and stay equal blocks. A 0-d constant becomes a call of ``full``.
     """
     placeholders = [n for n in graph.fx.nodes if n.op == "placeholder"]
+    # after the model's own buffers, as placeholders stand in the order params, buffers, inputs
     anchor = placeholders[num_own] if num_own < len(placeholders) else placeholders[-1].next
     lifted: dict[str, fx.Node] = {}
     for node in [n for n in graph.fx.nodes if n.op == "get_attr"]:
@@ -243,8 +250,9 @@ def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
 
 
 def _constant_name(graph: Graph, tensor: Tensor) -> str:
-    """The name of a constant that holds the same, bit by bit; a new one where there is none."""
+    """The name of the constant that equals a tensor bit by bit, or the name of a new constant."""
     for name, known in graph.constants.items():
+        # compared as bytes, since NaN differs from NaN and -0.0 equals 0.0
         pair = (each.flatten().view(torch.uint8) for each in (known, tensor))
         if (known.dtype, known.shape) == (tensor.dtype, tensor.shape) and torch.equal(*pair):
             return name
@@ -254,13 +262,13 @@ def _constant_name(graph: Graph, tensor: Tensor) -> str:
 
 
 def _number(node: fx.Node, tensor: Tensor) -> fx.Node:
-    """A 0-d constant as a call that writes its number."""
+    """A 0-d constant as a call of ``full`` with its number."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(
             torch.ops.aten.full.default, ([], tensor.item()), {"dtype": tensor.dtype}
         )
     set_like(new, node)
-    set_held(new, fake_like(node.graph, tensor))
+    set_fake(new, fake_like(node.graph, tensor))
     return new
 
 
@@ -269,7 +277,7 @@ def _constant(graph: Graph, anchor: fx.Node, tensor: Tensor, name: str) -> fx.No
     with graph.fx.inserting_before(anchor):
         placeholder = graph.fx.placeholder(name)
     set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
-    set_held(placeholder, fake_like(graph.fx, tensor))
+    set_fake(placeholder, fake_like(graph.fx, tensor))
     return placeholder
 
 
@@ -284,13 +292,13 @@ def _refuse_trainable(tensor: Tensor) -> None:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether a module does something of its own: it is no list of others."""
+    """Whether a module computes something itself: it is no container such as ``ModuleList``."""
     return not type(module).__module__.startswith("torch.nn.modules.container")
 
 
 # provenance ----------------------------------------------------------------------------------
 def _describe(graph: Graph) -> None:
-    """Give every call its Value: module, source, phase, and in the backward its forward node."""
+    """Give every call its Value: module path, source line, phase, and a backward's forward call."""
     for node in graph.calls():
         noted = node.meta.get("custom", {})
         fake = node.meta.get("val")
@@ -300,8 +308,9 @@ def _describe(graph: Graph) -> None:
             calls=noted.get("calls", ()),
         )
         set_value(node, known)
-        set_held(node, fake)
+        set_fake(node, fake)
         set_draw(node, noted.get("draw", ""))
+    # before the backward, whose calls take over the module paths of forward calls
     adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
     forward: dict[int, fx.Node] = {}
     for node in graph.calls():
@@ -316,7 +325,10 @@ def _is_noted_backward(node: fx.Node) -> bool:
 
 
 def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
-    """A backward node takes the origin of its forward node; a recomputed one has its own."""
+    """Give a backward call the module and line of its forward call.
+
+    A recomputed call has its own. A call without a forward call takes those of its last operand.
+    """
     update(node, phase="B")
     of = forward.get(node.meta.get("seq_nr", -1)) if _has_forward(node) else None
     if of is not None:
@@ -329,7 +341,10 @@ def _describe_backward(node: fx.Node, forward: dict[int, fx.Node]) -> None:
 
 
 def _has_forward(node: fx.Node) -> bool:
-    """Sums of gradients that meet at one value carry a stale number, of no forward op."""
+    """Whether a backward call has a forward call.
+
+    Autograd's sum of several gradients of one value has none, though it carries a ``seq_nr``.
+    """
     return bool(node.meta.get("autograd_backward")) and "Gradient addition" not in (
         node.stack_trace or ""
     )

@@ -1,11 +1,12 @@
 """Find the equal blocks of a model before it is traced, by running its forward alone.
 
-Recording a step op by op costs far more than running it on fake tensors. So the forward is run
-once, and what each member of a list of modules computes is compared. The middle of a span of
-equal members need not be recorded: while a ``skipping`` lasts, each gives what the member before it
-gave. A second run with the middle skipped has to compute what is left of the first, op for op; the
-backward is autograd's, and follows from the forward where no hook and no Function of the user's
-takes part. ``fold_layers`` then compares the blocks that were recorded, backward and all.
+Recording a step op by op costs far more than running the step on fake tensors. So the forward runs
+once, and the calls of all members of a list of modules are compared. In a span of equal members,
+the first, and the last two, are recorded; the middle ones are left out: inside of ``skipping`` each
+returns the result of the member before it. A second run without the middle members has to make the
+same calls as the first run, but for theirs. Nothing is left out where hooks or an autograd Function
+of the user's take part, as their backward does not follow from the forward. The pass
+``dedupe_layers`` later compares the recorded blocks, backward included.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from partc.graph.fake_calls import call_on_fakes, quiet_log, storage_of
-from partc.graph.folds import Fold, list_member
+from partc.graph.folds import RepeatedBlocks, list_member
 from partc.trace.capture import (
     SMALL_BYTES,
     Objective,
+    as_fake,
     converted_to_themselves,
-    fake_of,
     named_results,
     names_of,
     quiet_generator,
@@ -46,13 +47,16 @@ FEWEST = 5  # blocks of a span that skipping is worth it for
 
 
 class _Unequal(Exception):
-    """Something that a forward does not show may tell blocks apart."""
+    """Blocks may differ in something that a run of the forward does not show."""
 
 
 def spare_blocks(
     model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool
-) -> tuple[Fold, ...]:
-    """Members of lists that compute what the one before them does; none if that is not sure."""
+) -> tuple[RepeatedBlocks, ...]:
+    """The members of lists that need not be recorded, as they equal the member before them.
+
+    Empty where that is not certain.
+    """
     if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
         return ()
     try:
@@ -68,8 +72,8 @@ def spare_blocks(
 
 
 @contextmanager
-def skipping(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
-    """While this lasts, blocks left out give what the last one before them gave."""
+def skipping(model: nn.Module, folds: Sequence[RepeatedBlocks]) -> Iterator[None]:
+    """Let every block of ``folds`` return the result of the last block before it that runs."""
     latest: dict[str, Any] = {}
 
     def keep(path: str) -> Callable[..., None]:
@@ -92,9 +96,10 @@ def skipping(model: nn.Module, folds: Sequence[Fold]) -> Iterator[None]:
         yield
 
 
-def no_calls(model: nn.Module, folds: Sequence[Fold]) -> str:
-    """A block among those to be left out that cannot be, as it is a list itself that others walk
-    through; "" if there is none.
+def no_calls(model: nn.Module, folds: Sequence[RepeatedBlocks]) -> str:
+    """The path of a block in ``folds`` that has no forward, so that skipping it has no effect.
+
+    Such a block is a container whose parts the model calls itself. "" if there is none.
     """
     walked = (
         f"{path}.{index}"
@@ -106,7 +111,7 @@ def no_calls(model: nn.Module, folds: Sequence[Fold]) -> str:
 
 
 def members(model: nn.Module) -> Iterator[tuple[Owner, nn.Module]]:
-    """Every member of an outermost list of modules."""
+    """Every member of an outermost list of modules, as (list, index) and module."""
     for name, module in model.named_modules():
         path, index = list_member(name)
         if path and name == f"{path}.{index}":
@@ -116,7 +121,12 @@ def members(model: nn.Module) -> Iterator[tuple[Owner, nn.Module]]:
 # what a forward computes --------------------------------------------------------------------------
 @dataclass
 class _Forward:
-    """Each owner's calls in order, operands by their places, and who reads and writes whose."""
+    """What a run of the forward computes, by owner: a member of a list, or ``OUTSIDE``.
+
+    ``calls``: an owner's calls, with operands as ``_At``. ``own``: the owner's parameters, buffers
+    and inputs. ``given``: the owner's result. ``readers``: who reads a value of the owner.
+    ``unsafe``: owners that write into memory of another.
+    """
 
     calls: dict[Owner, list[Any]] = field(default_factory=lambda: defaultdict(list))
     own: dict[Owner, list[Any]] = field(default_factory=lambda: defaultdict(list))
@@ -131,7 +141,7 @@ class _Forward:
         return sorted(index for of, index in self.given if of == path)
 
     def text(self, owner: Owner, before: Owner) -> Any:
-        """What a member computes, free of which one it is."""
+        """What a member computes, without its index: equal for equal members."""
         near = {owner: "own", before: "before"}
 
         def spelled(arg: Any) -> Any:
@@ -145,8 +155,12 @@ class _Forward:
             spelled(tuple(x)) for x in (self.calls[owner], self.own[owner], self.given[owner])
         )
 
-    def texts(self, without: Sequence[Fold], joined: bool) -> dict[Owner, Any]:
-        """What all but some members compute; ``joined`` is for a run that skipped those."""
+    def texts(self, without: Sequence[RepeatedBlocks], joined: bool) -> dict[Owner, Any]:
+        """What each member outside of ``without`` computes.
+
+        ``joined``: the run skipped the members of ``without``, so the member after them read the
+        result of the member before them.
+        """
         gone = {(fold.path, i) for fold in without for i in range(fold.first, fold.last + 1)}
         found: dict[Owner, Any] = {OUTSIDE: self.calls[OUTSIDE]}
         for path in self.paths():
@@ -159,23 +173,26 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _At:
-    """An operand: whose it is, and which of theirs."""
+    """An operand, named by the owner that made it and its number or name there."""
 
     owner: Owner
     which: Any
 
 
-def _folds(forward: _Forward, path: str) -> Iterator[Fold]:
-    """The middles of a list's spans of equal members that only their neighbours read."""
+def _folds(forward: _Forward, path: str) -> Iterator[RepeatedBlocks]:
+    """The middle of every span of equal members of a list.
+
+    Only where nothing but the next member reads the results of those in the middle.
+    """
     texts = {i: forward.text((path, i), (path, i - 1)) for i in forward.members(path)}
     span: list[int] = []
-    for index in [*texts, -2]:
+    for index in [*texts, -2]:  # -2 follows no member, so it ends the last span
         if span and index == span[-1] + 1 and texts[index] == texts[span[-1]]:
             span.append(index)
             continue
         inner = span[1:-2]
         if len(span) >= FEWEST and all(_is_closed(forward, (path, i)) for i in inner):
-            yield Fold(path, inner[0], inner[-1])
+            yield RepeatedBlocks(path, inner[0], inner[-1])
         span = [index]
 
 
@@ -187,16 +204,16 @@ def _is_closed(forward: _Forward, owner: Owner) -> bool:
 # running ------------------------------------------------------------------------------------------
 def _run(
     model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool,
-    folds: Sequence[Fold],
+    folds: Sequence[RepeatedBlocks],
 ) -> _Forward:  # fmt: skip
-    """The forward on fake tensors, with some blocks skipped."""
+    """Run the forward on fake tensors, with the blocks of ``folds`` skipped, and note its calls."""
     mode, names = FakeTensorMode(allow_non_fake_inputs=True), names_of(model)
     watch = _Watch(_Forward())
-    own = {n: fake_of(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
+    own = {n: as_fake(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
     for name, tensor in (names.params | names.buffers).items():
         watch.name(own[name], name, tensor)
     held = own | {alias: own[name] for alias, name in names.aliases.items()}
-    fakes = [fake_of(tensor, mode) for tensor in inputs]
+    fakes = [as_fake(tensor, mode) for tensor in inputs]
     for i, fake in enumerate(fakes):
         watch.name(fake, f"input {i}", fake)
     with ExitStack() as stack:
@@ -219,7 +236,7 @@ def _run(
 
 
 class _NoHooks(TorchFunctionMode):
-    """Stops at a hook on a tensor: what it does to a gradient is not seen."""
+    """Raises _Unequal where a hook is put on a tensor, as the forward does not show its effect."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -230,7 +247,7 @@ class _NoHooks(TorchFunctionMode):
 
 
 def _check_backward(results: Iterator[Tensor] | Any) -> None:
-    """Stops at a Function of the user's: its backward is not seen."""
+    """Raise _Unequal at an autograd Function of the user's, as its backward is unknown."""
     left = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
     seen = set(left)
     while left:
@@ -244,7 +261,7 @@ def _check_backward(results: Iterator[Tensor] | Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every call, under the member of a list that is running."""
+    """Notes every call of a run under the list member whose forward is running."""
 
     def __init__(self, forward: _Forward) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -254,7 +271,7 @@ class _Watch(TorchDispatchMode):
         self.alive: list[Any] = []  # so that no other tensor gets the same id
 
     def name(self, fake: Tensor, name: str, tensor: Tensor) -> None:
-        """A parameter, buffer or input, which belongs to the list member of its name."""
+        """Note a parameter, buffer or input under the list member in whose path it stands."""
         owner = list_member(name)
         owner = owner if owner[0] else OUTSIDE
         which = name.removeprefix("{}.{}.".format(*owner)) if owner != OUTSIDE else name
@@ -262,7 +279,7 @@ class _Watch(TorchDispatchMode):
         self.forward.own[owner].append((which, _kind(fake), _values(tensor)))
 
     def members(self, model: nn.Module) -> Any:
-        """While this lasts, calls made inside of a member of a list are its own."""
+        """Register hooks by which calls inside of a list member count as the member's."""
 
         def enter(owner: Owner) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any) -> None:
@@ -284,7 +301,7 @@ class _Watch(TorchDispatchMode):
 
     def _begin(self, owner: Owner) -> None:
         if self.running != OUTSIDE or owner in self.forward.given:
-            raise _Unequal  # inside of another one, or once more
+            raise _Unequal  # a member that runs inside of another, or a second time
         self.running = owner
 
     def _end(self, owner: Owner, result: Any) -> None:
@@ -293,7 +310,7 @@ class _Watch(TorchDispatchMode):
         self.forward.given[owner] = (tuple(map(self._spelled, leaves)), str(spec))
 
     def close(self, results: dict[str, Tensor]) -> None:
-        """The results are read from outside."""
+        """Note that the results of the forward are read outside of all blocks."""
         self.forward.calls[OUTSIDE].append(tuple(self._read(x) for x in results.values()))
 
     def __torch_dispatch__(
@@ -312,7 +329,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _read(self, arg: Any) -> Any:
-        """An argument spelled by places, noting whose are read."""
+        """An argument with its tensors as ``_At``; the running member becomes their reader."""
         spelled = self._spelled(arg)
         if isinstance(spelled, _At):
             self.forward.readers[spelled.owner].add(self.running)
@@ -328,7 +345,7 @@ class _Watch(TorchDispatchMode):
         return type(arg).__name__, repr(arg)
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A member that writes into what is not its own is told apart by that."""
+        """Mark the running member as unsafe if a call writes into memory of another owner."""
         for i, known in enumerate(func._schema.arguments):
             arg = args[i] if i < len(args) else kwargs.get(known.name)
             if known.is_write and isinstance(arg, Tensor):
@@ -358,7 +375,10 @@ def _kind(fake: Any) -> Any:
 
 
 def _values(tensor: Tensor) -> Any:
-    """What a small tensor holds, where that is known: blocks may differ in their constants."""
+    """Shape, dtype and, of a small tensor with known values, a digest of these.
+
+    Blocks may differ in their constants alone.
+    """
     kind = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     small = tensor.numel() * tensor.element_size() <= SMALL_BYTES
     if isinstance(tensor, FakeTensor | nn.Parameter) or tensor.is_meta or not small:

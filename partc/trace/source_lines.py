@@ -1,4 +1,4 @@
-"""The user's source lines, ``model.py:14: x = self.norm(x)``: of code that runs, or that failed."""
+"""Find the user's source line, ``model.py:14: x = self.norm(x)``, of running or failed code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 import torch
 from torch import nn
 
+# Frames of torch and of partc are skipped: parents[1] is partc/, whatever room this module is in.
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _MODULE = nn.Module._call_impl.__code__.co_filename
@@ -19,7 +20,7 @@ _ENTRY = "step"  # the function in capture.py below which the user's code runs
 
 
 def source_here() -> str:
-    """The innermost running line of the user's code, "" in the backward of torch's own ops."""
+    """The innermost running line of the user's code; "" in the backward of torch's own ops."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -76,7 +77,7 @@ def _frames(at: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 @cache
 def _is_users(filename: str) -> bool:
-    """Whether a file is neither torch's nor ours, nor generated in memory by either."""
+    """Whether a file is the user's: not torch's, not partc's, not generated in memory."""
     if filename.startswith("<"):
         return filename == "<stdin>"
     return not filename.startswith((_TORCH, _OURS)) and filename not in _STANDARD
@@ -87,13 +88,13 @@ _STANDARD = {str(Path(os.__file__).parent / name) for name in ("contextlib.py", 
 
 @cache
 def line_text(filename: str, line: int) -> str:
-    """``models/llama.py:14: the code``, the file as it would be imported and the line's text."""
+    """``models/llama.py:14: the code``: the path below its import folder, and the line's text."""
     code = linecache.getline(filename, line).strip()
     return f"{_importable(filename)}:{line}" + (f": {code}" if code else "")
 
 
 def _importable(filename: str) -> str:
-    """A file's path below the folder it is imported from: no machine's folders are named."""
+    """A file's path below the folder it is imported from, as programs name no machine's folders."""
     path = Path(filename).resolve()
     roots = [Path(entry).resolve() for entry in [*sys.path, os.getcwd()]]
     inside = [path.relative_to(root).as_posix() for root in roots if path.is_relative_to(root)]

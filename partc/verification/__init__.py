@@ -1,5 +1,5 @@
-"""A program against the model that it was compiled from, in threads or processes.
+"""Run a program on all its ranks, and compare the results with the single-device model's.
 
-In: a program, the model, a batch. Out: the largest difference of every kind of result. Start:
-`verification.py`, function `verify`. Never: a pass or a graph: it runs what was printed.
+In: a program, the model, a batch. Out: a `Report` with the error of every tensor. Start:
+`verification.py`, function `verify`. Never: a pass or a graph: the printed text is what runs.
 """

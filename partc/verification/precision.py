@@ -1,9 +1,9 @@
-"""Run code that was written for float32 in float64: every narrower float becomes a float64, and
-complex numbers of narrower floats those of float64.
+"""Run code that was written for float32 (or narrower floats) in float64.
 
-Models cast to float32 inside norms, losses and rotary tables whatever their own dtype is, and a
-compiled program holds the dtypes that it was compiled for. Under ``Raised`` both compute in
-float64, so that they can be compared at 1e-12 instead of 1e-6. It holds in the current thread.
+Models cast to float32 inside norms, losses and rotary tables, whatever their own dtype is, and a
+program has the dtypes it was compiled for. Under the mode ``Raised`` both compute in float64, and
+complex64 becomes complex128, so that they can be compared at 1e-12 instead of 1e-6. The mode acts
+on the current thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WIDE = dict.fromkeys(NARROW, torch.float64) | {torch.complex64: torch.complex128
 class Raised(TorchDispatchMode):
     """While this is open, every ``aten`` op that would run in a narrower float runs in float64.
 
-    Casts of a model to f32, bf16 or f16 then cast to f64, so that a program and its model can be
-    compared at 1e-12 in place of 1e-6. It holds in the current thread.
+    Casts inside a model to f32, bf16 or f16 then cast to f64, so that a program and its model can
+    be compared at 1e-12 in place of 1e-6. It holds in the current thread.
 
     Example::
 
@@ -53,12 +53,15 @@ class Raised(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default:
             return grouped_products(*map(_raise, args), **raised)
         if func is torch.ops.aten.full.default and isinstance(args[1], float):
-            raised.setdefault("dtype", torch.float64)  # what fits no float32 fits there
+            raised.setdefault("dtype", torch.float64)  # else float32 would round the number
         return _raise(func(*map(_raise, args), **raised))
 
 
 class EpsAsBuilt(TorchFunctionMode):
-    """``rms_norm`` without an ``eps`` takes float32's, as it does in every narrower precision."""
+    """A mode under which ``rms_norm`` without an ``eps`` uses float32's, not float64's.
+
+    A model with narrower parameters uses float32's eps when it is not raised.
+    """
 
     def __torch_function__(
         self,
@@ -76,7 +79,7 @@ class EpsAsBuilt(TorchFunctionMode):
 
 
 def _raise(value: Any) -> Any:
-    """An op's argument or result, a sequence of them too."""
+    """An op's argument or result (tensor, dtype or sequence) with float64 for narrower floats."""
     if isinstance(value, Tensor):
         return value.to(WIDE[value.dtype]) if value.dtype in WIDE else value
     if isinstance(value, torch.dtype):
@@ -114,8 +117,9 @@ def grouped_products(
 
 @contextmanager
 def raised_model(model: nn.Module) -> Iterator[None]:
-    """What a copy of ``model`` that was converted to float64 runs under, to compute what the model
-    does but for rounding.
+    """The modes under which a float64 copy of ``model`` computes what the model does.
+
+    Only rounding differs then.
     """
     narrow = any(p.dtype in NARROW for p in model.parameters())
     with Raised(), EpsAsBuilt() if narrow else nullcontext():
@@ -123,9 +127,11 @@ def raised_model(model: nn.Module) -> Iterator[None]:
 
 
 def raised_text(source: str) -> str:
-    """A program's text with float64 where it names a narrower float; for functions that
-    torch.compile compiles, as under a mode such as ``Raised`` they would run eagerly. A cast still
-    copies, as the program may overwrite what it gives.
+    """A program's text with float64 in place of every narrower float.
+
+    For programs with ``torch.compile``, whose functions would run eagerly under a mode like
+    ``Raised``. A cast to float64 gets ``copy=True``: it would otherwise return its operand, and the
+    program may overwrite the result.
     """
     if GROUPED in source:
         own = inspect.getsource(grouped_products)
@@ -139,8 +145,8 @@ def raised_text(source: str) -> str:
 
 
 def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A detached copy, in ``dtype`` if it is a floating-point tensor, a complex one in pairs of
-    it.
+    """A detached copy: a floating-point tensor in ``dtype``, a complex one in the complex dtype of
+    that width, others in their own dtype.
     """
     return tensor.detach().to(_instead(tensor, dtype), copy=True)
 
@@ -152,7 +158,7 @@ def convert(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _instead(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is converted to."""
+    """The dtype that a tensor gets when it is converted to ``dtype``."""
     if tensor.is_complex():
         return dtype.to_complex()
     return dtype if tensor.is_floating_point() else tensor.dtype

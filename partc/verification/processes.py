@@ -1,4 +1,4 @@
-"""Real gloo processes for verification and tests: several jobs each, never left running.
+"""Start gloo processes for verification and tests; they take several jobs and always end.
 
 with Processes(4) as world:
     losses = world.run(function, argument)            # function(argument) on ranks 0..3
@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from partc.errors import RunError
 
-GRACE_S = 5.0  # for the other ranks to notice that one has failed
+GRACE_S = 5.0  # after one rank's failure, for the others to reply too
 
 
 class Processes:
-    """Up to ``num`` ranks that wait for jobs; the first error of a job is raised in the caller."""
+    """``num`` processes that wait for jobs; an error in a job is raised in the caller."""
 
     def __init__(self, num: int, *, timeout: float = 60.0, quiet: bool = False) -> None:
         self.num, self.timeout, self.quiet = num, timeout, quiet
@@ -46,7 +46,10 @@ class Processes:
     def run(
         self, function: Callable[..., Any], *arguments: Any, num: int | None = None
     ) -> list[Any]:
-        """``function(*arguments)`` on the ranks of a fresh process group; results in rank order."""
+        """Run ``function(*arguments)`` on the ranks of a new process group; return results by rank.
+
+        Raises the error of the first rank that failed by itself, or RunError if ranks hang.
+        """
         num = num or self.num
         self._start()
         self._jobs += 1
@@ -56,13 +59,13 @@ class Processes:
         replies = self._collect(self._ranks[:num])
         failures = {r: reply for r, reply in replies.items() if not reply[0]}
         if len(replies) < num:
-            self.close()  # someone hangs: nobody can be trusted with the next job
+            self.close()  # a rank hangs, so none can take the next job
         if failures or len(replies) < num:
             raise _failure(failures, sorted(set(range(num)) - set(replies)), self.timeout)
         return [replies[rank][1] for rank in range(num)]
 
     def close(self) -> None:
-        """End every process, politely first."""
+        """End every process: ask first, then terminate."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.pipe.send_bytes(b"")
@@ -82,7 +85,7 @@ class Processes:
         ]
 
     def _collect(self, ranks: list[Rank]) -> dict[int, tuple[bool, Any]]:
-        """What the ranks reply until all have, the time is up, or one failed and grace is over."""
+        """The replies by rank; returns early at the timeout, and ``GRACE_S`` after a failure."""
         replies: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + self.timeout
         waiting = {rank.pipe: rank for rank in ranks}
@@ -96,7 +99,7 @@ class Processes:
 
 
 class Rank:
-    """One process as its parent sees it."""
+    """One rank's process, seen from the parent."""
 
     def __init__(self, context: Any, number: int, port: int, quiet: bool) -> None:
         self.number = number
@@ -112,7 +115,7 @@ class Rank:
         self._tagging.start()
 
     def reply(self) -> tuple[bool, Any]:
-        """(True, result) or (False, (error, traceback text))."""
+        """The reply to a job: (True, result) or (False, (error, traceback text))."""
         try:
             done: tuple[bool, Any] = pickle.loads(self.pipe.recv_bytes())
             return done
@@ -131,7 +134,7 @@ class Rank:
 
 
 class _Handle:
-    """A file descriptor that travels to a new process."""
+    """A file descriptor that can be pickled to a new process."""
 
     def __init__(self, number: int) -> None:
         from multiprocessing.reduction import DupFd
@@ -148,7 +151,10 @@ def _detach(duplicate: Any) -> int:
 
 
 def _context() -> Any:
-    """A fork server that has torch imported starts ranks in a fraction of a second."""
+    """The way to start processes: a fork server where there is one.
+
+    It imports torch once, and then starts a rank in a fraction of a second.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -157,7 +163,7 @@ def _context() -> Any:
 
 
 def _serve(rank: int, port: int, pipe: Connection, output: Any) -> None:
-    """A rank's main loop: jobs in, results or errors out."""
+    """A rank's main loop: receive a job, send the result or error; an empty message ends it."""
     for number in (1, 2):
         os.dup2(output, number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -169,7 +175,7 @@ def _serve(rank: int, port: int, pipe: Connection, output: Any) -> None:
 
 
 def _reply(rank: int, store: Any, job: bytes) -> bytes:
-    """Do one job; its result, or its error and traceback, as bytes."""
+    """Run one job; return the pickled result, or the pickled error and traceback."""
     try:
         number, num, timeout, function, arguments = pickle.loads(job)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
@@ -178,7 +184,7 @@ def _reply(rank: int, store: Any, job: bytes) -> bytes:
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
         try:
-            dist.barrier()  # who is done first would close what others have yet to connect to
+            dist.barrier()  # a rank that is done early would close connections others still open
             return pickle.dumps((True, function(*arguments)))
         finally:
             dist.destroy_process_group()
@@ -193,7 +199,7 @@ def _reply(rank: int, store: Any, job: bytes) -> bytes:
 
 
 def _tag(read: int, rank: int, quiet: bool) -> None:
-    """Print what a rank prints, each line with its number in front."""
+    """Print each line of a rank's output with the rank's number in front."""
     with open(read, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if not quiet:
@@ -203,7 +209,7 @@ def _tag(read: int, rank: int, quiet: bool) -> None:
 def _failure(
     failures: dict[int, tuple[bool, Any]], silent: list[int], timeout: float
 ) -> BaseException:
-    """The error to raise: that of the first rank which failed by itself, with its traceback."""
+    """The error to raise: of the first rank that failed by itself, not due to another's end."""
     if not failures:
         return RunError(
             where=f"ranks {silent}",
@@ -227,5 +233,5 @@ def _ended(rank: int, code: int | None) -> RunError:
 
 
 def _is_echo(reply: tuple[bool, Any]) -> bool:
-    """Whether a rank failed only since another one went away."""
+    """Whether a rank failed only because another rank's process ended."""
     return "Connection" in str(reply[1][0]) or "peer" in str(reply[1][0])

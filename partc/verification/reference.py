@@ -1,4 +1,4 @@
-"""What the single-device model gives on the global batch, by eager autograd."""
+"""Run the single-device model on the global batch with eager autograd, as the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ OPTIMIZERS = ("SGD", "AdamW")
 
 @dataclass(frozen=True)
 class Reference:
-    """A step's outcome, whole tensors by name. ``weights`` are the values before the step."""
+    """The results of a reference step, as whole tensors by name.
+
+    ``weights``: the values before the step.
+    """
 
     weights: Tensors
     inputs: tuple[Tensor, ...]
@@ -35,11 +38,11 @@ class Reference:
 
     @cached_property
     def eps(self) -> Mapping[str, float]:
-        """AdamW's eps for each parameter: the largest entry of its gradient, of rounding noise that
-        of all gradients.
+        """AdamW's eps for each parameter: the largest entry of the parameter's gradient.
 
-        The first step is g / (|g| + eps): with an eps far below the gradient it knows signs alone,
-        and where |g| is near eps it magnifies rounding by 1 / (4 eps).
+        For a gradient that is rounding noise, the largest entry of all gradients. The first step of
+        AdamW is g / (|g| + eps). With the usual small eps only the signs of g would be compared,
+        and where |g| is near eps, rounding would grow by 1 / (4 eps).
         """
         largest = {
             name: float(g.abs().max()) if g.numel() else 0.0 for name, g in self.grads.items()
@@ -61,8 +64,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a batch is cut where batch statistics are those of a piece: into ``microbatches``, each
-    of these between ``ranks``.
+    """How the batch is cut for a model with batch statistics of single pieces (batch norm).
+
+    Into ``microbatches``, and each microbatch into one piece per data-parallel rank.
     """
 
     ranks: int = 1
@@ -73,14 +77,15 @@ WHOLE = Pieces()
 
 
 def is_noise(size: float, most: float, dtype: torch.dtype) -> bool:
-    """Whether a tensor, zero in exact arithmetic, has rounding noise; ``most`` is the largest entry
-    of all tensors of its kind.
+    """Whether a tensor is only rounding noise, and zero in exact arithmetic.
+
+    ``size``: its largest entry. ``most``: the largest entry of all tensors of its kind.
     """
     return dtype.is_floating_point and size <= torch.finfo(dtype).eps ** (2 / 3) * most
 
 
 def take_step(params: Tensors, optimizer: str, lr: float, eps: Mapping[str, float]) -> None:
-    """One step of a named optimizer."""
+    """Take one step of ``SGD`` or ``AdamW`` with the parameters' gradients."""
     made: torch.optim.Optimizer
     if optimizer == "SGD":
         made = torch.optim.SGD(params.values(), lr=lr)
@@ -98,10 +103,11 @@ def eager(
     train: bool = True,
     pieces: Pieces = WHOLE,
 ) -> Reference:
-    """Run a copy of the model, in ``dtype`` or (None) as it is; the model is left as it was.
+    """Run a step of a copy of the model, in ``dtype`` or, for None, in its own precision.
 
-    In several ``pieces`` of the batch the loss is their mean, and buffers are the first rank's:
-    what a model with batch statistics means by microbatches, and by ranks under DDP.
+    With several ``pieces`` the loss is the mean over the pieces, and buffers are updated by the
+    first rank's pieces only, as a model with batch norm does with microbatches and under DDP.
+    UsageError if the model has no values, or if the step draws random numbers.
     """
     _check_values(model)
     mine = copy.deepcopy(model)
@@ -129,7 +135,7 @@ def eager(
 def _trained(
     model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces
 ) -> dict[str, Tensor]:
-    """The mean loss of all pieces, after its backward."""
+    """Run forward and backward of all pieces; return the mean loss."""
     num, losses = pieces.ranks * pieces.microbatches, []
     for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
         others = i % pieces.ranks > 0
@@ -143,7 +149,7 @@ def _trained(
 
 
 def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
-    """The loss as compile takes it: ``loss(model, *inputs)``, the model's ``.loss`` or result."""
+    """The loss as ``partc.compile`` takes it: ``loss(model, *inputs)``, or the model's own loss."""
     outcome = model(*inputs) if loss is None else loss(model, *inputs)
     own = getattr(outcome, "loss", None)
     return {"loss": outcome if own is None else own}
@@ -166,7 +172,7 @@ def _check_values(model: nn.Module) -> None:
 
 
 def _check_random(before: Tensor, model: nn.Module) -> None:
-    """A step that draws random numbers has no one right outcome."""
+    """UsageError if the step drew random numbers, as then no result is the right one."""
     if not torch.equal(before, torch.get_rng_state()):
         raise UsageError(
             where=type(model).__name__,

@@ -1,7 +1,7 @@
-"""Where the threads of all ranks meet: collectives by group and number, and what goes wrong there.
+"""Execute the collectives of ranks that are threads, and detect wrong use.
 
-A group's members must enter the same collectives in the same order. Who enters another one, waits
-for ever, or leaves something unfinished is named together with its line.
+The members of a group have to call the same collectives in the same order. RunError, with ranks and
+lines, where they call different ones, wait for each other for ever, or never wait for a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Group:
     ranks: tuple[int, ...]
     axis: str = ""
     here: int = 0  # the global rank that holds this handle
-    lane: str = ""  # transfers between two ranks do not queue behind the group's collectives
+    lane: str = ""  # sends between two ranks are counted apart from the group's collectives
 
     def size(self) -> int:
         return len(self.ranks)
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass
 class Call:
-    """One rank's part in a collective: a copy of what it sent, and where the result goes."""
+    """One rank's call of a collective: its operand, a copy of that, and where the result goes."""
 
     kind: str
     detail: str
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def agreed(self) -> tuple[str, str, tuple[int, ...], torch.dtype]:
-        """What must be equal on all members."""
+        """Kind, detail, shape and dtype, which must be equal on all members."""
         return self.kind, self.detail, tuple(self.copy.shape), self.copy.dtype
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Call:
 
 @dataclass
 class Meeting:
-    """The n-th collective of a group: complete when every member has called."""
+    """The n-th collective of a group; it is complete when every member has called."""
 
     group: Group
     number: int
@@ -78,10 +78,10 @@ class StopRank(Exception):
 
 
 class World:
-    """The meeting place of all rank threads; one lock guards what is known here.
+    """The state that all rank threads share: the open collectives, and who waits for which.
 
-    Ranks compute in turns, each until it waits: threads that compute at once spend most of their
-    time on handing the interpreter to each other, once per torch call.
+    Only one rank computes at a time, until it waits. Threads that compute at once would spend most
+    of their time on handing Python's global lock to each other, once per torch call.
     """
 
     def __init__(self, num: int, timeout: float) -> None:
@@ -99,7 +99,7 @@ class World:
     def start(
         self, group: Group, call: Call, compute: Callable[[list[Tensor]], list[Tensor]]
     ) -> Done:
-        """Enter this rank's next collective of the group."""
+        """Start this rank's next collective of a group; the last member's call computes it."""
         rank = self.here.rank
         with self.changed:
             self._stop_if_failed()
@@ -115,7 +115,10 @@ class World:
             return Done(self, meeting, call, rank)
 
     def wait(self, meeting: Meeting, rank: int) -> Tensor:
-        """Let others compute until the meeting is complete; RunError if it never can be."""
+        """Let other ranks compute until a collective is complete; return this rank's result.
+
+        StopRank, after a RunError is noted, if the collective can never be complete.
+        """
         self.turn.release()
         try:
             return self._awaited(meeting, rank)
@@ -135,7 +138,7 @@ class World:
             return meeting.results[rank]
 
     def finish(self, rank: int) -> None:
-        """The rank's function returned: it must have waited for everything that it started."""
+        """Note that a rank's function returned; a failure if one of its collectives has no wait."""
         with self.changed:
             if self.open[rank]:
                 self.fail(_unwaited(rank, self.open[rank]))
@@ -143,7 +146,7 @@ class World:
             self._fail_if_stuck()
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first failure and wake everyone."""
+        """Keep the first failure, and wake all waiting ranks, which then stop."""
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
@@ -164,7 +167,7 @@ class World:
             raise StopRank
 
     def _fail_if_stuck(self) -> None:
-        """Everyone waits or has finished, and no awaited meeting is complete: this is the end."""
+        """Fail if every rank waits or has finished, and no collective waited for is complete."""
         idle = self.finished | set(self.waiting)
         stuck = not any(meeting.results for meeting in self.waiting.values())
         if self.waiting and len(idle) == self.num and stuck:
@@ -188,7 +191,7 @@ class World:
 
 @dataclass
 class Done:
-    """A started collective, as ``dist.Work``."""
+    """The handle of a started collective, in place of ``dist.Work``."""
 
     world: World
     meeting: Meeting
@@ -196,7 +199,7 @@ class Done:
     rank: int
 
     def wait(self, timeout: Any = None) -> bool:
-        """Put the result where the program expects it; a second wait does nothing."""
+        """Wait, and copy the result into the program's tensor; a second wait does nothing."""
         opened = self.world.open[self.rank]
         if not any(call is self.call for call in opened):
             return True
@@ -211,7 +214,7 @@ class Done:
         return self.meeting.results is not None
 
     def _check_sent(self) -> None:
-        """A buffer that is being sent must not change: the network may read it at any time."""
+        """RunError if the operand was changed before the wait: a network may read it until then."""
         if not torch.equal(_as_bytes(self.call.sent), _as_bytes(self.call.copy)):
             raise RunError(
                 where=f"rank {self.rank}, {self.call.line}",

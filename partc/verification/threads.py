@@ -1,7 +1,7 @@
-"""All ranks of a program in one process: a thread per rank, and a stand-in for torch.distributed.
+"""Run all ranks of a program in one process, as threads, with a stand-in for torch.distributed.
 
-Between start and wait a result holds poison (NaN, or the smallest integer), so that a missing wait
-shows.
+Between start and wait a result is filled with NaN, or with the smallest integer, so that a program
+which reads the result before the wait gives a wrong loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ThreadMesh:
 
 
 class ThreadDist:
-    """The functions of ``torch.distributed`` that rank programs call, over a World."""
+    """The functions of ``torch.distributed`` that rank programs call, for ranks in threads."""
 
     ReduceOp, Work, ProcessGroup = c10d.ReduceOp, c10d.Work, c10d.ProcessGroup
 
@@ -130,13 +130,13 @@ class ThreadDist:
         return self._transfer(tensor, source, self._world.here.rank, tag)
 
     def _transfer(self, tensor: Tensor, source: int, target: int, tag: int) -> Done:
-        """One end of a transfer: it is complete when the other end is there too."""
+        """A send or a receive, as a collective of the two ranks."""
         group = Group((source, target), "pipeline", self._world.here.rank, f"tag {tag}")
         call = Call("transfer", f"tag {tag}", tensor, tensor.detach().clone(), tensor, _caller())
         return self._world.start(group, call, lambda sent: [sent[0], sent[0]])
 
     def get_backend(self, group: Group | None = None) -> str:
-        return "gloo"  # ranks in threads do what they do on the CPU
+        return "gloo"  # so that programs take the code paths of the CPU
 
     def barrier(self, group: Group | None = None, async_op: bool = False) -> Done | None:
         none = torch.zeros(1)
@@ -161,9 +161,9 @@ class ThreadDist:
 
 
 def run_ranks(num: int, run: Callable[[int, ThreadDist], T], *, timeout: float = 120.0) -> list[T]:
-    """``run(rank, dist)`` in one thread per rank, one at a time; what each returns, in rank order.
+    """Run ``run(rank, dist)`` in one thread per rank; return the results in rank order.
 
-    The first error ends all ranks and is raised here, with a note that names its rank.
+    The first error ends all ranks, and is raised here with a note that names the rank.
     """
     world = World(num, timeout)
     dist = ThreadDist(world)
@@ -218,7 +218,7 @@ def _reduction(op: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _check_call(call: Call, group: Group) -> None:
-    """The size of the result must be what the collective makes of what is sent."""
+    """RunError unless the result is contiguous, of the operand's dtype and of the right size."""
     num = group.size()
     expected = {
         "all_gather_into_tensor": call.copy.numel() * num,
@@ -242,7 +242,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _caller() -> str:
-    """File and line of the program's call."""
+    """File and line of the program's call: the innermost frame outside of this module."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -1,10 +1,10 @@
-"""A program against the model it was compiled from: loss, gradients, buffers and optimizer steps.
+"""Compare a program with its model: loss, gradients, buffers, parameters after optimizer steps.
 
-Every rank's pieces are compared with the same pieces of what eager autograd gives on one device, in
-float64 by default. The error of a tensor is its largest difference divided by the whole reference
-tensor's largest value. A tensor whose values are rounding noise (below ``eps ** (2/3)`` of the
-largest of its kind, such as the gradient of a key bias, zero in exact arithmetic) is measured
-against that largest.
+Each rank's shards are compared with the same shards of the reference, which is the model's step
+with eager autograd on one device, in float64 by default. The error of a tensor is the largest
+difference divided by the largest value of the whole reference tensor. Some tensors are zero in
+exact arithmetic, such as the gradient of a key bias, and have only rounding noise (below
+``eps ** (2/3)`` of the largest value of their kind); their error is divided by that largest value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from partc.verification.reference import (
 )
 from partc.verification.threads import ThreadMesh, run_ranks
 
-TOLERANCE = 1e-9  # of float64; a row-split matmul alone has 2e-15
+TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
 
 
 @dataclass(frozen=True, order=True)
@@ -49,19 +49,19 @@ class Row:
     kind: str
     name: str
     rank: int
-    noise: bool = False  # measured against the largest tensor of its kind
+    noise: bool = False  # rounding noise: divided by the largest value of its kind
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}: {self.error:.1e} on rank {self.rank}"
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; an infinite error, which JSON cannot say, is null."""
+        """The fields as plain data; an infinite error becomes null, as JSON has no infinity."""
         return {**vars(self), "error": self.error if isfinite(self.error) else None}
 
 
 @dataclass(frozen=True)
 class Report:
-    """One row per compared tensor, and how they were obtained."""
+    """The result of a verification: one row per compared tensor; the title says how they ran."""
 
     title: str
     rows: tuple[Row, ...]
@@ -75,7 +75,7 @@ class Report:
         return bool(self.rows) and self.worst.error <= tolerance
 
     def check(self, tolerance: float = TOLERANCE) -> Report:
-        """This report, or a CheckError that names the worst tensors."""
+        """Return this report; CheckError with the worst tensors if it is not ``ok``."""
         if self.ok(tolerance):
             return self
         wrong = sorted((row for row in self.rows if row.error > tolerance), reverse=True)
@@ -175,7 +175,7 @@ def verify(
 
 
 def _pieces(program: Program) -> Pieces:
-    """The pieces of the batch in which the model itself computes what the program does."""
+    """The pieces in which the reference takes the batch; ``WHOLE`` without local batch norm."""
     plan = Plan.parse(program.plan)
     if plan.batch_norm != "local":
         return WHOLE
@@ -184,7 +184,7 @@ def _pieces(program: Program) -> Pieces:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank needs to check itself."""
+    """What a rank needs to compare its results with the reference."""
 
     program: Program
     reference: Reference
@@ -208,7 +208,7 @@ def _in_process(job: _Job) -> list[Row]:
 
 
 def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]:
-    """Build one rank's module, run its step and compare everything that it then holds."""
+    """Build one rank's module, run its step, and compare all results; return their errors."""
     step = role.build(mesh)
     if job.dtype is not None:
         convert(step, job.dtype)
@@ -218,7 +218,7 @@ def _check(job: _Job, role: Role, mesh: RankMesh | None, rank: int) -> list[Row]
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank at work."""
+    """One rank that runs its step and compares the results."""
 
     job: _Job
     role: Role
@@ -226,7 +226,7 @@ class _Rank:
     rank: int
 
     def rows(self) -> Iterator[Row]:
-        """The errors of results, or of loss, gradients, buffers and parameters after a step."""
+        """The errors of a forward program's results, or of a step's loss, gradients and tensors."""
         reference, role = self.job.reference, self.role
         self._fill()
         if role.is_inference:
@@ -247,10 +247,10 @@ class _Rank:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Set this rank's pieces: the model's weights, constants, zeros for what has no value."""
+        """Set this rank's shards to the model's weights, else to constants, else to 0."""
         held, known = self._held(), self.job.program.constants
         for param in self.step.parameters():
-            param.zero_()  # one that the program's table leaves out holds what memory held
+            param.zero_()  # a parameter missing in the program's table has arbitrary values
         given = {**known, **self.job.reference.weights}
         for shard in self.role.shards:
             whole = given.get(shard.name, torch.zeros(shard.shape))
@@ -262,7 +262,7 @@ class _Rank:
         return loss
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:
-        """The parameters after one optimizer step from the reference's start."""
+        """The errors of the parameters after one optimizer step from the reference's weights."""
         after = self.job.reference.stepped(optimizer, self.job.lr)
         self._fill()
         held = self._held()
@@ -282,7 +282,7 @@ class _Rank:
     def _pieces(
         self, kind: str, found: Tensors, expected: Tensors, shards: Sequence[Shard]
     ) -> Iterator[Row]:
-        """Compare this rank's pieces; a tensor that only one side has is infinitely wrong."""
+        """The errors of this rank's shards; infinite for a tensor that only one side has."""
         scales = _scales(expected)
         for shard in shards:
             ours, whole = found.get(shard.name), expected.get(shard.name)
@@ -295,7 +295,7 @@ class _Rank:
             yield Row(error, kind, shard.name, self.rank, noise)
 
     def _whole(self, kind: str, found: Tensors, expected: Tensors) -> Iterator[Row]:
-        """Compare tensors that every rank has whole."""
+        """The errors of tensors that every rank has whole."""
         scales = _scales(expected)
         for name in sorted({*found, *expected}):
             if name not in found or name not in expected:
@@ -318,7 +318,7 @@ class _Rank:
 
 
 def _scales(expected: Tensors) -> dict[str, tuple[float, bool]]:
-    """What each tensor's error is divided by, and whether that is the largest tensor's scale."""
+    """The divisor of each tensor's error, and whether the tensor is rounding noise."""
     sizes = {name: _largest(tensor) for name, tensor in expected.items()}
     most = max(sizes.values(), default=0.0)
     scales = {}
@@ -336,7 +336,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _difference(ours: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference; infinite where shapes differ or one is not a number."""
+    """The largest absolute difference; infinite where shapes differ or an entry is NaN."""
     if ours.shape != expected.shape:
         return float("inf")
     if not ours.numel():
@@ -350,7 +350,7 @@ def _difference(ours: Tensor, expected: Tensor) -> float:
 
 
 def _held_nowhere(reference: Reference, rows: Sequence[Row]) -> Iterator[Row]:
-    """Parameters that the model trains and no rank has: those of a stage that was lost, say."""
+    """Rows with infinite error for trained parameters that no rank has, as of a lost stage."""
     compared = {row.name for row in rows if row.kind == "gradient"}
     for name in reference.grads:
         if name not in compared:
@@ -358,7 +358,7 @@ def _held_nowhere(reference: Reference, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _merge(found: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    """The worst row of each tensor over the ranks, in the order in which they were compared."""
+    """The worst row of each tensor over all ranks, in the order of comparison."""
     worst: dict[tuple[str, str], Row] = {}
     for row in (row for rows in found for row in rows):
         key = row.kind, row.name

@@ -39,7 +39,8 @@ CANONICAL = (
     Pass(
         drop_noops,
         JOINT,
-        "detach, clone and casts that change nothing hide what calls have in common",
+        "what changes no value (detach, x * 1, a device) hides what calls have in common, and so "
+        "does a flat view that is not spelled reshape",
     ),
     Pass(fold_dropout, JOINT, "a dropout's mask can be told how its tensor is cut"),
     Pass(fold_masks, JOINT, "a causal mask is a word to the attention kernel, not a tensor"),

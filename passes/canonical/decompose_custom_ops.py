@@ -11,7 +11,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import TraceError
-from partc.graph import Graph, held, set_held, set_value, value
+from partc.graph import Graph, fake_of, set_fake, set_value, value
 from partc.graph.graph_edits import replace_by
 
 OWN = ("aten", "prims", "prim")
@@ -38,7 +38,7 @@ def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
         return implementation(*args, **kwargs)
 
     try:
-        return make_fx(call, tracing_mode="fake")(*(held(n) for n in node.all_input_nodes)).graph
+        return make_fx(call, tracing_mode="fake")(*(fake_of(n) for n in node.all_input_nodes)).graph
     except Exception as error:
         raise _refusal(node, f"its implementation cannot be traced: {error}") from error
 
@@ -53,7 +53,7 @@ def _splice(node: fx.Node, body: fx.Graph) -> None:
     for inner, copy in inputs.items():
         if inner.op == "call_function":
             set_value(copy, value(node))
-            set_held(copy, held(inner))
+            set_fake(copy, fake_of(inner))
     if isinstance(results, fx.Node):
         replace_by(node, results)
         return

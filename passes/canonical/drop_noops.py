@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, is_tensor, shape_of, value
+from partc.graph import Graph, fake_of, is_tensor, shape_of, value
 from partc.graph.graph_edits import drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def _hands_on(node: fx.Node) -> bool:
     source = node.args[0]
     if not is_tensor(source) or shape_of(source) != shape_of(node):
         return False
-    if held(source).dtype != held(node).dtype:
+    if fake_of(source).dtype != fake_of(node).dtype:
         return False
     if node.target in SAME_IF_SHAPE or node.target == aten._to_copy.default:
         return True

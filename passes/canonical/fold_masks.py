@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, held
+from partc.graph import Graph, fake_of
 from partc.graph.ancestors import ancestors
 from partc.graph.graph_edits import drop_dead
 
@@ -92,7 +92,7 @@ def _evaluate(steps: list[fx.Node]) -> Tensor | None:
     """
     env: dict[fx.Node, Any] = {}
     for node in steps:
-        fake = held(node)
+        fake = fake_of(node)
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         if node.target is aten.expand.default:
             env[node] = _aligned(env[node.args[0]], fake.dim())  # type: ignore[index]
@@ -117,13 +117,13 @@ class _Expanded(dict[fx.Node, Any]):
         self.env = env
 
     def __missing__(self, node: fx.Node) -> Any:
-        known, fake = self.env[node], held(node)
+        known, fake = self.env[node], fake_of(node)
         return known.expand(fake.shape) if isinstance(known, Tensor) else known
 
 
 def _elements(node: fx.Node) -> int:
     """The most elements of what a call reads and makes."""
-    fakes = [held(n) for n in (node, *node.all_input_nodes)]
+    fakes = [fake_of(n) for n in (node, *node.all_input_nodes)]
     return max(prod(fake.shape) for fake in fakes if isinstance(fake, Tensor))
 
 

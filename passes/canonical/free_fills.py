@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from partc.graph import Graph, value
-from partc.graph.given import given
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
+from partc.graph.input_only import input_only
 
 aten = torch.ops.aten
 FILLS = {
@@ -23,7 +23,7 @@ def free_fills(graph: Graph) -> None:
     Only of what follows from inputs alone. A fill like an activation stays where that is, and is
     not made before the step begins.
     """
-    known = given(graph)
+    known = input_only(graph)
     for node in list(graph.calls()):
         if node in known and node.target in FILLS:
             fill = FILLS[node.target]

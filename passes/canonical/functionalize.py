@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from partc.errors import TraceError
-from partc.graph import Graph, held, value
+from partc.graph import Graph, fake_of, value
 from partc.graph.graph_edits import call_before, drop_dead, stand_in
 from partc.passes.canonical.views import UNDO, Step, step_of
 
@@ -132,15 +132,15 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
     if written == ["out"]:
         changed, (given, named) = node.kwargs["out"], args
         kwargs = {key: each for key, each in named.items() if key != "out"}
-        new, old = call_before(node, _out_of_place(node), *given, **kwargs), held(named["out"])
+        new, old = call_before(node, _out_of_place(node), *given, **kwargs), fake_of(named["out"])
     elif written == ["self"] and name.endswith("_"):
-        new, old = _functional(node, name[:-1], args), held(args[0][0])
+        new, old = _functional(node, name[:-1], args), fake_of(args[0][0])
     else:
         raise _refusal(node, f"{target} writes to {', '.join(written)}")
     assert isinstance(changed, fx.Node)
-    if held(new).dtype != old.dtype:
+    if fake_of(new).dtype != old.dtype:
         new = call_before(node, aten._to_copy.default, new, dtype=old.dtype)
-    if held(new).shape != old.shape:
+    if fake_of(new).shape != old.shape:
         new = call_before(node, aten.expand.default, new, list(old.shape))
     rewrite.write(changed, new, node)
     seen = rewrite.views[changed]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from partc.graph import Graph, Value, held, is_tensor, tensor_args, update, value
-from partc.graph.given import given
+from partc.graph import Graph, Value, fake_of, is_tensor, tensor_args, update, value
 from partc.graph.graph_edits import drop_dead, replace_by
+from partc.graph.input_only import input_only
 
 
 def merge_given(graph: Graph) -> None:
     """Equal calls on equal operands become one, if these follow from inputs and constants."""
-    known = given(graph)
+    known = input_only(graph)
     first: dict[str, fx.Node] = {}
     path: dict[fx.Node, str] = {}  # the module that a value now stands in
     for node in list(graph.calls()):
@@ -32,7 +32,7 @@ def merge_given(graph: Graph) -> None:
 def _is_filled_later(node: fx.Node, known: set[fx.Node]) -> bool:
     """Whether a call makes a tensor of constants for others to write into: it is as cheap to make
     again as to keep."""
-    is_small = is_tensor(node) and held(node).numel() == 1
+    is_small = is_tensor(node) and fake_of(node).numel() == 1
     return not tensor_args(node) and not is_small and not known.issuperset(node.users)
 
 

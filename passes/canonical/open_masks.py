@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, shape_of
+from partc.graph import Graph, fake_of, shape_of
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -28,15 +28,15 @@ def open_masks(graph: Graph) -> None:
 def _open(node: fx.Node, x: Any, indices: Any, values: Any, accumulate: Any = False) -> None:
     """Rewrite a call that writes one number wherever a mask over the leading dims says so."""
     mask = indices[0]
-    if len(indices) > 1 or held(mask).dtype not in MASKS:
+    if len(indices) > 1 or fake_of(mask).dtype not in MASKS:
         return
-    if accumulate or held(values).numel() != 1:
+    if accumulate or fake_of(values).numel() != 1:
         return
-    if held(mask).dtype != torch.bool:
+    if fake_of(mask).dtype != torch.bool:
         mask = call_before(node, aten._to_copy.default, mask, dtype=torch.bool)
-    shape, rank = shape_of(mask), held(x).dim()
+    shape, rank = shape_of(mask), fake_of(x).dim()
     if len(shape) < rank:
         mask = call_before(node, aten.reshape.default, mask, [*shape, *[1] * (rank - len(shape))])
-    if held(values).dim():
+    if fake_of(values).dim():
         values = call_before(node, aten.reshape.default, values, [])
     replace_by(node, call_before(node, aten.where.self, mask, values, x))

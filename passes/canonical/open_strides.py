@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Graph, held, is_call, shape_of
+from partc.graph import Graph, fake_of, is_call, shape_of
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -22,11 +22,11 @@ def open_strides(graph: Graph) -> None:
     for node in list(graph.calls()):
         if is_call(node, aten.as_strided.default):
             source: Any = node.args[0]
-            if _reads_all(held(source), *_view(node, 1)):
+            if _reads_all(fake_of(source), *_view(node, 1)):
                 replace_by(node, _reshaped(node, source))
         elif is_call(node, aten.as_strided_scatter.default):
             base, new = (cast(fx.Node, a) for a in node.args[:2])
-            if _reads_all(held(base), *_view(node, 2)):
+            if _reads_all(fake_of(base), *_view(node, 2)):
                 replace_by(node, _reshaped(node, new))
     drop_dead(graph)
 

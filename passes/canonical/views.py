@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from partc.errors import TraceError
-from partc.graph import held, value
+from partc.graph import fake_of, value
 from partc.graph.graph_edits import call_before
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def _piece(parts: fx.Node, index: int) -> Step:
     dim = _argument(parts, "dim", 2 if parts.target != aten.unbind.int else 1)
     if parts.target == aten.unbind.int:
         return Step(aten.select.int, (dim, index))
-    sizes = [part.shape[dim] for part in held(parts)]
+    sizes = [part.shape[dim] for part in fake_of(parts)]
     start = sum(sizes[:index])
     return Step(aten.slice.Tensor, (dim, start, start + sizes[index]))
 
@@ -78,7 +78,7 @@ def _same(where: fx.Node, base: fx.Node, step: Step, new: fx.Node) -> fx.Node:
 
 
 def _reshaped(where: fx.Node, base: fx.Node, step: Step, new: fx.Node) -> fx.Node:
-    return call_before(where, aten.reshape.default, new, list(held(base).shape))
+    return call_before(where, aten.reshape.default, new, list(fake_of(base).shape))
 
 
 def _swapped(where: fx.Node, base: fx.Node, step: Step, new: fx.Node) -> fx.Node:

@@ -14,12 +14,12 @@ from torch import fx
 
 from partc.graph import (
     collectives,
-    held,
+    fake_of,
     is_tensor,
     literals,
     picked,
     results_of,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -29,7 +29,7 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, U, cut
 from partc.rules import Strategy, strategies
 
-Ways = dict[fx.Node, Strategy]
+PieceChoices = dict[fx.Node, Strategy]
 Found = dict[Hashable, list[Strategy]]
 _DIMS = ("dim", "to_dim")  # of a collective: it moves these, and cannot be cut along them
 
@@ -46,7 +46,7 @@ class Region:
     mesh: Mesh
     kept: Mapping[fx.Node, Layout]
     found: Found
-    ways: Ways = field(default_factory=dict)
+    ways: PieceChoices = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inside = set(self.run)
@@ -58,14 +58,14 @@ class Region:
         if start in self.ways:
             return
         grown = [self.ways]
-        for dim in range(held(start).dim()):
+        for dim in range(fake_of(start).dim()):
             way = self._through(start, cut(dim))
             if way is not None:
                 grown.append(self._spread({**self.ways, start: way}, start))
         self.ways = max(grown, key=len)
 
     # growing ---------------------------------------------------------------------------------
-    def _spread(self, ways: Ways, start: fx.Node) -> Ways:
+    def _spread(self, ways: PieceChoices, start: fx.Node) -> PieceChoices:
         """Pull in what makes the operands of calls that are cut, and what reads their results."""
         self._pull(start, ways)
         size = 0
@@ -78,7 +78,7 @@ class Region:
                     self._pull(node, ways)
         return ways
 
-    def _pull(self, node: fx.Node, ways: Ways) -> None:
+    def _pull(self, node: fx.Node, ways: PieceChoices) -> None:
         """Take in the calls that can make a call's operands in the pieces that it reads."""
         for operand, layout in zip(tensor_args(node), ways[node].ins, strict=True):
             source, result = _made_by(operand)
@@ -89,7 +89,7 @@ class Region:
                     ways[source] = way
                     self._pull(source, ways)
 
-    def _reading(self, node: fx.Node, ways: Ways) -> Strategy | None:
+    def _reading(self, node: fx.Node, ways: PieceChoices) -> Strategy | None:
         """How a call may go on with pieces that it reads; None if it reads none, or cannot."""
         if node.target is operator.getitem:
             return None
@@ -100,7 +100,7 @@ class Region:
         fitting = (s for s in self._ways_of(node) if all(s.ins[i] == x for i, x in known.items()))
         return next(fitting, None)
 
-    def made(self, node: fx.Node, ways: Ways) -> Layout | None:
+    def made(self, node: fx.Node, ways: PieceChoices) -> Layout | None:
         """How the pieces of a value lie that a call of the region makes, or that are at hand; None
         of others.
         """
@@ -149,7 +149,7 @@ def piece_shape(node: fx.Node, dim: int, num: int, mesh: Mesh) -> tuple[int, ...
     """The shape of the whole, over all ranks, of one of ``num`` pieces of what each rank holds;
     None if they are not equal.
     """
-    here, whole = list(held(node).shape), list(value(node).shape)
+    here, whole = list(fake_of(node).shape), list(value(node).shape)
     if dim >= len(here) or here[dim] % num or whole[dim] % num:
         return None
     here[dim], whole[dim] = here[dim] // num, whole[dim] // num
@@ -163,9 +163,9 @@ def twin(node: fx.Node) -> fx.Node:
     twins = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
     new = graph.node_copy(node, twins.__getitem__)
     for old, copy in (*twins.items(), (node, new)):
-        shape = tuple(held(old).shape) if is_tensor(old) else ()
+        shape = tuple(fake_of(old).shape) if is_tensor(old) else ()
         set_value(copy, replace(value(old), shape=shape, sharding=REPLICATED))
-        set_held(copy, held(old))
+        set_fake(copy, fake_of(old))
     return new
 
 
@@ -175,7 +175,7 @@ def _made_by(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _dims(node: fx.Node) -> int:
-    return held(node).dim() if is_tensor(node) else 0
+    return fake_of(node).dim() if is_tensor(node) else 0
 
 
 def _is_plain(way: Strategy) -> bool:
@@ -187,7 +187,7 @@ def _is_plain(way: Strategy) -> bool:
 
 
 def _circumstances(node: fx.Node) -> Hashable:
-    operands = [(tuple(held(n).shape), held(n).dtype) if is_tensor(n) else None
+    operands = [(tuple(fake_of(n).shape), fake_of(n).dtype) if is_tensor(n) else None
                 for n in tensor_args(node)]  # fmt: skip
     results = tuple(None if r is None else tuple(r.shape) for r in results_of(node))
     return node.target, literals(node), tuple(operands), results

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from partc.cost.step_events import LAST, START, Move, StepEvents
 from partc.cost.step_walk import walk_phases
-from partc.cost.tape import LAST, START, Move, Tape
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 
 LEAST = 0.01  # of the step: steps of one program differ by more from run to run
 
 
-def with_messages(plan: Plan, tapes: Sequence[Tape], mesh: Mesh) -> Plan:
+def with_messages(plan: Plan, tapes: Sequence[StepEvents], mesh: Mesh) -> Plan:
     """The plan, which says that messages are sent if they are, or that it was asked for."""
     if plan.messages is not None or mesh.hardware.library != "gloo":
         return plan
@@ -35,7 +35,7 @@ def _copied_bytes(move: Move, mesh: Mesh) -> int:
     return copied.get(move.kind, 0)
 
 
-def _moves(tape: Tape) -> Iterator[Move]:
+def _moves(tape: StepEvents) -> Iterator[Move]:
     """All transfers of a step, or of one microbatch in a stage."""
     for _, run in tape.unrolled():
         for event in (*run.gathers, *run.events):

@@ -12,14 +12,14 @@ from torch import fx
 
 from partc.cost.bytes import put_in_bytes
 from partc.cost.collective_cost import collective_seconds
-from partc.cost.record_tape import record_step
+from partc.cost.record_events import record_step
 from partc.cost.roofline import Spent, piece_seconds
 from partc.cost.step_walk import step_seconds, step_times
 from partc.cost.storage import replay
 from partc.graph import Graph, collectives
 from partc.graph.moves import kind_of
-from partc.passes.overlap.fill_waits import Seconds
-from partc.passes.overlap.join_collectives import leaves_in_parts
+from partc.passes.overlap.bucket_collectives import leaves_in_parts
+from partc.passes.overlap.overlap_collectives import Seconds
 from partc.passes.overlap.take_turns import awaited_in_blocks, in_turns
 from partc.passes.runner import State, run
 from partc.plan.mesh import Mesh
@@ -35,7 +35,7 @@ def order_step(state: State) -> Iterator[State]:
     They are where the step is faster so on the machines under the mesh, and a block's gradients
     leave in parts where it is faster so.
     """
-    run(state, "share_gathers", "sum_in_levels")
+    run(state, "share_gathers", "hierarchical_all_reduce")
     mesh, awaited = state.mesh, awaited_in_blocks(state.graph)
     asked = state.plan.pieces if awaited else 1
     if asked:
@@ -78,21 +78,21 @@ def _in_parts(state: State) -> State:
 
 
 def _ordered(state: State) -> State:
-    return run(state, "join_collectives", "fill_waits")
+    return run(state, "bucket_collectives", "overlap_collectives")
 
 
-def call_seconds(graph: Graph, over: Mesh) -> Seconds | None:
+def call_seconds(graph: Graph, mesh: Mesh) -> Seconds | None:
     """How long each call and transfer takes on the machines of a mesh, where blocks are computed in
     pieces: elsewhere all that can hide a transfer stands beside it.
     """
     if not in_turns(graph):
         return None
-    ran, device = replay(graph), over.hardware.device
+    ran, device = replay(graph), mesh.hardware.device
 
     def seconds(node: fx.Node) -> float:
         if node.target in collectives.COLLECTIVES:
             axis = str(node.kwargs["axis"])
-            return collective_seconds(kind_of(node), put_in_bytes(node), over, axis)
+            return collective_seconds(kind_of(node), put_in_bytes(node), mesh, axis)
         return piece_seconds(node, ran, device, 1)
 
     return seconds
@@ -103,12 +103,12 @@ def _step_s(state: State) -> float:
     return step_seconds(record_step(graph, replay(graph)), state.mesh)
 
 
-def start_seconds(graph: Graph, moves: Iterable[fx.Node], over: Mesh) -> dict[str, float]:
+def start_seconds(graph: Graph, moves: Iterable[fx.Node], mesh: Mesh) -> dict[str, float]:
     """By axis, how long it takes to start each of some transfers once."""
     seconds: dict[str, float] = defaultdict(float)
     for node in moves:
         axis = str(node.kwargs["axis"])
-        start_s = collective_seconds(kind_of(node), 0, over, axis)
+        start_s = collective_seconds(kind_of(node), 0, mesh, axis)
         seconds[axis] += graph.times(node) * start_s
     return seconds
 

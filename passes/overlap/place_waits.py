@@ -10,11 +10,11 @@ from torch import fx
 
 from partc.graph import (
     Graph,
-    block_of,
     collectives,
-    held,
+    fake_of,
+    innermost_block,
     is_tensor,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -62,10 +62,10 @@ def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
     made_by = value(node)
-    beside = first.op != "output" and block_of(first) == block_of(node)
+    beside = first.op != "output" and innermost_block(first) == innermost_block(node)
     at = value(first) if beside and not phased and not picks else made_by
     set_value(waited, replace(made_by, module=at.module, phase=at.phase))
-    set_held(waited, held(node))
+    set_fake(waited, fake_of(node))
     for reader in picks or readers:
         reader.replace_input_with(node, waited)
     for pick in reversed(picks):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from partc.cost.step_events import StepEvents
 from partc.cost.step_walk import step_seconds
-from partc.cost.tape import Tape
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 
 MOST = 2  # a block computes for as long as the next one's weights are on their way
 
 
-def prefetches(plan: Plan, tape: Tape, mesh: Mesh) -> tuple[int, ...]:
+def prefetches(plan: Plan, tape: StepEvents, mesh: Mesh) -> tuple[int, ...]:
     """What a plan asks for; else 2 and 1 where two make the step faster, the fallback last.
 
     0 for plans that gather no blocks' weights.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from partc.graph import Graph, block_of, first_operand
+from partc.graph import Graph, first_operand, innermost_block
 from partc.graph.moves import gathers_param
 
 
@@ -15,7 +15,7 @@ def share_gathers(graph: Graph) -> Graph:
     stretches = stretch_of(graph)
     first: dict[Any, fx.Node] = {}
     for node in list(graph.calls()):
-        if gathers_param(node) and not block_of(node):
+        if gathers_param(node) and not innermost_block(node):
             key = (stretches[node], first_operand(node), *sorted(node.kwargs.items()))
             shared = first.setdefault(key, node)
             if shared is not node:
@@ -29,7 +29,7 @@ def stretch_of(graph: Graph) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
     number, last = 0, ""
     for node in graph.calls():
-        block = block_of(node)
+        block = innermost_block(node)
         number += block not in ("", last)
         last = block
         found[node] = number

@@ -13,10 +13,10 @@ from partc.graph import (
     Origin,
     Value,
     collectives,
-    held,
+    fake_of,
     is_tensor,
     picked,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -26,7 +26,7 @@ from partc.graph.graph_edits import run_fake
 from partc.passes.overlap.cut_region import Region, piece_shape, twin
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout
-from partc.rules import Strategy, localize
+from partc.rules import Strategy, write_local_call
 
 aten = torch.ops.aten
 AXIS = "turn"
@@ -111,7 +111,7 @@ class _Writer:
                 picks = [self.graph.fx.call_function(operator.getitem, (c, index)) for c in calls]
             for turn, (pick, call) in enumerate(zip(picks, calls, strict=True)):
                 set_value(pick, replace(value(user), turn=turn))
-                set_held(pick, held(call)[index])
+                set_fake(pick, fake_of(call)[index])
             self.replaced[user] = None
             self._keep(user, way.outs[index], picks)
 
@@ -151,7 +151,7 @@ class _Writer:
     def _taken(self, node: fx.Node, layout: Layout, reader: fx.Node) -> list[fx.Node]:
         """Slices of a value, before their first reader and where it stands."""
         at, known = value(reader), value(node)
-        size = held(node).shape[layout.dim] // self.num
+        size = fake_of(node).shape[layout.dim] // self.num
         like = replace(
             known, kind="op", shape=self._shape(node, layout), module=at.module, source=at.source,
             calls=at.calls, phase=at.phase, stage=at.stage, origin=Origin.PIECES,
@@ -185,7 +185,9 @@ class _Writer:
             return self._new(node, node.target, tuple(operands), value(node), dict(node.kwargs))
         whole = twin(node)
         with self.graph.fx.inserting_before(node):
-            new = localize(self.graph.fx, whole, operands, {AXIS: way}, Mesh(((AXIS, self.num),)))
+            new = write_local_call(
+                self.graph.fx, whole, operands, {AXIS: way}, Mesh(((AXIS, self.num),))
+            )
         set_value(new, value(node))
         return new
 
@@ -195,7 +197,7 @@ class _Writer:
         with self.graph.fx.inserting_after(first):
             new = self.graph.fx.node_copy(first, lambda n: swap.get(n, n))
         set_value(new, value(first))
-        set_held(new, held(first))
+        set_fake(new, fake_of(first))
         return new
 
     def _new(
@@ -205,5 +207,5 @@ class _Writer:
         with self.graph.fx.inserting_before(before):
             new = self.graph.fx.call_function(target, args, kwargs or {})  # type: ignore[arg-type]
         set_value(new, known)
-        set_held(new, run_fake(target, args, kwargs or {}))
+        set_fake(new, run_fake(target, args, kwargs or {}))
         return new

@@ -18,9 +18,9 @@ from torch import fx
 
 from partc.graph import (
     Graph,
-    block_of,
+    fake_of,
     first_operand,
-    held,
+    innermost_block,
     is_tensor,
     picked,
     stage_of,
@@ -79,7 +79,7 @@ def recompute(graph: Graph, plan: Plan) -> Graph:
     elif plan.recompute != "cheap":
         recompute_regions(graph, plan)
     gathered = gathered_again(graph)
-    Copies(graph, recomputable(graph, gathered), block_of, twins=gathered).insert()
+    Copies(graph, recomputable(graph, gathered), innermost_block, twins=gathered).insert()
     return graph
 
 
@@ -90,7 +90,7 @@ def gathered_again(graph: Graph) -> dict[fx.Node, fx.Node]:
     for node in reversed(list(graph.calls())):
         if gathers_param(node):
             kwargs = tuple(sorted(node.kwargs.items()))
-            key = (node.target, *tensor_args(node), kwargs, block_of(node), stage_of(node))
+            key = (node.target, *tensor_args(node), kwargs, innermost_block(node), stage_of(node))
             if value(node).phase == "B":
                 first[key] = node
             elif value(node).phase == "F" and key in first:
@@ -102,7 +102,7 @@ def recomputable(graph: Graph, gathered: Collection[fx.Node] = ()) -> set[fx.Nod
     """Forward values that the backward reads and that follow cheaply from what is kept anyway, and
     from weights that it gathers.
     """
-    serves = Copies(graph, (), block_of).serves
+    serves = Copies(graph, (), innermost_block).serves
     saved = {n for n in graph.calls() if value(n).phase == "F" and _read_backward(n)}
     again: set[fx.Node] = set()
 
@@ -131,14 +131,14 @@ def _is_cheap(node: fx.Node, saved: set[fx.Node]) -> bool:
 
 def _pays(node: fx.Node) -> bool:
     """Whether keeping it would cost memory, or it is a view that is written as easily again."""
-    return node.target in _VIEWS or not is_tensor(node) or held(node).numel() > 1
+    return node.target in _VIEWS or not is_tensor(node) or fake_of(node).numel() > 1
 
 
 def _widens(node: fx.Node) -> bool:
     """Whether a call casts a value to a type that takes more bytes."""
     if node.target is not aten._to_copy.default:
         return False
-    return bool(held(node).element_size() > held(first_operand(node)).element_size())
+    return bool(fake_of(node).element_size() > fake_of(first_operand(node)).element_size())
 
 
 def _read_backward(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.graph import ANYWHERE, Graph, held, set_held, set_value, stage_of, tensor_args, value
+from partc.graph import ANYWHERE, Graph, fake_of, set_fake, set_value, stage_of, tensor_args, value
 from partc.passes.recompute.replay_masks import Draw, replayed
 
 Home = Callable[[fx.Node], str]
@@ -81,5 +81,5 @@ class Copies:
             else:
                 copy = self.graph.fx.node_copy(node, lambda n: swap.get(n, n))
         set_value(copy, replace(value(node), phase="B"))
-        set_held(copy, held(node))
+        set_fake(copy, fake_of(node))
         return copy

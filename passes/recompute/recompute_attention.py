@@ -18,8 +18,8 @@ from partc.cost.flops import node_flops
 from partc.cost.storage import Replay, replay
 from partc.graph import (
     Graph,
-    block_of,
     collectives,
+    innermost_block,
     is_tensor,
     is_weight,
     ops,
@@ -43,19 +43,19 @@ def recompute_attention(graph: Graph) -> Graph:
     cores: dict[str, dict[fx.Node, None]] = {}
     for node in _cores(graph):
         if _is_light(node) and node not in draws:
-            cores.setdefault(block_of(node), {})[node] = None
+            cores.setdefault(innermost_block(node), {})[node] = None
     ran = replay(graph)
     again = set(draws)
     for core in cores.values():
         again |= _Cut(ran, core, draws).again()
-    Copies(graph, again, block_of, draws).insert()
+    Copies(graph, again, innermost_block, draws).insert()
     return graph
 
 
 # what is a core -----------------------------------------------------------------------------------
 def _cores(graph: Graph) -> dict[fx.Node, None]:
     """The forward calls of all cores."""
-    calls = [n for n in graph.calls() if value(n).phase == "F" and block_of(n)]
+    calls = [n for n in graph.calls() if value(n).phase == "F" and innermost_block(n)]
     free = dict.fromkeys(n for n in calls if _repeats(n))
     found: dict[fx.Node, None] = {}
     todo = [n for n in free if node_flops(n)]
@@ -64,7 +64,7 @@ def _cores(graph: Graph) -> dict[fx.Node, None]:
         if node not in found:
             found[node] = None
             near = (*tensor_args(node), *node.users)
-            todo += [n for n in near if n in free and block_of(n) == block_of(node)]
+            todo += [n for n in near if n in free and innermost_block(n) == innermost_block(node)]
     return found
 
 
@@ -131,10 +131,12 @@ class _Cut:
         blocks.
         """
         readers = _backward_readers(node)
-        elsewhere = node not in self.core or any(block_of(r) != block_of(node) for r in readers)
+        elsewhere = node not in self.core or any(
+            innermost_block(r) != innermost_block(node) for r in readers
+        )
         if node.op == "placeholder" or node in self.draws or (readers and elsewhere):
             return 0
-        blocks = dict.fromkeys(block_of(u) for u in node.users if u.op == "call_function")
+        blocks = dict.fromkeys(innermost_block(u) for u in node.users if u.op == "call_function")
         return sum(self.ran.storages(node).values()) // max(1, len(blocks))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, ops, set_held, set_value, value
+from partc.graph import Graph, fake_of, ops, set_fake, set_value, value
 from partc.graph.graph_edits import run_fake_of
 from partc.plan.sharding import REPLICATED
 
@@ -40,8 +40,8 @@ def note_draws(graph: Graph, masks: Iterable[fx.Node]) -> dict[fx.Node, Draw]:
         set_value(drawn, replace(known, shape=(), name=""))
         set_value(mask, known)
         set_value(state, replace(known, shape=(), dtype=torch.uint8, sharding=REPLICATED, name=""))
-        for node, fake in ((drawn, fakes), (mask, held(old)), (state, fakes[1])):
-            set_held(node, fake)
+        for node, fake in ((drawn, fakes), (mask, fake_of(old)), (state, fakes[1])):
+            set_fake(node, fake)
         old.replace_all_uses_with(mask)
         graph.fx.erase_node(old)
         p = drawn.args[1]
@@ -61,5 +61,5 @@ def draws_numbers(node: fx.Node) -> bool:
 
 def replayed(graph: fx.Graph, mask: fx.Node, draw: Draw) -> fx.Node:
     """The call that draws a mask again, where the graph is being written."""
-    fake = held(mask)
+    fake = fake_of(mask)
     return graph.call_function(ops.same_mask, (draw.state, draw.p, tuple(fake.shape), fake.dtype))

@@ -16,7 +16,7 @@ from partc.passes.shard.cut_weights import cut_weights
 from partc.passes.shard.exchange_rows import with_travelling_rows
 from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
-from partc.plan.mesh import MB, Mesh, layout_mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -146,7 +146,7 @@ def store_cut(params: Mapping[str, Cuts], graph: Graph, mesh: Mesh, preset: str)
 
 def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[str]]:
     """The mesh's data axes and tensor axes, by their names."""
-    data = [a for a in mesh.names if a in (*DATA_AXES, MB)]
+    data = [a for a in mesh.names if a in (*DATA_AXES, MICROBATCH_AXIS)]
     tensor = [a for a in mesh.names if a in TENSOR_AXES]
     pinned = {a for table in (plan.params, plan.inputs) for cuts in table.values() for a in cuts}
     for axis in mesh.names:
@@ -158,9 +158,9 @@ def _axes_of(mesh: Mesh, words: list[str], plan: Plan) -> tuple[list[str], list[
                 do="Rename the axis, or say in a plan what it cuts.",
             )
     for word, axes, kind in [
-        (w, [a for a in data if a != MB], DATA_AXES) for w in words if w in _DATA_WORDS
+        (w, [a for a in data if a != MICROBATCH_AXIS], DATA_AXES) for w in words if w in _DATA_WORDS
     ] + [(w, tensor, TENSOR_AXES) for w in words if w in _TENSOR_WORDS]:
-        if not axes and set(mesh.names) - {MB}:
+        if not axes and set(mesh.names) - {MICROBATCH_AXIS}:
             raise PlanError(
                 where=f"mesh {mesh}",
                 what=f"preset {word!r} finds no axis to work on",
@@ -174,7 +174,7 @@ def _sharded_axes(words: list[str], data: list[str], mesh: Mesh) -> list[str]:
     """The data axes along which parameters are stored cut."""
     if not {"zero1", "zero2", "fsdp", "hsdp"} & set(words):
         return []
-    data = [a for a in data if a != MB]
+    data = [a for a in data if a != MICROBATCH_AXIS]
     if "hsdp" in words and not {"dp_replicate", "dp_shard"} <= set(data):
         raise PlanError(
             where=f"mesh {mesh}",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from partc.graph import Graph, picked, tensor_args
-from partc.graph.given import given
+from partc.graph.input_only import input_only
 from partc.passes.shard.price import Choices, Prices
 from partc.plan import Plan
 from partc.plan.sharding import Layout, R
@@ -23,7 +23,7 @@ from partc.rules import strategies
 
 def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
     """Cut what is whole as all its readers read it, from the last call to the first, in place."""
-    known = given(graph)
+    known = input_only(graph)
     calls = [n for n in graph.calls() if n in known and n.target is not operator.getitem]
     for axis in graph.mesh.names:
         prices = Prices(graph, plan, axis, choices, {})

@@ -22,7 +22,7 @@ from partc.cost.collective_cost import collective_seconds
 from partc.graph import Graph, tensor_args, value
 from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan
-from partc.plan.mesh import MB, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.plan_values import Lies
 from partc.plan.sharding import Layout, R, cut
 from partc.rules import Strategy, strategies
@@ -66,8 +66,12 @@ def with_travelling_rows(
             params[name] = free[name] = {**free[name], shard[0]: COLUMNS}
             values |= {each: {shard[0]: one} for each, one in lies.items()}
             notes.append(f"{name}: its rows travel, which takes less time than the whole")
-    axes = [axis for axis in reversed(data) if axis != MB]
-    sums = mesh.size(MB) if MB in mesh.names and plan.reduce == "microbatch" else 1
+    axes = [axis for axis in reversed(data) if axis != MICROBATCH_AXIS]
+    sums = (
+        mesh.size(MICROBATCH_AXIS)
+        if MICROBATCH_AXIS in mesh.names and plan.reduce == "microbatch"
+        else 1
+    )
     for name, gathered in _gathered(graph, free, plan.inputs, axes, mesh, sums).items():
         if plan.lies(name) is None:
             values[name] = {**values.get(name, {}), **gathered}
@@ -166,7 +170,7 @@ def _faster(lookup: Lookup, cuts: Cuts, axis: str, mesh: Mesh) -> bool:
     every rank is given the batch of all.
     """
     num, ways = mesh.size(axis), 1 if lookup.grad is None else 2
-    turns = {each: mesh.size(each) for each in {*lookup.over, *(MB,)} & {*mesh.names}}
+    turns = {each: mesh.size(each) for each in {*lookup.over, *(MICROBATCH_AXIS,)} & {*mesh.names}}
     pieces = prod(turns.values())
     table = _bytes(lookup.table) / prod(mesh.size(a) for a in cuts if a != axis)
     gather_s = collective_seconds("all_gather", table / num, mesh, axis)
@@ -181,7 +185,7 @@ def _fewer(
     """Whether gathering the gradients of rows takes less time than the sum of the table's, which
     leaves with others: no start is saved. Over the axes in ``whole`` rows have been gathered.
     """
-    turns = {MB} & {*mesh.names}
+    turns = {MICROBATCH_AXIS} & {*mesh.names}
     pieces = prod(mesh.size(a) for a in {*lookup.over, *turns} - {*whole})
     gather_s = collective_seconds("all_gather", _bytes(lookup.call) / pieces, mesh, axis)
     num_bytes = _bytes(lookup.table) / prod(mesh.size(a) for a in cuts if a != axis)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, ops, set_held, set_value, value
+from partc.graph import Graph, fake_of, ops, set_fake, set_value, value
 
 aten = torch.ops.aten
 SUM = 2  # torch's code for a loss's reduction; means are open by now
@@ -34,14 +34,14 @@ def _fuse(graph: Graph, node: fx.Node) -> None:
     assert isinstance(log_p, fx.Node)
     if not _is_picked(scores, log_p) or len(scores.users) > 1:
         return
-    if held(log_p).dim() != 2 or dim not in (1, -1) or held(log_p).dtype != dtype:
+    if fake_of(log_p).dim() != 2 or dim not in (1, -1) or fake_of(log_p).dtype != dtype:
         return
     d_loss, _, target, _, _, ignored, _ = scores.args
     operands = (d_loss, log_p, target, target, ignored)
     with graph.fx.inserting_before(node):
         joined = graph.fx.call_function(ops.cross_entropy_grad, operands)
     set_value(joined, value(node))
-    set_held(joined, held(node))
+    set_fake(joined, fake_of(node))
     node.replace_all_uses_with(joined)
     graph.fx.erase_node(node)
     graph.fx.erase_node(scores)

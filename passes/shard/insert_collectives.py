@@ -14,32 +14,32 @@ from partc.graph import (
     Origin,
     Outputs,
     Value,
-    block_of,
     collectives,
+    fake_of,
     first_operand,
-    held,
+    innermost_block,
     picked,
     results_of,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
 )
-from partc.graph.given import given
 from partc.graph.graph_edits import run_fake
+from partc.graph.input_only import input_only
 from partc.passes.shard.microbatches import check_microbatches
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
-from partc.plan.mesh import MB, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import R, Sharding, U
-from partc.rules import Strategy, localize
+from partc.rules import Strategy, write_local_call
 from partc.rules.local_batch_norm import VARIANT, keeps_first
 
 
 def insert_collectives(graph: Graph, plan: Plan, choices: Choices) -> Graph:
-    """The local graph: ``value`` of each node keeps the whole's shape, ``held`` is what one rank
+    """The local graph: ``value`` of each node keeps the whole's shape, ``fake_of`` is what one rank
     has.
     """
     return _Partition(graph, plan, choices).build()
@@ -58,14 +58,16 @@ class _Partition:
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
     gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
-    given: set[fx.Node] = field(default_factory=set)  # what exists for all microbatches at once
+    input_only: set[fx.Node] = field(
+        default_factory=set
+    )  # what exists for all microbatches at once
     moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
 
     def build(self) -> Graph:
         mesh = self.graph.mesh
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
-        self.given = given(self.graph) if MB in mesh.names else set()
+        self.given = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
@@ -94,7 +96,7 @@ class _Partition:
         set_value(new, replace(known, sharding=stored))
         shape = stored.local_shape(known.shape, self.graph.mesh)
         assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"
-        set_held(new, held(node).new_empty(shape))
+        set_fake(new, fake_of(node).new_empty(shape))
         self.copies[node] = {stored: new}
 
     def _call(self, node: fx.Node) -> None:
@@ -111,12 +113,12 @@ class _Partition:
         local_of: list[fx.Node] = []
         for i, operand in enumerate(operands):
             layouts = {axis: s.ins[i] for axis, s in chosen.items()}
-            if len(results_of(operand)) == 1 and not isinstance(held(operand), (tuple, list)):
+            if len(results_of(operand)) == 1 and not isinstance(fake_of(operand), (tuple, list)):
                 want = Sharding.of(layouts, self.graph.mesh)
                 local_of.append(self._get(operand, want, value(node)))
             else:  # the tuple that a getitem reads
                 local_of.append(next(iter(self.copies[operand].values())))
-        new = localize(self.out, node, local_of, chosen, self.graph.mesh)
+        new = write_local_call(self.out, node, local_of, chosen, self.graph.mesh)
         known = value(node)
         own = any(s.variant == VARIANT for s in chosen.values())
         origin = Origin.LOCAL_STATISTICS if own else known.origin
@@ -154,8 +156,8 @@ class _Partition:
         """Another copy of what follows from the inputs alone: for all microbatches at once, or
         taken from one that is whole in every respect."""
         copies, sharding = self.copies[node], Sharding()
-        if want.on(MB) == R and node.op != "placeholder":
-            sharding = value(node).sharding.with_(MB, R, self.graph.mesh)
+        if want.on(MICROBATCH_AXIS) == R and node.op != "placeholder":
+            sharding = value(node).sharding.with_(MICROBATCH_AXIS, R, self.graph.mesh)
         if sharding not in copies:
             axes = dict(sharding.layouts) if sharding.layouts else {}
             chosen = {a: s for a, s in self.choices.get(node, {}).items() if a in axes}
@@ -205,7 +207,7 @@ class _Partition:
             module=at.module, source=at.source, phase=at.phase, stage=at.stage,
             forward=made_by.forward,
         ))  # fmt: skip
-        set_held(new, run_fake(step.target, (node,), step.kwargs))
+        set_fake(new, run_fake(step.target, (node,), step.kwargs))
         return new
 
     def _finish(self, outputs: Outputs) -> Outputs:
@@ -225,24 +227,29 @@ class _Partition:
         """Bring a sum over microbatches into its final layout: over ranks once per step, or per
         microbatch."""
         mesh = self.graph.mesh
-        if MB not in mesh.names:
+        if MICROBATCH_AXIS not in mesh.names:
             return self._final(node, want)
         have = value(node).sharding
         before = (_until_last if when == "step" else _in_pieces)(have, want, mesh)
-        turn = self._get(node, before.with_(MB, U, mesh), value(node))
-        whole = value(turn).sharding.with_(MB, R, mesh)
-        kwargs = {"axis": MB, "num": mesh.size(MB)}
+        turn = self._get(node, before.with_(MICROBATCH_AXIS, U, mesh), value(node))
+        whole = value(turn).sharding.with_(MICROBATCH_AXIS, R, mesh)
+        kwargs = {"axis": MICROBATCH_AXIS, "num": mesh.size(MICROBATCH_AXIS)}
         step = Step(collectives.accumulate, kwargs, whole)
         return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
 
     def _collected(self, node: fx.Node) -> fx.Node:
         """A result of the model for the whole batch, on every rank."""
-        layout = value(node).sharding.on(MB)
+        layout = value(node).sharding.on(MICROBATCH_AXIS)
         if layout.kind != "cut":
             return self._final(node, Sharding())
         mesh = self.graph.mesh
-        turn = self._get(node, Sharding().with_(MB, layout, mesh), value(node))
-        kwargs = {"axis": MB, "num": mesh.size(MB), "dim": layout.dim, "outer": layout.outer}
+        turn = self._get(node, Sharding().with_(MICROBATCH_AXIS, layout, mesh), value(node))
+        kwargs = {
+            "axis": MICROBATCH_AXIS,
+            "num": mesh.size(MICROBATCH_AXIS),
+            "dim": layout.dim,
+            "outer": layout.outer,
+        }
         return self._step(
             turn, Step(collectives.collect, kwargs, Sharding()), value(turn), value(node)
         )
@@ -258,7 +265,7 @@ def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
     """How a gradient lies until the last microbatch, after which sums are finished; what else it
     takes to the end is done with each.
     """
-    sums = have.with_(MB, R, mesh)
+    sums = have.with_(MICROBATCH_AXIS, R, mesh)
     if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
         return have
     waits = [axis for axis in mesh.names if have.on(axis) == U]
@@ -287,7 +294,7 @@ def settle_modules(local: Graph) -> None:
     moves = {*collectives.COLLECTIVES, *collectives.LOCAL}
     for node in local.calls():
         if node.target in moves and value(first_operand(node)).kind == "op":
-            owners = {block_of(u) for u in node.users if u.op == "call_function"}
+            owners = {innermost_block(u) for u in node.users if u.op == "call_function"}
             if len(owners) > 1:
                 made_by = value(first_operand(node))
                 set_value(node, replace(value(node), module=made_by.module, source=made_by.source))

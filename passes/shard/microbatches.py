@@ -18,7 +18,7 @@ from partc.errors import PlanError
 from partc.graph import Graph, collectives, op_word, picked, shape_of, update, value
 from partc.graph.graph_edits import call_before
 from partc.passes.canonical.open_means import NLL
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 def check_microbatches(local: Graph) -> None:
     """PlanError if a value in the middle of the step needs all microbatches at once."""
     for node in local.calls():
-        if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MB:
+        if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MICROBATCH_AXIS:
             known = value(node)
             line = known.source.partition(": ")[0]
             raise PlanError(
@@ -49,7 +49,7 @@ def count_targets(graph: Graph) -> None:
             call = picked(node)[0]
             if call.target in NLL:
                 # names of other calls, by which plans know them, must not be counted on
-                update(node, opened=op_word(call.target))
+                update(node, decomposed_from=op_word(call.target))
                 node.replace_all_uses_with(_count(call, node))
                 graph.fx.erase_node(node)
 

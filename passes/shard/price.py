@@ -15,7 +15,7 @@ from torch import fx
 from partc.graph import Graph, Outputs, is_weight, results_of, value
 from partc.passes.shard.reshard import transition_cost
 from partc.plan import Plan
-from partc.plan.mesh import MB, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
 
@@ -68,7 +68,9 @@ class Prices:
         not.
         """
         rows = value(operand).rows
-        parts = self.axis == MB or (rows is not None and rows.counted)  # read as they are
+        parts = self.axis == MICROBATCH_AXIS or (
+            rows is not None and rows.counted
+        )  # read as they are
         if want.kind in "UM" and self.shared(operand) and not parts:
             return None  # several readers: finished once for all of them
         if want in self.made[operand]:
@@ -87,7 +89,7 @@ class Prices:
         if ratio is None or ratio == 0.0:
             return ratio
         cost = ratio * self._bytes(operand) + _LATENCY_BYTES
-        if self.axis == MB:
+        if self.axis == MICROBATCH_AXIS:
             return cost * _JOIN_MICROBATCHES
         if have.kind == "cut":
             if is_weight(operand):
@@ -107,7 +109,7 @@ class Prices:
         """
         made = self.made[operand]
         if want.kind in "UM":
-            counted = self.axis == MB or self.input_axis
+            counted = self.axis == MICROBATCH_AXIS or self.input_axis
             return [R] if counted and want.kind == "U" and R in made else []
         if want.kind != "cut":
             return made
@@ -145,7 +147,7 @@ class Prices:
             ratio = transition_cost(layout, final, self.num) if final is not None else None
             if ratio is None:
                 ratio = 0.0 if layout.kind not in "UM" else 1.0 if self.scatter is not None else 2.0
-            if self.axis == MB and final is not None and layout.kind == "U":
+            if self.axis == MICROBATCH_AXIS and final is not None and layout.kind == "U":
                 ratio = 0.0  # turns add to it
             # among equals: a sum that only sums feed stays unfinished, any other is finished at
             # once
@@ -176,7 +178,9 @@ class Prices:
         return prod(
             self.graph.mesh.size(axis)
             for axis, strategy in self.choices.get(node, {}).items()
-            if axis not in (self.axis, MB) and strategy.outs and strategy.outs[0].kind == "cut"
+            if axis not in (self.axis, MICROBATCH_AXIS)
+            and strategy.outs
+            and strategy.outs[0].kind == "cut"
         )
 
     def fits(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> bool:

@@ -30,15 +30,15 @@ from partc.graph import (
     update,
     value,
 )
-from partc.graph.given import given
+from partc.graph.input_only import input_only
 from partc.passes.shard.apply_preset import DATA_AXES
 from partc.passes.shard.cut_given import cut_given
+from partc.passes.shard.decompose_ops import decompose_op, decomposes
 from partc.passes.shard.local_batch_norm import of_each_microbatch
-from partc.passes.shard.open_ops import open_op, opens
 from partc.passes.shard.price import Choices, Prices
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.plan_values import Lies, lies_on, write_value
 from partc.plan.sharding import Layout, R, Sharding, U
 from partc.rules import Strategy
@@ -61,16 +61,16 @@ def propagate(
     rank and told to ``warnings``; with ``strict`` it is a RuleError.
 
     Ops that no axis may cut as they stand, though their operand arrives cut (softmax over a cut
-    vocabulary, batch statistics of a cut batch), are opened into several that may.
+    vocabulary, batch statistics of a cut batch), are decomposed into several that may.
     """
     while True:
         choices: Choices = {}
-        opened = False
+        decomposed = False
         pins = pinned(graph, plan)
         for axis in _in_turn(graph.mesh.names):
             walk = AxisWalk(graph, plan, axis, choices, strict, warnings, pins)
-            opened |= walk.run()
-        if not opened:
+            decomposed |= walk.run()
+        if not decomposed:
             cut_given(graph, plan, choices)
             write_shardings(graph, plan, choices)
             return choices
@@ -80,9 +80,9 @@ def _in_turn(names: Sequence[str]) -> list[str]:
     """The axes as they are decided: microbatches go before axes that may cut samples or something
     else, so that these leave enough samples.
     """
-    axes = [axis for axis in names if axis != MB]
+    axes = [axis for axis in names if axis != MICROBATCH_AXIS]
     data = len(list(takewhile(DATA_AXES.__contains__, axes)))
-    return [*axes[:data], *([MB] if MB in names else []), *axes[data:]]
+    return [*axes[:data], *([MICROBATCH_AXIS] if MICROBATCH_AXIS in names else []), *axes[data:]]
 
 
 def pinned(graph: Graph, plan: Plan) -> Pins:
@@ -113,16 +113,16 @@ class AxisWalk:
     pins: Pins = field(default_factory=dict)
     made: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     decided: dict[Hashable, Strategy] = field(default_factory=dict)
-    given: set[fx.Node] = field(default_factory=set)  # on the axis of microbatches
+    input_only: set[fx.Node] = field(default_factory=set)  # on the axis of microbatches
     own_orders: bool = True
-    opened: bool = False
+    decomposed: bool = False
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.graph, self.plan, self.axis, self.choices, self.made)
-        self.given = given(self.graph) if self.axis == MB else set()
+        self.given = input_only(self.graph) if self.axis == MICROBATCH_AXIS else set()
 
     def run(self) -> bool:
-        """Walk the graph once; True if an op was opened and the walk has to be repeated on all
+        """Walk the graph once; True if an op was decomposed and the walk has to be repeated on all
         axes.
         """
         try:
@@ -131,7 +131,7 @@ class AxisWalk:
         except OwnOrderFailsError:
             self._forget()
             return self.run()
-        return self.opened
+        return self.decomposed
 
     def _forget(self) -> None:
         """Begin anew, with sorts of the whole only."""
@@ -156,8 +156,8 @@ class AxisWalk:
                 self._at_hand_too(node)
             elif node.op == "call_function":
                 best = self.choose(node)
-                if opens(node) and self._pin(node) is None and self._gathers(node, best):
-                    node, self.opened = open_op(self.graph, node), True
+                if decomposes(node) and self._pin(node) is None and self._gathers(node, best):
+                    node, self.decomposed = decompose_op(self.graph, node), True
                     continue
                 self._take(node, best)
                 self._at_hand_too(node)
@@ -198,7 +198,7 @@ class AxisWalk:
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
-            kept = of_each_microbatch if self.axis == MB else local_batch_norm
+            kept = of_each_microbatch if self.axis == MICROBATCH_AXIS else local_batch_norm
             local = kept(node, self.made[operands[0]][0])
             if local is not None:
                 return local
@@ -216,7 +216,7 @@ class AxisWalk:
         )
         options = [whole, *known]
         if not self.own_orders:
-            options = [s for s in options if not any(out.own for out in s.outs)]
+            options = [s for s in options if not any(out.permuted for out in s.outs)]
         if node in self.given:
             options = [s for s in options if not any(out.kind in "UM" for out in s.outs)]
         priced = [
@@ -224,7 +224,7 @@ class AxisWalk:
             for i, s in enumerate(options)
             if (cost := self.prices.price(node, operands, s)) is not None
         ]
-        if not priced and any(have.own for o in operands for have in self.made[o]):
+        if not priced and any(have.permuted for o in operands for have in self.made[o]):
             raise OwnOrderFailsError
         return options[min(priced)[1]] if priced else whole
 
@@ -242,7 +242,7 @@ class AxisWalk:
 
     def _pin(self, node: fx.Node) -> Lies | None:
         """What the plan says of a call on this axis; microbatches are none of its affair."""
-        return None if self.axis == MB else lies_on(self.pins.get(node), self.axis)
+        return None if self.axis == MICROBATCH_AXIS else lies_on(self.pins.get(node), self.axis)
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
         """All that a decision depends on: equal calls of equal blocks are decided once."""

@@ -30,7 +30,7 @@ def transition_cost(have: Layout, want: Layout, num: int) -> float | None:
     """Network bytes per byte of the value on one axis; None where there is no way."""
     if have == want:
         return 0.0
-    if have.own or want.own:
+    if have.permuted or want.permuted:
         return None  # no other rank knows where these rows belong
     if have.kind == want.kind == "cut":
         return 1.0 / num

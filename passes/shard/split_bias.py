@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, set_held, set_value, update, value
+from partc.graph import Graph, fake_of, set_fake, set_value, update, value
 from partc.graph.graph_edits import Writer
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def fuse_bias(graph: Graph) -> Graph:
                 with graph.fx.inserting_before(node):
                     joined = graph.fx.call_function(aten.linear.default, (*product.args, bias))
                 set_value(joined, value(node))
-                set_held(joined, held(node))
+                set_fake(joined, fake_of(node))
                 node.replace_all_uses_with(joined)
                 graph.fx.erase_node(node)
                 graph.fx.erase_node(product)
@@ -61,4 +61,6 @@ def _is_product(node: object) -> bool:
 
 def _is_bias(node: object, product: object) -> bool:
     assert isinstance(product, fx.Node)
-    return isinstance(node, fx.Node) and tuple(held(node).shape) == tuple(held(product).shape[-1:])
+    return isinstance(node, fx.Node) and tuple(fake_of(node).shape) == tuple(
+        fake_of(product).shape[-1:]
+    )

@@ -25,8 +25,8 @@ def value_names(graph: Graph) -> dict[fx.Node, str]:
             continue
         known = value(node)
         word = op_word(node.target)
-        if known.opened:
-            word = f"{known.opened}.{word}"
+        if known.decomposed_from:
+            word = f"{known.decomposed_from}.{word}"
         name = f"{known.module}:{'d_' if is_backward(node) else ''}{word}"
         names[node] = f"{name}_{numbers[name]}" if numbers[name] else name
         numbers[name] += 1

@@ -19,17 +19,17 @@ from partc.graph import (
     ANYWHERE,
     Graph,
     Outputs,
-    held,
+    fake_of,
     is_weight,
-    set_held,
+    set_fake,
     set_value,
     stage_of,
     update,
     value,
 )
 from partc.graph.ancestors import ancestors
-from partc.graph.given import given
 from partc.graph.graph_edits import Writer
+from partc.graph.input_only import input_only
 
 aten = torch.ops.aten
 COPY = "#"  # between a tied parameter's name and the stage of a copy
@@ -41,7 +41,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
     PlanError where a path names nothing that runs, or the points are out of order.
     """
     starts = [_first_call(graph, point) for point in points]
-    free = given(graph)
+    free = input_only(graph)
     for node in (n for n in graph.fx.nodes if n.op == "placeholder"):
         update(node, stage=ANYWHERE)
     stage = 0
@@ -65,7 +65,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
 
 def _first_call(graph: Graph, point: str) -> fx.Node:
     """The first forward call of a module that computes with parameters or activations."""
-    free = given(graph)
+    free = input_only(graph)
     for node in graph.calls():
         path = value(node).module
         inside = path == point or path.startswith(f"{point}.")
@@ -157,7 +157,7 @@ def _copy_placeholder(graph: Graph, node: fx.Node, name: str) -> fx.Node:
     with graph.fx.inserting_after(last):
         copy = graph.fx.placeholder(name.replace(".", "_").replace(COPY, "_"))
     set_value(copy, replace(value(node), name=name))
-    set_held(copy, held(node))
+    set_fake(copy, fake_of(node))
     return copy
 
 
@@ -172,7 +172,7 @@ def _move_readers(old: fx.Node, new: fx.Node, stage: int) -> None:
             with user.graph.inserting_after(user):
                 copy = user.graph.node_copy(user, lambda n: new if n is old else n)
             set_value(copy, value(user))
-            set_held(copy, held(user))
+            set_fake(copy, fake_of(user))
             _move_readers(user, copy, stage)
 
 

@@ -20,7 +20,7 @@ from partc.cost.flops import node_flops
 from partc.cost.stage_cost import StageCost
 from partc.errors import CheckError
 from partc.graph import Graph, Phase, collectives, value
-from partc.graph.early import Early
+from partc.graph.early import EarlyReduction
 from partc.graph.folds import list_member
 from partc.graph.moves import kind_of
 from partc.plan.mesh import Mesh
@@ -30,10 +30,10 @@ Chain = tuple[fx.Node, ...]  # collectives in order
 REDUCTIONS = (collectives.all_reduce, collectives.reduce_scatter)
 
 
-def early_of(end: fx.Node, last: int) -> Early:
+def early_of(end: fx.Node, last: int) -> EarlyReduction:
     """The sums that this collective finishes, leaving in microbatch ``last``."""
     dim, outer = int(str(end.kwargs.get("dim", 0))), int(str(end.kwargs.get("outer", 1)))
-    return Early(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
+    return EarlyReduction(kind_of(end), str(end.kwargs["axis"]), dim, outer, last)
 
 
 def with_early_sums(
@@ -92,7 +92,9 @@ class Leaving:
     rest: tuple[str, ...]
 
 
-def leaving(graph: Graph, early: Early, chains: Mapping[str, tuple[fx.Node, Chain]]) -> Leaving:
+def leaving(
+    graph: Graph, early: EarlyReduction, chains: Mapping[str, tuple[fx.Node, Chain]]
+) -> Leaving:
     """When gradients leave that such a collective alone finishes; ``chains`` has what each
     microbatch adds to every gradient's sum, and the collectives after it.
     """
@@ -124,10 +126,10 @@ def _first_of_blocks(graph: Graph, phase: str) -> fx.Node | None:
 
 def _early(
     graph: Graph, cost: StageCost, last: int, mesh: Mesh, tied: Sequence[str]
-) -> tuple[Early | None, StageCost]:
+) -> tuple[EarlyReduction | None, StageCost]:
     """What leaves early of the collectives that move most, if less time is left so."""
     chains = {name: closing_chain(grad) for name, grad in graph.grads.items()}
-    sizes: dict[Early, int] = defaultdict(int)
+    sizes: dict[EarlyReduction, int] = defaultdict(int)
     for _, chain in chains.values():
         if len(chain) == 1 and chain[0].target in REDUCTIONS:
             early = early_of(chain[0], last)
@@ -145,8 +147,8 @@ def _early(
 
 
 def _bytes(
-    graph: Graph, early: Early, groups: Leaving, chains: Mapping[str, tuple[fx.Node, Chain]],
-    cost: StageCost,
+    graph: Graph, early: EarlyReduction, groups: Leaving,
+    chains: Mapping[str, tuple[fx.Node, Chain]], cost: StageCost,
 ) -> EarlyBytes:  # fmt: skip
     def num_bytes(names: Sequence[str]) -> int:
         ends = [chains[name][1][0] for name in names]

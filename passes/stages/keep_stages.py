@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from partc.graph import Graph
-from partc.graph.folds import Fold, Kept, StageLike, list_member
+from partc.graph.folds import RepeatedBlocks, StageLike, TracedStages, list_member
 from partc.passes.stages.stage_units import chain_names
 
 MARGIN = 2  # blocks that stay at each end of a stage: what moves between them and others differs
 
 
-def keep_stages(graph: Graph, points: Sequence[str]) -> Kept | None:
+def keep_stages(graph: Graph, points: Sequence[str]) -> TracedStages | None:
     """What to trace for stages that begin at ``points``.
 
     None where nothing can be left out, as where a stage begins inside of a unit.
@@ -34,13 +34,15 @@ def keep_stages(graph: Graph, points: Sequence[str]) -> Kept | None:
     own = [stage for stage, like in zip(stages, likes, strict=True) if not like.shift]
     gaps = [_whole(stage) for stage, like in zip(stages, likes, strict=True) if like.shift]
     middles = [fold for stage in own for fold in _middles(stage, graph.folds)]
-    return Kept(tuple(stage[0] for stage in own[1:]), tuple(middles), tuple(gaps), tuple(likes))
+    return TracedStages(
+        tuple(stage[0] for stage in own[1:]), tuple(middles), tuple(gaps), tuple(likes)
+    )
 
 
-def _likes(stages: Sequence[Sequence[str]], folds: Sequence[Fold]) -> list[StageLike]:
+def _likes(stages: Sequence[Sequence[str]], folds: Sequence[RepeatedBlocks]) -> list[StageLike]:
     """Per stage the one that stands for it: the first of as many blocks of the same span."""
     found: list[StageLike] = []
-    first_of: dict[tuple[Fold, int], tuple[int, int]] = {}
+    first_of: dict[tuple[RepeatedBlocks, int], tuple[int, int]] = {}
     num = 0
     for units in stages:
         span = next((fold for fold in folds if _consists_of(units, fold)), None)
@@ -56,7 +58,7 @@ def _likes(stages: Sequence[Sequence[str]], folds: Sequence[Fold]) -> list[Stage
     return found
 
 
-def _consists_of(units: Sequence[str], fold: Fold) -> bool:
+def _consists_of(units: Sequence[str], fold: RepeatedBlocks) -> bool:
     """Whether these are blocks of a fold: those left out, the one before them, the one behind."""
     places = range(fold.first - 1, fold.last + 2)
     return all(_is_member(unit, fold.path) and list_member(unit)[1] in places for unit in units)
@@ -67,16 +69,16 @@ def _is_member(unit: str, path: str) -> bool:
     return at == path and unit == f"{path}.{index}"
 
 
-def _whole(units: Sequence[str]) -> Fold:
+def _whole(units: Sequence[str]) -> RepeatedBlocks:
     (path, first), (_, last) = list_member(units[0]), list_member(units[-1])
-    return Fold(path, first, last)
+    return RepeatedBlocks(path, first, last)
 
 
-def _middles(units: Sequence[str], folds: Sequence[Fold]) -> Iterator[Fold]:
+def _middles(units: Sequence[str], folds: Sequence[RepeatedBlocks]) -> Iterator[RepeatedBlocks]:
     """The equal blocks of a stage but those at its ends."""
     for fold in folds:
         own = [list_member(unit)[1] for unit in units if _is_member(unit, fold.path)]
         if own:
             first, last = max(own[0] + MARGIN, fold.first), min(own[-1] - MARGIN, fold.last)
             if first <= last:
-                yield Fold(fold.path, first, last)
+                yield RepeatedBlocks(fold.path, first, last)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from partc.graph import Graph, Outputs, Phase, set_like, update, value
-from partc.graph.folds import Fold, StageLike
+from partc.graph.folds import RepeatedBlocks, StageLike
 
 
 def repeat_stages(compiled: Sequence[Graph], whole: Graph) -> list[Graph]:
@@ -65,9 +65,9 @@ def _outputs(outputs: Outputs, like: StageLike, copies: dict[fx.Node, fx.Node]) 
     )
 
 
-def _moved_fold(fold: Fold, like: StageLike) -> Fold:
+def _moved_fold(fold: RepeatedBlocks, like: StageLike) -> RepeatedBlocks:
     shift = like.shift if fold.path == like.path else 0
-    return Fold(fold.path, fold.first + shift, fold.last + shift)
+    return RepeatedBlocks(fold.path, fold.first + shift, fold.last + shift)
 
 
 def _name_links(graphs: Iterable[Graph], phase: Phase) -> None:

@@ -15,7 +15,7 @@ from partc.cost.stage_cost import (
     stage_cost,
     stage_link,
     step_costs,
-    with_messages,
+    with_send_costs,
 )
 from partc.errors import PlanError
 from partc.graph import Graph
@@ -93,7 +93,7 @@ def _may_gain(state: State, whole: Stages) -> bool:
     stage = run(trial, "split_stages").stages[like]
     take_turns(stage, PIECES[0])
     trial.stages = [stage]
-    (in_pieces,) = run(trial, "sum_stages_in_levels", "fill_waits").stages
+    (in_pieces,) = run(trial, "hierarchical_all_reduce_stages", "overlap_collectives").stages
     before, after = (
         stage_cost(graph, mesh) for graph in (whole.graphs[likes.index(like)], in_pieces)
     )
@@ -140,7 +140,7 @@ def _costs(cut: State, rank_of: Sequence[int]) -> tuple[StageCost, ...]:
     )
     compiled = dict(zip(alike, zip(graphs, meshes, strict=True), strict=True))
     costs = {key: stage_cost(*each) for key, each in compiled.items()}
-    return with_messages([costs[key] for key in alike], mesh)
+    return with_send_costs([costs[key] for key in alike], mesh)
 
 
 def planned(cut: State, costs: tuple[StageCost, ...], order: Schedule) -> Stages:

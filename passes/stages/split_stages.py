@@ -21,11 +21,11 @@ from partc.graph import (
     Origin,
     Outputs,
     Phase,
-    block_of,
     collectives,
-    held,
+    fake_of,
+    innermost_block,
     is_weight,
-    set_held,
+    set_fake,
     set_like,
     set_value,
     stage_of,
@@ -33,11 +33,11 @@ from partc.graph import (
 )
 from partc.graph.ancestors import ancestors
 from partc.graph.folds import list_member
-from partc.graph.given import given
-from partc.passes.canonical.fold_layers import Unfolded
+from partc.graph.input_only import input_only
+from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.stages.assign_stages import COPY
 from partc.plan import Plan
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R
 
 ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
@@ -48,7 +48,7 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
     """The graphs of stages 0, 1, ... that stand in the graph; ``split_backward`` keeps weight
     gradients apart (``W``).
     """
-    free = given(local)
+    free = input_only(local)
     once = _made_once(local)
     phases = _phases(local, plan, free, once)
     everywhere = free | {n for n in local.calls() if is_weight(n)}
@@ -109,7 +109,7 @@ def _of_weights(node: fx.Node) -> bool:
 
 def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
     """Whether a call gives the same for all microbatches and may be kept for the whole step."""
-    if value(node).sharding.on(MB) != R:
+    if value(node).sharding.on(MICROBATCH_AXIS) != R:
         return False
     if node.target in collectives.COLLECTIVES and is_weight(node):
         return plan.gather.get(str(node.kwargs["axis"])) == "step"
@@ -210,14 +210,14 @@ class _Stage:
         copy.name = node.name
         known = value(node)
         set_value(copy, replace(known, name=known.name.partition(COPY)[0]))
-        set_held(copy, held(node))
+        set_fake(copy, fake_of(node))
         self.copies[node] = copy
 
     def _receive(self, node: fx.Node) -> None:
         copy = self.out.placeholder(node.name)
         known = value(node)
         set_value(copy, replace(known, kind="received", name=node.name, phase=self.phases[node]))
-        set_held(copy, held(node))
+        set_fake(copy, fake_of(node))
         self.copies[node] = copy
 
     def _outputs(self, sent: Sequence[fx.Node]) -> Outputs:
@@ -276,7 +276,7 @@ def _set_weights_apart(graph: Graph) -> None:
 def _stands_with(node: fx.Node, readers: Sequence[fx.Node]) -> bool:
     """Whether the readers are of the same block: what runs between blocks stays in the backward,
     so that the first block is as the others."""
-    return all(block_of(reader) == block_of(node) for reader in readers)
+    return all(innermost_block(reader) == innermost_block(node) for reader in readers)
 
 
 def _is_heavy(node: fx.Node) -> bool:

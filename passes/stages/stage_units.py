@@ -15,10 +15,10 @@ from torch import fx
 from partc.cost.memory import STATE_COPIES
 from partc.cost.roofline import piece_seconds
 from partc.cost.storage import Replay, Storage, replay
-from partc.graph import Graph, held, is_tensor, is_weight, tensor_args, value
+from partc.graph import Graph, fake_of, is_tensor, is_weight, tensor_args, value
 from partc.graph.blocks import blocks_of, prefixes
-from partc.graph.given import given
 from partc.graph.graph_edits import copied
+from partc.graph.input_only import input_only
 from partc.machines.topology import Device
 from partc.passes.recompute.choose import recompute
 from partc.passes.stages.cut_stages import Unit
@@ -106,7 +106,7 @@ class _Chain:
     def _forward(self, graph: Graph) -> None:
         """A unit begins where the first call of its module runs; what has no such place belongs to
         the unit before it."""
-        free, blocks = given(graph), blocks_of(graph)
+        free, blocks = input_only(graph), blocks_of(graph)
         entered: set[str] = set()
         for node in graph.calls():
             known = value(node)
@@ -165,5 +165,5 @@ def _root(weight: fx.Node) -> fx.Node:
 
 
 def _num_bytes(node: fx.Node) -> int:
-    fake = held(node)
+    fake = fake_of(node)
     return int(fake.numel() * fake.element_size())

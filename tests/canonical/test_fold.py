@@ -19,8 +19,9 @@ from partc.codegen.files.emit import emit
 from partc.codegen.files.header import header
 from partc.errors import CheckError
 from partc.graph import Graph
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.lowering import partition, trace
+from partc.passes.runner import State, Table
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program.check_complete import check_complete, trained
@@ -28,9 +29,9 @@ from partc.reports.cost import cost_report
 from tests.deep import deep
 
 LEFT_OUT = {
-    "gpt2": [Fold("transformer.h", 2, 3)],
-    "llama": [Fold("model.layers", 2, 3)],
-    "t5": [Fold("encoder.block", 3, 4)],  # the first block's position bias is read by all
+    "gpt2": [RepeatedBlocks("transformer.h", 2, 3)],
+    "llama": [RepeatedBlocks("model.layers", 2, 3)],
+    "t5": [RepeatedBlocks("encoder.block", 3, 4)],  # the first block's position bias is read by all
 }
 
 
@@ -96,7 +97,7 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def folds(model: nn.Module) -> tuple[Fold, ...]:
+def folds(model: nn.Module) -> tuple[RepeatedBlocks, ...]:
     return trace(model, (torch.randn(4, 8),), total, fold=True).folds
 
 
@@ -216,19 +217,19 @@ def test_stages_of_equal_blocks_are_compiled_once(
     mesh: str, plan: Plan, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle stages, and the middle of each stage, are copies: the program is the same."""
-    step, graph_of = deep("toy").step, partc.Traced.graph
-    traced: list[Graph] = []
+    step, state_of = deep("toy").step, partc.Traced.state
+    traced: list[State] = []
 
     def made(fold: bool) -> partc.Program:
-        def traces(step: partc.Traced, **options: Any) -> Graph:
-            traced.append(graph_of(step, **options) if fold else graph_of(step))
+        def traces(step: partc.Traced, rows: Table, **options: Any) -> State:
+            traced.append(state_of(step, rows, **options) if fold else state_of(step, rows))
             return traced[-1]
 
-        monkeypatch.setattr(partc.Traced, "graph", traces)
+        monkeypatch.setattr(partc.Traced, "state", traces)
         return partc.compile(step, mesh, plan=plan, schedule=schedule, microbatches=4)
 
     once = made(fold=True)
-    kept = traced[-1].kept
+    kept = traced[-1].graph.kept
     assert kept is not None
     assert (
         kept.gaps or schedule == "zb-v"
@@ -255,20 +256,20 @@ def test_a_block_that_no_rank_trains_is_found(mesh: str, plan: str) -> None:
 
 
 def test_microbatches_fold_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, graph_of = deep("llama").step, partc.Traced.graph
+    step, state_of = deep("llama").step, partc.Traced.state
 
     def made() -> partc.Program:
         return partc.compile(step, "dp=2", plan="fsdp", microbatches=2)
 
     folded = made()
-    traced: list[tuple[Fold, ...]] = []
+    traced: list[tuple[RepeatedBlocks, ...]] = []
 
-    def whole(step: partc.Traced, *, fold: bool) -> Graph:
-        graph = graph_of(step)
-        traced.append(graph.folds)
-        return graph
+    def whole(step: partc.Traced, rows: Table, *, fold: bool) -> State:
+        state = state_of(step, rows)
+        traced.append(state.graph.folds)
+        return state
 
-    monkeypatch.setattr(partc.Traced, "graph", whole)
+    monkeypatch.setattr(partc.Traced, "state", whole)
     unfolded = made()
     assert traced == [()]
     assert (folded.plan, folded.sources) == (unfolded.plan, unfolded.sources)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, collectives, held, set_held, tensor_args, typed
+from partc.graph import Graph, collectives, fake_of, set_fake, tensor_args, typed
 from partc.graph.graph_edits import run_fake
 from partc.graph.moves import moves
 
@@ -53,8 +53,8 @@ def _rename(node: fx.Node, target: Callable[..., Any], **kwargs: Any) -> bool:
 
 
 def _derive(node: fx.Node) -> bool:
-    with held(tensor_args(node)[0]).fake_mode:
-        set_held(node, run_fake(node.target, node.args, node.kwargs))
+    with fake_of(tensor_args(node)[0]).fake_mode:
+        set_fake(node, run_fake(node.target, node.args, node.kwargs))
     return True
 
 
@@ -104,22 +104,22 @@ def _dim(graph: Graph, node: fx.Node) -> bool:
     if "dims" in node.kwargs:
         dims: Any = node.kwargs["dims"]
         node.kwargs = {**node.kwargs, "dims": [1 - dims[0], *dims[1:]]}
-        return bool(held(tensor_args(node)[0]).dim() == 2)
-    if "dim" not in node.kwargs or held(node).dim() < 2:
+        return bool(fake_of(tensor_args(node)[0]).dim() == 2)
+    if "dim" not in node.kwargs or fake_of(node).dim() < 2:
         return False
-    node.kwargs = {**node.kwargs, "dim": (int(str(node.kwargs["dim"])) + 1) % held(node).dim()}
+    node.kwargs = {**node.kwargs, "dim": (int(str(node.kwargs["dim"])) + 1) % fake_of(node).dim()}
     return True
 
 
 @_in(STATIC, "all_reduce becomes all_gather")
 def _gather(graph: Graph, node: fx.Node) -> bool:
-    fits = node.target is collectives.all_reduce and held(node).dim() > 0
+    fits = node.target is collectives.all_reduce and fake_of(node).dim() > 0
     return fits and _rename(node, collectives.all_gather, dim=0)
 
 
 @_in(STATIC, "all_reduce becomes reduce_scatter")
 def _scatter(graph: Graph, node: fx.Node) -> bool:
-    fits = node.target is collectives.all_reduce and held(node).dim() > 0
+    fits = node.target is collectives.all_reduce and fake_of(node).dim() > 0
     return fits and _rename(node, collectives.reduce_scatter, dim=0)
 
 

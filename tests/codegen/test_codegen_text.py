@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from partc.codegen.calls.spell import spell
 from partc.codegen.text import PRODUCT, SUM, WIDTH, Line, Text, block, wrap
-from partc.graph import Value, set_held, set_value
+from partc.graph import Value, set_fake, set_value
 from partc.graph.graph_edits import run_fake
 
 aten = torch.ops.aten
@@ -102,12 +102,12 @@ def test_spelled_calls_mean_the_op(
                 return arg
             node = graph.placeholder(f"x{len(values)}")
             values[node.name] = arg
-            set_held(node, mode.from_tensor(arg))
+            set_fake(node, mode.from_tensor(arg))
             return node
 
         node = graph.call_function(target, tuple(placed(a) for a in args), dict(kwargs))
         set_value(node, Value())
-        set_held(node, run_fake(target, node.args, node.kwargs))
+        set_fake(node, run_fake(target, node.args, node.kwargs))
     text = str(spell(node, lambda n: Text(n.name), 'torch.device("cpu")'))
     scope = {**values, "torch": torch, "F": torch.nn.functional}
     torch.testing.assert_close(eval(text, scope), target(*args, **kwargs), rtol=0, atol=0)

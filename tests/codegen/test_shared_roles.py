@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from partc.codegen.files.by_rank import RANK, merged
-from partc.codegen.files.turns import turn_lines
+from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.text import Line
 from partc.plan import Plan
 from partc.program import Program, accept_edits, load

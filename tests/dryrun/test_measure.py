@@ -57,7 +57,6 @@ def peaks_here(folder: Path, inputs: tuple[Tensor, ...], rest_s: float) -> list[
     ("name", "mesh", "plan"),
     [
         ("gpt2", "tp=2", "megatron"),
-        ("llama", "tp=2", "megatron"),
         ("t5", "dp=2", "fsdp"),
     ],
 )

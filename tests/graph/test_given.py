@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 import partc
 from partc.api import read_plan
 from partc.graph import Graph, collectives, tensor_args, value
-from partc.graph.given import given
-from partc.lowering import begin, localize, trace
+from partc.graph.input_only import input_only
+from partc.lowering import begin, to_local_graph, trace
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, cut
 
@@ -25,12 +25,12 @@ def local_graph(
 ) -> Graph:  # fmt: skip
     graph = trace(model, inputs, loss)  # type: ignore[arg-type]
     graph.mesh = Mesh.of(mesh)
-    return localize(begin(graph, read_plan(plan).changed(microbatches=microbatches))).graph
+    return to_local_graph(begin(graph, read_plan(plan).changed(microbatches=microbatches))).graph
 
 
 def cut_too_late(local: Graph) -> list[fx.Node]:
     """Computed values that are whole though all that read them keep a piece."""
-    known = given(local)
+    known = input_only(local)
     computed = [n for n in local.calls() if n in known and tensor_args(n)]  # no factories
     return [
         node
@@ -64,7 +64,7 @@ def test_layers_share_one_mask_and_its_piece(mesh: str, plan: str, microbatches:
     ids = torch.randint(24, (8, 16))
     local = local_graph(mistral(), (ids,), mesh, plan, own_loss, microbatches)
     assert not cut_too_late(local)
-    (mask,) = [n for n in local.calls() if n.target is aten.where.self and n in given(local)]
+    (mask,) = [n for n in local.calls() if n.target is aten.where.self and n in input_only(local)]
     axes = ["dp"] + ["mb"] * (microbatches > 1)
     assert {a: value(mask).sharding.on(a) for a in axes} == dict.fromkeys(axes, cut(0))
 

@@ -18,41 +18,11 @@ from partc.errors import RunError, UsageError
 from partc.machines.topology import COLLECTIVES, Topology
 from partc.measure.calibrate import calibrate
 from partc.measure.calibrate_links import SIZES, level_groups
-from partc.measure.calibrated import Found, check_found, fitted_topology
-from partc.measure.measured import Measured, fit_line
+from partc.measure.calibrated import check_found, fitted_topology
+from partc.measure.measured import fit_line
 from partc.plan.mesh import Mesh
-from tests.measure.tiny import TINY
+from tests.measure.measurements import TINY, TRUE, found, samples
 from tests.patience import patience
-
-TRUE = {  # seconds and seconds per byte put in, per collective of 4 ranks
-    "all_reduce": (6e-4, 3e-9), "all_gather": (4e-4, 5e-9), "reduce_scatter": (7e-4, 4e-9),
-    "all_to_all": (2e-4, 2e-9), "broadcast": (3e-4, 2e-9), "send": (1e-4, 1e-9),
-}  # fmt: skip
-
-
-def samples(seconds: float, spread: float = 0.02) -> tuple[float, ...]:
-    return tuple(seconds * (1 + spread * turn) for turn in (-1, 0, 1))
-
-
-def found(**changes: object) -> Found:
-    """Measurements of a machine with 4 ranks whose figures are known."""
-    compute = [Measured("launch", "add", 0, samples(2e-6))]
-    for work, peak in (("matmul f32", 8e10), ("matmul f64", 4e10), ("attention", 4e10),
-                       ("pointwise", 8e9), ("functions", 4e9), ("optimizer", 6e9)):  # fmt: skip
-        compute += [
-            Measured(work, f"{amount:g}", amount, samples(2e-6 + amount / peak))
-            for amount in (1e5, 1e7, 1e9)
-        ]
-    links = [
-        Measured(kind, f"{size}", size, samples(TRUE[kind][0] + TRUE[kind][1] * size))
-        for size in SIZES
-        for kind in COLLECTIVES
-    ]
-    beside = [Measured(name, "", 0, samples(seconds, 0)) for name, seconds in
-              (("transfer", 0.02), ("computing", 0.05), ("both", 0.06))]  # fmt: skip
-    given = Found("toy", "gloo", "CPU process of one thread", 10**9, 4, (4,), tuple(compute),
-                  (tuple(links),), tuple(beside))  # fmt: skip
-    return replace(given, **changes)  # type: ignore[arg-type]
 
 
 # lines --------------------------------------------------------------------------------------------
@@ -174,8 +144,6 @@ def test_what_cannot_be_measured_is_refused(ranks: int, backend: str) -> None:
 
 
 # measuring ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.gloo
 def test_two_ranks_are_measured() -> None:
     heard: list[str] = []
@@ -189,13 +157,15 @@ def test_two_ranks_are_measured() -> None:
 
 @pytest.mark.gloo
 def test_torchrun_ranks_measure_themselves(tmp_path: Path) -> None:
+    """What they do with each other; what each computes by itself is known here."""
     script = tmp_path / "calibrates.py"
     script.write_text(
         "import os\n"
-        "from partc.measure.calibrate import calibrate\n"
-        "from tests.measure.tiny import TINY\n"
-        "found = calibrate(keep_noisy=True, scale=TINY)\n"
-        "line = f\"{os.environ['RANK']} {found.topology.num_devices}\\n\"\n"
+        "import partc.measure.calibrate as calibrate\n"
+        "from tests.measure.measurements import TINY, found\n"
+        "calibrate.measure_compute = lambda watch: list(found().compute)\n"
+        "fitted = calibrate.calibrate(keep_noisy=True, scale=TINY)\n"
+        "line = f\"{os.environ['RANK']} {fitted.topology.num_devices}\\n\"\n"
         "os.write(1, line.encode())\n"  # whole, as both ranks write to one pipe
     )
     root = Path(__file__).parents[2]

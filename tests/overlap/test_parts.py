@@ -50,7 +50,7 @@ def test_parts_where_they_end_the_step_earlier(plan: str, monkeypatch: pytest.Mo
     assert reductions(made) > 1
     assert reductions(compiled(plan, 1e12)) == reductions(compiled(plan, 1e6, 1e-3)) == 1
     verify(made, model(), (IDS,), lambda m, x: m(x)).check()
-    monkeypatch.setattr(order_step, "leaves_in_parts", lambda graph, over: False)
+    monkeypatch.setattr(order_step, "leaves_in_parts", lambda graph, mesh: False)
     whole = compiled(plan, 1e9)
     assert reductions(whole) == 1
     assert seconds(whole) > seconds(made)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from partc.checks.local_graph import check
 from partc.graph import Graph
 from partc.graph.graph_parse import parse_graph
-from partc.passes.overlap.fill_waits import fill_waits
+from partc.passes.overlap.overlap_collectives import overlap_collectives
 from partc.passes.overlap.place_waits import place_waits
 from partc.passes.recompute.choose import recompute
 from partc.passes.shard.split_bias import fuse_bias, split_bias
@@ -18,7 +18,7 @@ Golden = Callable[..., None]
 
 
 def scheduled() -> Graph:
-    graph = fill_waits(place_waits(parse_graph(LOCAL)))
+    graph = overlap_collectives(place_waits(parse_graph(LOCAL)))
     check(graph)
     return graph
 
@@ -52,7 +52,7 @@ def test_where_nothing_is_in_flight_weights_come_first() -> None:
     alone = alone.replace("  d_x_r = all_reduce(d_x, axis='tp', num=2)    : f32[8@dp,16]\n", "")
     alone = alone.replace("reduced", "down").replace("d_x_r", "d_x")
     alone = alone.replace("tp=2", "").replace("@tp", "").replace("{U:tp}", "")
-    names = order(fill_waits(place_waits(recompute(parse_graph(alone), Plan()))))
+    names = order(overlap_collectives(place_waits(recompute(parse_graph(alone), Plan()))))
     assert names.index("act_1") < names.index("d_down") < names.index("d_act")
 
 

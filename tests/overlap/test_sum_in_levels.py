@@ -45,14 +45,6 @@ def test_the_slow_axis_carries_half(inside: float, across: float, inner: str, ou
     verify(program, case.model, case.inputs, loss=case.loss).check()
 
 
-@pytest.mark.parametrize("name", ["t5"])
-def test_parity(name: str) -> None:
-    case = MODELS[name]()
-    program = compiled(case, in_pairs("dp_replicate=2,dp_shard=2", FAST, SLOW))
-    assert in_levels(program)
-    verify(program, case.model, case.inputs, loss=case.loss).check()
-
-
 def test_beside_tensor_parallelism() -> None:
     """A gradient that tp cuts by rows is cut further."""
     case = MODELS["llama"]()

@@ -17,7 +17,7 @@ from partc.errors import CheckError
 from partc.graph import Graph, update, value
 from partc.graph.graph_parse import parse_graph
 from partc.machines.topology import Topology
-from partc.passes.overlap.fill_waits import fill_waits
+from partc.passes.overlap.overlap_collectives import overlap_collectives
 from partc.passes.overlap.place_waits import place_waits
 from partc.passes.overlap.take_turns import take_turns
 from partc.plan import Plan
@@ -120,7 +120,7 @@ def programs(made: Program) -> list[str]:
 
 # the pass -----------------------------------------------------------------------------------------
 def turned() -> Graph:
-    return fill_waits(place_waits(take_turns(parse_graph(LOCAL), 2)))
+    return overlap_collectives(place_waits(take_turns(parse_graph(LOCAL), 2)))
 
 
 def test_a_layer_in_pieces(golden: Golden) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from partc.cli.main import main
 from partc.passes.search.plans.alternatives import CHOICES
-from partc.passes.search.plans.laws import Calls
-from partc.passes.search.plans.save_laws import taken_as_json, taken_of_json
+from partc.passes.search.plans.save_scaling_model import taken_as_json, taken_of_json
+from partc.passes.search.plans.scaling_model import Calls
 from partc.program import load
 from partc.reports.explanation import Estimated, Explanation, explain_program
 from tests.towers import compiled
@@ -60,11 +60,13 @@ def test_saved_laws_are_read_as_they_were() -> None:
     taken = compiled("open", "auto").basis.taken
     assert taken
     again = taken_of_json(json.loads(json.dumps(taken_as_json(taken))))
-    for key, laws in taken.search.profiles.items():
+    for key, laws in taken.search.scaling_models.items():
         by_unit = np.argsort(laws.calls.unit, kind="stable")
         for column in (each.name for each in fields(Calls)):
             whole = np.array(getattr(laws.calls, column))[by_unit]
-            assert np.array_equal(whole, getattr(again.search.profiles[key].calls, column)), column
+            assert np.array_equal(whole, getattr(again.search.scaling_models[key].calls, column)), (
+                column
+            )
     for _, _, one in taken.search.candidates:
         assert again.search.estimate(one) == taken.search.estimate(one)
 

@@ -15,7 +15,7 @@ import torch
 from partc import compile
 from partc.cli.main import main
 from partc.cost.pipeline_step import check_queues, plan_step
-from partc.cost.stage_cost import stage_link, with_messages
+from partc.cost.stage_cost import stage_link, with_send_costs
 from partc.errors import CheckError, PartcError, PlanError
 from partc.graph.blocks import blocks_of
 from partc.machines.topology import APART_S, Topology
@@ -223,13 +223,13 @@ def test_stages_lose_to_messages_what_the_machine_says() -> None:
     stages = program.cost.stages  # type: ignore[attr-defined]
     machine = Topology.load("cpu", 2)
     plain = replace(machine, contention=0.0, skew=0.0)
-    assert with_messages(stages, Mesh((("pp", 2),), plain)) == stages
+    assert with_send_costs(stages, Mesh((("pp", 2),), plain)) == stages
     slow = Mesh((("pp", 2),), replace(machine, contention=0.5, skew=0.1))
-    first, last = with_messages(stages, slow)
+    first, last = with_send_costs(stages, slow)
     moving = stage_link(stages, slow).seconds(stages[0].sent_bytes)
     late = [0.1 * min(s, APART_S) for s in (stages[0].backward_s, stages[1].forward_s)]
     assert first.forward_s == pytest.approx(stages[0].forward_s + 0.5 * moving)
     assert first.backward_s == pytest.approx(stages[0].backward_s + 0.5 * moving + late[0])
     assert last.forward_s == pytest.approx(stages[1].forward_s + 0.5 * moving + late[1])
     assert last.spent["B"].exposed["pp"] == pytest.approx(0.5 * moving)
-    assert with_messages(stages, Mesh((("pp", 1),), slow.hardware.resized(1))) == stages
+    assert with_send_costs(stages, Mesh((("pp", 1),), slow.hardware.resized(1))) == stages

@@ -14,7 +14,7 @@ import pytest
 from partc.cli.main import main
 from partc.cost.prediction import Prediction
 from partc.cost.roofline import BLOCKS, COMPUTE
-from partc.cost.tape import Tape
+from partc.cost.step_events import StepEvents
 from partc.errors import UsageError
 from partc.machines.topology import Topology
 from partc.machines.what_if import Change
@@ -51,7 +51,7 @@ def test_the_same_machines_give_the_prediction_that_was_saved(
     cost: Any = program.cost
     assert step(program, Change()) == cost.prediction
     for tape in program.basis.tapes:
-        assert Tape.of_json(json.loads(json.dumps(tape.as_json()))) == tape
+        assert StepEvents.of_json(json.loads(json.dumps(tape.as_json()))) == tape
 
 
 @pytest.mark.parametrize(("mesh", "plan", "options"), LAYOUTS)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from partc.graph import Value, set_held, set_value
+from partc.graph import Value, set_fake, set_value
 from partc.graph.graph_edits import run_fake
 from partc.plan.sharding import Layout
 from partc.rules import Strategy, strategies
@@ -27,14 +27,14 @@ class Calls:
         node = self.graph.placeholder("x")
         set_value(node, Value("input", shape, dtype, name=node.name))
         with MODE:
-            set_held(node, torch.empty(shape, dtype=dtype))
+            set_fake(node, torch.empty(shape, dtype=dtype))
         return node
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         set_value(node, Value())
         with MODE:
-            set_held(node, run_fake(target, args, kwargs))
+            set_fake(node, run_fake(target, args, kwargs))
         return node
 
 

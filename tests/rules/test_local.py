@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partc.graph import Value, held, ops, set_held, set_value, tensor_args, value
+from partc.graph import Value, fake_of, ops, set_fake, set_value, tensor_args, value
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, U, cut
-from partc.rules import Strategy, localize, strategies
+from partc.rules import Strategy, strategies, write_local_call
 from tests.rules.calls import MODE, Calls, pick
 
 aten = torch.ops.aten
@@ -39,10 +39,10 @@ def on_axes(node: fx.Node, chosen: dict[str, Strategy], mesh: Mesh) -> fx.Node:
         place = out.placeholder(f"x{i}")
         set_value(place, Value("input", known.shape, known.dtype, sharding))
         with MODE:
-            set_held(place, torch.empty(shape, dtype=known.dtype))
+            set_fake(place, torch.empty(shape, dtype=known.dtype))
         operands.append(place)
     with MODE:
-        return localize(out, node, operands, chosen, mesh)
+        return write_local_call(out, node, operands, chosen, mesh)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_size_literals(
     node = calls.call(target, calls.tensor(*shape), *args)
     local = on_pieces(node, pick(node, out))
     assert local.args[1:] == expected
-    whole = Sharding.of({"tp": out}, TP2).local_shape(tuple(held(node).shape), TP2)
-    assert tuple(held(local).shape) == whole
+    whole = Sharding.of({"tp": out}, TP2).local_shape(tuple(fake_of(node).shape), TP2)
+    assert tuple(fake_of(local).shape) == whole
 
 
 def test_split_sizes_and_groups(calls: Calls) -> None:
@@ -141,9 +141,11 @@ def test_forward_and_backward_share_a_window(calls: Calls) -> None:
     local_scores, local_target = first.graph.find_nodes(op="placeholder")
     operands = [local_scores.graph.placeholder("d"), local_scores, local_target]
     set_value(operands[0], value(d_loss))
-    set_held(operands[0], held(d_loss))
+    set_fake(operands[0], fake_of(d_loss))
     with MODE:
-        second = localize(first.graph, backward, [*operands, operands[0]], {"tp": by_class[1]}, TP2)
+        second = write_local_call(
+            first.graph, backward, [*operands, operands[0]], {"tp": by_class[1]}, TP2
+        )
     assert second.args[2] is first.args[1]
 
 
@@ -176,8 +178,8 @@ def test_statistics_are_made_contiguous(calls: Calls) -> None:
     operands = [out.placeholder(f"x{i}") for i in range(6)]
     for place, whole in zip(operands, tensor_args(node), strict=True):
         set_value(place, value(whole))
-        set_held(place, held(whole)[:, ::2] if held(whole).dim() > 1 else held(whole))
+        set_fake(place, fake_of(whole)[:, ::2] if fake_of(whole).dim() > 1 else fake_of(whole))
     strategy = Strategy((cut(1),) * 4 + (R, R), (cut(1), U, U))
     with MODE:
-        local = localize(out, node, operands, {"tp": strategy}, TP2)
-    assert all(isinstance(a, fx.Node) and held(a).is_contiguous() for a in local.args[3:5])
+        local = write_local_call(out, node, operands, {"tp": strategy}, TP2)
+    assert all(isinstance(a, fx.Node) and fake_of(a).is_contiguous() for a in local.args[3:5])

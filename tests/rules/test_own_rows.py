@@ -12,7 +12,7 @@ import partc
 from partc.checks.local_graph import check
 from partc.errors import CheckError
 from partc.graph import Graph, collectives, ops, update, value
-from partc.graph.rows import Rows
+from partc.graph.rows import RowOrder
 from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
@@ -156,11 +156,11 @@ def test_what_is_known_of_rows() -> None:
         if value(node).phase == "F" and "layers.0" in value(node).module
     }
     num = 8 * TOKENS * PICKS
-    assert first[aten.floor_divide.default] == Rows("places", 1, size=num // PICKS)
-    assert first[aten.histc.default] == Rows("counts", 1)
-    assert first[aten.cumsum.default] == Rows("ends", 1)
-    assert first[aten._grouped_mm.default] == Rows("data", 1)
-    assert first[ops.inverse_order] == Rows("places", 0, of=1, size=num)
+    assert first[aten.floor_divide.default] == RowOrder("places", 1, size=num // PICKS)
+    assert first[aten.histc.default] == RowOrder("counts", 1)
+    assert first[aten.cumsum.default] == RowOrder("ends", 1)
+    assert first[aten._grouped_mm.default] == RowOrder("data", 1)
+    assert first[ops.inverse_order] == RowOrder("places", 0, of=1, size=num)
     assert first[aten.topk.default] is None
     assert {rows.order for n in graph.calls() if (rows := value(n).rows)} == {0, 1, 2}
 
@@ -179,7 +179,9 @@ def test_only_gradients_move() -> None:
 
 def test_weights_cut_along_experts_hidden_size_need_the_whole_order() -> None:
     local = local_of("tp=2", "megatron-sp")
-    assert all(not layout.own for n in local.calls() for _, layout in value(n).sharding.layouts)
+    assert all(
+        not layout.permuted for n in local.calls() for _, layout in value(n).sharding.layouts
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_rows_that_do_not_follow() -> None:
     relu = calls_of(local, aten.relu.default)[0]
     rows = value(relu).rows
     assert rows is not None
-    update(relu, rows=Rows("data", rows.order + 1))
+    update(relu, rows=RowOrder("data", rows.order + 1))
     with pytest.raises(CheckError, match="rows"):
         check(local)
 
@@ -298,12 +300,12 @@ def run_whole(signature: Signature) -> tuple[Signature, list[Tensor], list[Tenso
 def test_rows_of_the_batch_do_not_mix_with_sorted_ones() -> None:
     node = Signature.call(aten.add.Tensor, f(12, 24), f(12, 24)).node()
     first, second = node.all_input_nodes
-    update(first, rows=Rows("data", 1))
+    update(first, rows=RowOrder("data", 1))
     assert way_of(node) is None
-    update(second, rows=Rows("data", 2))
+    update(second, rows=RowOrder("data", 2))
     assert way_of(node) is None
-    update(second, rows=Rows("data", 1))
+    update(second, rows=RowOrder("data", 1))
     way = way_of(node)
     assert way is not None
-    assert way.rows == (Rows("data", 1),)
-    assert rows_known(node) == [Rows("data", 1)] * 2
+    assert way.rows == (RowOrder("data", 1),)
+    assert rows_known(node) == [RowOrder("data", 1)] * 2

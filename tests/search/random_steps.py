@@ -16,9 +16,9 @@ from torch import fx
 
 from partc.cost.collective_cost import collective_seconds
 from partc.cost.flops import node_flops
-from partc.graph import Graph, held, is_backward, tensor_args, value
-from partc.graph.given import given
+from partc.graph import Graph, fake_of, is_backward, tensor_args, value
 from partc.graph.graph_parse import parse_graph
+from partc.graph.input_only import input_only
 from partc.passes.shard.propagate import whole_strategy
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, R, cut
@@ -75,7 +75,7 @@ class BruteForce:
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
         ((self.axis, self.num),) = mesh.axes
-        self.free = given(graph)
+        self.free = input_only(graph)
         self.calls = [node for node in graph.calls() if node not in self.free]
         self.options = [
             [whole_strategy(n), *strategies_for(n, self.num), *self.opened(n)] for n in self.calls
@@ -115,7 +115,7 @@ class BruteForce:
             if node in made:
                 wants[node][1].append(R)
         for node, (forward, backward) in wants.items():
-            num_bytes = held(node).numel() * held(node).element_size()
+            num_bytes = fake_of(node).numel() * fake_of(node).element_size()
             first, last = (tuple(sorted(side)) for side in (forward, backward))
             parted = again and value(node).kind == "param"
             total += self.read(num_bytes, made[node], first, last, parted)
@@ -168,7 +168,7 @@ class BruteForce:
 
     def _softmax_seconds(self, node: fx.Node) -> float:
         """Maximum, difference, exponential, sum and quotient of a piece."""
-        rows, columns = held(node).shape
+        rows, columns = fake_of(node).shape
         piece, column = 4 * rows * columns // self.num, 4 * rows
         reduced = collective_seconds("all_reduce", column, self.mesh, self.axis)
         moved = [piece + column, 2 * piece + column, 2 * piece, piece + column, 2 * piece + column]
@@ -186,7 +186,8 @@ class BruteForce:
             operands = {o: strategy.ins[tensor_args(node).index(o)] for o in node.all_input_nodes}
         tensors = [*operands.items(), (node, strategy.outs[0])]
         num_bytes = sum(
-            held(n).numel() * 4 / (self.num if layout.kind == "cut" else 1) for n, layout in tensors
+            fake_of(n).numel() * 4 / (self.num if layout.kind == "cut" else 1)
+            for n, layout in tensors
         )
         shares = any(layout.kind == "cut" for layout in (*strategy.ins, *strategy.outs))
         flops = node_flops(node) / (self.num if shares else 1)

@@ -16,8 +16,8 @@ from partc.lowering import table
 from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
 from partc.passes.search.plans.estimate import Estimator
-from partc.passes.search.plans.profile import Recompute, profiles
-from partc.passes.search.plans.turns import bubble_s, cut_evenly, sent_s
+from partc.passes.search.plans.pipeline_formulas import bubble_s, cut_evenly, sent_s
+from partc.passes.search.plans.read_scaling_model import Recompute, scaling_models
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.schedules import make
@@ -100,7 +100,7 @@ def test_programs_take_what_is_estimated(name: str) -> None:
     plan = Plan(preset=one.preset, recompute=again, microbatches=one.microbatches, pieces=1)
     plan = plan.changed(schedule=one.schedule, chunks=one.chunks) if one.pp > 1 else plan
     cost = partc.compile(step(), one.mesh(machine), plan=plan).cost.as_json()
-    (laws,) = profiles(step().graph(), one.word, [again], table())
+    (laws,) = scaling_models(step().graph(), one.word, [again], table())
     found = Estimator(laws, machine).estimate(one)
     assert found.step_s == pytest.approx(cost["prediction"]["seconds"], rel=TIME)
     peak = max(rank["peak_bytes"] for rank in cost.get("ranks", [cost]))

@@ -42,7 +42,7 @@ def test_rows_in_an_order_of_their_own_stay_where_they_are() -> None:
     """No other rank knows where they belong."""
     mesh = Mesh((("x", 2),))
     lies = Transfers(mesh, mesh)
-    own = lies.number({"x": cut(0, own=True)})
+    own = lies.number({"x": cut(0, permuted=True)})
     others = [lies.number({"x": layout}) for layout in (R, U, cut(0), cut(1))]
     assert lies.seconds(1e6, own, own) == 0
     assert all(lies.seconds(1e6, own, other) == math.inf for other in others)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import partc
-from partc.cost.tape import LAST, START, Tape
+from partc.cost.step_events import LAST, START, StepEvents
 from tests.zoo import FAMILIES
 
 LAYERS, BATCH, SEQ, HIDDEN, FFN, VOCAB = 4, 8, 12, 64, 96, 1024
@@ -45,7 +45,7 @@ def step() -> partc.Traced:
 
 
 @cache
-def tape_of(mesh: str, plan: str) -> Tape:
+def tape_of(mesh: str, plan: str) -> StepEvents:
     program: Any = partc.compile(step(), mesh, plan=plan)
     (tape,) = program.basis.tapes
     return tape  # type: ignore[no-any-return]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from partc.graph import Graph, Value, set_held, set_value
+from partc.graph import Graph, Value, set_fake, set_value
 from partc.graph.graph_edits import run_fake
-from partc.passes.shard.open_ops import open_op, opens
+from partc.passes.shard.decompose_ops import decompose_op, decomposes
 
 aten = torch.ops.aten
 X = torch.randn(4, 6, 5, dtype=torch.float64)
@@ -37,8 +37,8 @@ def test_opened_gives_the_same(target: Any, args: tuple[Any, ...]) -> None:
     tensors = [a for a in args if isinstance(a, Tensor)]
     expected = target(*args)
     graph, call = _graph(target, args)
-    assert opens(call)
-    open_op(graph, call)
+    assert decomposes(call)
+    decompose_op(graph, call)
     graph.fx.lint()
     assert target not in {n.target for n in graph.calls()}
     got = fx.Interpreter(fx.GraphModule({}, graph.fx)).run(*tensors)
@@ -57,12 +57,12 @@ def _graph(target: Any, args: tuple[Any, ...]) -> tuple[Graph, fx.Node]:
             if isinstance(arg, Tensor):
                 node = graph.placeholder(f"x{i}")
                 set_value(node, Value(kind="input", name=f"x{i}"))
-                set_held(node, mode.from_tensor(arg))
+                set_fake(node, mode.from_tensor(arg))
                 arg = node
             nodes.append(arg)
         call = graph.call_function(target, tuple(nodes))
         set_value(call, Value())
-        set_held(call, run_fake(target, tuple(nodes), {}))
+        set_fake(call, run_fake(target, tuple(nodes), {}))
         results = [call]
         if isinstance(call.meta["val"], (tuple, list)):
             results = [
@@ -71,6 +71,6 @@ def _graph(target: Any, args: tuple[Any, ...]) -> tuple[Graph, fx.Node]:
             ]
             for i, result in enumerate(results):
                 set_value(result, Value())
-                set_held(result, call.meta["val"][i])
+                set_fake(result, call.meta["val"][i])
     graph.output(results)
     return Graph(graph), call

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import partc
 from partc.checks.local_graph import check
 from partc.errors import PlanError, ShardingError
-from partc.graph import Graph, collectives, held, tensor_args, value
+from partc.graph import Graph, collectives, fake_of, tensor_args, value
 from partc.graph.moves import kind_of
 from partc.lowering import partition, trace
 from partc.plan import Plan
@@ -110,7 +110,7 @@ def moved(local: Graph) -> str:
             weight = " of weights" if value(operands[0]).kind == "param" else ""
             key = f"{value(node).phase} {node.kwargs['axis']} {kind_of(node)}{weight}"
             counts[key] += 1
-            sizes[key] += sum(held(operand).numel() for operand in operands)
+            sizes[key] += sum(fake_of(operand).numel() for operand in operands)
     return "".join(f"{k} x{counts[k]}, {sizes[k]} elements\n" for k in sorted(counts))
 
 

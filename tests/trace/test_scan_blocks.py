@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partc.graph.folds import Fold
+from partc.graph.folds import RepeatedBlocks
 from partc.lowering import trace
 from partc.trace.scan_blocks import spare_blocks
 
-WHOLE = (Fold("blocks", 2, 6),)
+WHOLE = (RepeatedBlocks("blocks", 2, 6),)
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def spared(model: nn.Module) -> tuple[Fold, ...]:
+def spared(model: nn.Module) -> tuple[RepeatedBlocks, ...]:
     return spare_blocks(model, (torch.randn(4, 8),), total, True)
 
 

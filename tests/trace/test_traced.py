@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import partc
 import partc.traced
 from partc.errors import TraceError
-from partc.graph import Graph
-from partc.lowering import trace
+from partc.lowering import traced
+from partc.passes.runner import State
 
 BATCH = torch.randn(8, 6), torch.randn(8, 4)
 
@@ -25,14 +25,14 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_plans_are_those_of_a_fresh_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces: list[Graph] = []
+    traces: list[State] = []
 
-    def counted(*args: object, **options: object) -> Graph:
-        traces.append(trace(*args, **options))  # type: ignore[arg-type]
+    def counted(*args: object, **options: object) -> State:
+        traces.append(traced(*args, **options))  # type: ignore[arg-type]
         return traces[-1]
 
     step = partc.Traced(model_of(), BATCH, loss_of)
-    monkeypatch.setattr(partc.traced, "trace", counted)
+    monkeypatch.setattr(partc.traced, "traced", counted)
     plans = [("dp=2", "fsdp", 1), ("tp=2", "megatron", 1), ("dp=2", "ddp", 2), ("dp=2", "fsdp", 1)]
     made = [partc.compile(step, mesh, plan=plan, microbatches=m) for mesh, plan, m in plans]
     assert len(traces) == 1

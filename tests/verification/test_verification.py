@@ -12,12 +12,10 @@ from partc.errors import CheckError, UsageError
 from partc.program import Program
 from partc.verification.verification import Report, verify
 from tests.example_program import example_batch, example_loss, example_model, example_program
-from tests.patience import patience
 
 
-def check(program: Program, processes: bool = False) -> Report:
-    model, batch = example_model(), example_batch()
-    return verify(program, model, batch, example_loss, processes=processes, timeout=patience())
+def check(program: Program) -> Report:
+    return verify(program, example_model(), example_batch(), example_loss)
 
 
 def edited(old: str, new: str) -> Program:
@@ -35,11 +33,6 @@ def test_the_example_is_right_on_every_mesh(dp: int, tp: int) -> None:
         "loss", "gradient", "buffer", "after SGD", "after AdamW", "accumulated gradient"
     }  # fmt: skip
     assert report.worst.error < 1e-14
-
-
-@pytest.mark.gloo
-def test_processes_agree_with_threads() -> None:
-    assert check(example_program(), processes=True).worst.error < 1e-14
 
 
 WAIT = "gathered_done.wait()\n        down_weight = gathered.T "

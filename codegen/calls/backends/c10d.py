@@ -12,7 +12,7 @@ from partc.codegen.text import ATOM, COMPARE, NONE, Text
 from partc.graph import collectives
 from partc.graph.moves import Move, gathers_param, kind_of
 from partc.passes.shard.propagate import is_zero
-from partc.plan.mesh import MB
+from partc.plan.mesh import MICROBATCH_AXIS
 
 WEIGHTS_AND_GRADS = {
     "all_gather": "gather_weights",
@@ -93,7 +93,7 @@ def after_wait(node: fx.Node, name: str, helpers: Helpers) -> str:
 def local(node: fx.Node, x: Text, helpers: Helpers) -> Text:
     """The text of the ops that depend on the rank but move nothing."""
     k: dict[str, Any] = dict(node.kwargs)
-    index = "i" if k["axis"] == MB else f"self.{k['axis']}_rank"
+    index = "i" if k["axis"] == MICROBATCH_AXIS else f"self.{k['axis']}_rank"
     if node.target is collectives.axis_index:
         return Text(index)
     if node.target is collectives.keep_first and is_zero(node.all_input_nodes[0]):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from partc.cost.products import busy_share
 from partc.machines.topology import Device
-from partc.passes.search.plans.laws import Calls, Floats
+from partc.passes.search.plans.scaling_model import Calls, Floats
 
 ARITHMETIC, TRAFFIC = ("attention", "matmul"), ("functions", "pointwise")
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from partc.errors import PlanError
 from partc.machines.topology import Topology
-from partc.passes.search.plans.laws import is_searched
+from partc.passes.search.plans.scaling_model import is_searched
 from partc.plan.mesh import PP, TP, Mesh
 from partc.schedules import NAMES
 

@@ -22,7 +22,7 @@ from partc.passes.search.plans.candidate import RECOMPUTE, Recompute
 from partc.passes.search.plans.candidates import WORDS, names_axes
 from partc.passes.search.plans.compare_shardings import compare_shardings
 from partc.passes.search.plans.infeasible import nothing_fits
-from partc.passes.search.plans.search_plans import Profiles, Ranked, Search, profiles_of
+from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search, scaling_models_of
 from partc.passes.shard.apply_preset import store_cut
 from partc.plan import Plan, fits
 from partc.plan.mesh import Mesh
@@ -106,15 +106,17 @@ def choose_plan(
     ways = _RECOMPUTE.get(plan.recompute, ONLY)
     words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
     search = Search(
-        mesh=mesh, profiles=profiles_of(graph, words, ways, table), memory_bytes=plan.memory_bytes,
-        microbatches=pinned, schedule=plan.schedule, recompute=ways,
+        mesh=mesh, scaling_models=scaling_models_of(graph, words, ways, table),
+        memory_bytes=plan.memory_bytes, microbatches=pinned, schedule=plan.schedule, recompute=ways,
         objective=objective, batch=Work.of(graph).batch,
     )  # fmt: skip
     presets = choose(search)
     ranked = presets.ranked if presets else ()
     found = compare_shardings(graph, plan, search, ranked, table) if len(words) > 1 else presets
     if found is None or not found.ranked:
-        raise nothing_fits(replace(search, profiles=_all_profiles(graph, search.profiles, table)))
+        raise nothing_fits(
+            replace(search, scaling_models=_all_profiles(graph, search.scaling_models, table))
+        )
     return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
 
 
@@ -140,7 +142,7 @@ def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: st
     return full.changed(params=written.params, values=written.values)
 
 
-def _all_profiles(graph: Graph, known: Profiles, table: Table) -> Profiles:
+def _all_profiles(graph: Graph, known: ScalingModels, table: Table) -> ScalingModels:
     """Those of all ways to recompute, and of the tensor presets as well that a mesh has no use for,
     if the model can be cut.
     """
@@ -148,5 +150,5 @@ def _all_profiles(graph: Graph, known: Profiles, table: Table) -> Profiles:
     for word in ("", *WORDS):
         missing = [again for again in RECOMPUTE if (word, again) not in known]
         with suppress(PartcError):
-            found.update(profiles_of(graph, [word], missing, table) if missing else {})
+            found.update(scaling_models_of(graph, [word], missing, table) if missing else {})
     return found

@@ -16,9 +16,9 @@ from partc.graph import Graph
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import Candidate, Recompute
 from partc.passes.search.plans.candidates import sizes_of
-from partc.passes.search.plans.laws import Profile, searched_word
-from partc.passes.search.plans.profile import profiles_of_entries
-from partc.passes.search.plans.search_plans import Profiles, Ranked, Search
+from partc.passes.search.plans.read_scaling_model import scaling_models_of_entries
+from partc.passes.search.plans.scaling_model import ScalingModel, searched_word
+from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search
 from partc.passes.search.shardings.tensor_shardings import TensorRanks, TensorShardings
 from partc.plan import Plan
 
@@ -123,7 +123,9 @@ class _Comparison:
         if not self._takes(gain):
             return Compared(self.presets, self.ranked, lines)
         every = sorted([*self._best, *self.ranked], key=self.presets.cost)
-        search = replace(self.presets, profiles={**self.presets.profiles, **self._profiles})
+        search = replace(
+            self.presets, scaling_models={**self.presets.scaling_models, **self._profiles}
+        )
         return Compared(search, tuple(every), lines, self._entries)
 
     @cached_property
@@ -131,14 +133,14 @@ class _Comparison:
         return {searched_word(each.tp): each.entries for each in self.looked if each.entries}
 
     @cached_property
-    def _profiles(self) -> Profiles:
+    def _profiles(self) -> ScalingModels:
         """Of what was searched."""
-        found: dict[tuple[str, Recompute], Profile] = {}
+        found: dict[tuple[str, Recompute], ScalingModel] = {}
         ways = self.presets.recompute
         for each in self.looked:
             if each.entries:
                 word = searched_word(each.tp)
-                laws = profiles_of_entries(
+                laws = scaling_models_of_entries(
                     self.graph, word, each.tp, each.entries, ways, self.table
                 )
                 found |= {(word, again): law for again, law in zip(ways, laws, strict=True)}
@@ -149,8 +151,8 @@ class _Comparison:
         """The best that fit with searched shardings, as many as with presets."""
         if not self._entries:
             return []
-        uncut = {key: law for key, law in self.presets.profiles.items() if not key[0]}
-        own = replace(self.presets, profiles={**uncut, **self._profiles})
+        uncut = {key: law for key, law in self.presets.scaling_models.items() if not key[0]}
+        own = replace(self.presets, scaling_models={**uncut, **self._profiles})
         ascending = own.ascending(lambda one: one.word in self._entries)
         return list(islice(filter(own.is_wanted, ascending), max(1, len(self.ranked))))
 
@@ -200,7 +202,7 @@ def _know(search: Search) -> bool:
     """Whether a preset's words cut most of the model's arithmetic."""
     return any(
         float(law.calls.flops[law.calls.cut[:, 1]].sum()) >= KNOWN * float(law.calls.flops.sum())
-        for (word, _), law in search.profiles.items()
+        for (word, _), law in search.scaling_models.items()
         if word
     )
 

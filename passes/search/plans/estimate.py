@@ -21,8 +21,14 @@ from partc.cost.memory import STATE_COPIES
 from partc.machines.topology import APART_S, Device, Topology
 from partc.passes.search.plans.call_times import call_seconds
 from partc.passes.search.plans.candidate import REPLICATE, Candidate
-from partc.passes.search.plans.laws import BACKWARD, FORWARD, Floats, Profile
-from partc.passes.search.plans.turns import bubble_s, cut_evenly, in_flight, least_bubble_s, sent_s
+from partc.passes.search.plans.pipeline_formulas import (
+    bubble_s,
+    cut_evenly,
+    in_flight,
+    least_bubble_s,
+    sent_s,
+)
+from partc.passes.search.plans.scaling_model import BACKWARD, FORWARD, Floats, ScalingModel
 from partc.passes.shard.apply_preset import DATA_AXES
 from partc.plan.mesh import PP, TP, Mesh
 
@@ -68,7 +74,7 @@ class Estimator:
     keeps states.
     """
 
-    def __init__(self, profile: Profile, topology: Topology, optimizer: str = "adamw") -> None:
+    def __init__(self, profile: ScalingModel, topology: Topology, optimizer: str = "adamw") -> None:
         self.profile, self.topology = profile, topology
         self.copies = STATE_COPIES[optimizer]
         self.known: dict[tuple[int, int, Mesh, Device], UnitTimes] = {}

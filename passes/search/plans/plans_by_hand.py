@@ -7,7 +7,7 @@ from partc.graph import Graph
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Data
 from partc.passes.search.plans.candidates import WORDS, names_axes, sizes_of
-from partc.passes.search.plans.search_plans import Search, Taken, profiles_of
+from partc.passes.search.plans.search_plans import Search, Taken, scaling_models_of
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
 
@@ -24,10 +24,10 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
         return None
     words = ("", *WORDS) if candidate.tp > 1 else ("",)
     try:
-        profiles = profiles_of(graph, words, RECOMPUTE, table)
+        scaling_models = scaling_models_of(graph, words, RECOMPUTE, table)
     except PartcError:
         return None
-    return Taken(Search(mesh, profiles, plan.memory_bytes), candidate, searched=False)
+    return Taken(Search(mesh, scaling_models, plan.memory_bytes), candidate, searched=False)
 
 
 def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:

@@ -20,23 +20,25 @@ from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import Space, divisors
 from partc.passes.search.plans.estimate import Estimate, Estimator
-from partc.passes.search.plans.laws import Profile
-from partc.passes.search.plans.profile import profiles
+from partc.passes.search.plans.read_scaling_model import scaling_models
+from partc.passes.search.plans.scaling_model import ScalingModel
 from partc.passes.shard.apply_preset import DATA_AXES
 from partc.plan.mesh import Mesh
 
-Profiles = Mapping[tuple[str, Recompute], Profile]  # by tensor preset and what is recomputed
+ScalingModels = Mapping[
+    tuple[str, Recompute], ScalingModel
+]  # by tensor preset and what is recomputed
 FITS_WELL = 0.9  # of the limit: estimates of memory are a few percent off
 
 
-def profiles_of(
+def scaling_models_of(
     graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
-) -> Profiles:
+) -> ScalingModels:
     """The laws of a joint graph's step under each tensor preset and way to recompute."""
     return {
         (word, again): found
         for word in words
-        for again, found in zip(ways, profiles(graph, word, ways, table), strict=True)
+        for again, found in zip(ways, scaling_models(graph, word, ways, table), strict=True)
     }
 
 
@@ -71,7 +73,7 @@ class Search:
     """
 
     mesh: Mesh
-    profiles: Profiles
+    scaling_models: ScalingModels
     memory_bytes: int = 0
     microbatches: int | None = None
     schedule: str = ""
@@ -91,12 +93,12 @@ class Search:
     @cached_property
     def space(self) -> Space:
         """The candidates that agree with what is pinned."""
-        uncut = self.profiles["", self.recompute[0]]
+        uncut = self.scaling_models["", self.recompute[0]]
         return Space(
             mesh=self.mesh, microbatches=self.microbatches, schedule=self.schedule,
             devices=self.devices, recompute=self.recompute,
             dp_divides=uncut.dp_divides,
-            tp_divides={w: found.tp_divides for (w, _), found in self.profiles.items() if w},
+            tp_divides={w: found.tp_divides for (w, _), found in self.scaling_models.items() if w},
             units=len(uncut.chain), fewer=self.objective != "time",
         )  # fmt: skip
 
@@ -125,7 +127,9 @@ class Search:
 
     @cached_property
     def _estimators(self) -> dict[tuple[str, Recompute], Estimator]:
-        return {key: Estimator(found, self.mesh.hardware) for key, found in self.profiles.items()}
+        return {
+            key: Estimator(found, self.mesh.hardware) for key, found in self.scaling_models.items()
+        }
 
     def _of(self, one: Candidate) -> Estimator:
         return self._estimators[one.word if one.tp > 1 else "", one.recompute]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.cost.flops import node_flops, op_name
-from partc.graph import held, results_of, tensor_args
+from partc.graph import fake_of, results_of, tensor_args
 from partc.machines.topology import Device
 from partc.passes.search.shardings.transfers import Transfers
 from partc.plan.sharding import DTYPE_NAMES
@@ -35,7 +35,9 @@ class CallCost:
     def of(cls, node: fx.Node) -> CallCost:
         """Of a call of the whole graph; views move nothing."""
         read = dict.fromkeys(tensor_args(node))
-        operands = [_num_bytes(held(o)) if read.pop(o, 0) is None else 0 for o in tensor_args(node)]
+        operands = [
+            _num_bytes(fake_of(o)) if read.pop(o, 0) is None else 0 for o in tensor_args(node)
+        ]
         results = [_num_bytes(fake) for fake in results_of(node)]
         if is_view(node):
             operands, results = [0] * len(operands), [0] * len(results)
@@ -68,7 +70,7 @@ class CallCost:
 def is_view(node: fx.Node) -> bool:
     """Whether a call only looks at its operand's memory in another way."""
     if node.target in _RESHAPES:
-        return bool(held(tensor_args(node)[0]).is_contiguous())
+        return bool(fake_of(tensor_args(node)[0]).is_contiguous())
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 

@@ -13,9 +13,9 @@ from torch import fx
 
 from partc.graph import Graph, value
 from partc.passes.search.shardings.decided import Decided, Life
-from partc.passes.search.shardings.openings import OPENED
+from partc.passes.search.shardings.decompositions import OPENED
 from partc.passes.search.shardings.step_values import StepValues
-from partc.passes.shard.open_ops import opens
+from partc.passes.shard.decompose_ops import decomposes
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import AxisWalk, Pins, pinned, propagate, whole_strategy
 from partc.plan import Plan, widest_pattern
@@ -180,7 +180,7 @@ class _Recorder(AxisWalk):
         want = self.wanted[node].get(self.axis, whole_strategy(node))
         if want.variant == OPENED:
             return best
-        stays = opens(node) and self._pin(node) is None and self._gathers(node, want)
+        stays = decomposes(node) and self._pin(node) is None and self._gathers(node, want)
         if best != want or stays:
             entry = dict(self.pins.get(node, _entry(self.wanted[node])))
             if self.as_pinned(node, entry.get(self.axis, Lies())) != want:

@@ -9,9 +9,9 @@ from torch import fx
 
 from partc.errors import PlanError
 from partc.graph import value
+from partc.passes.search.shardings.call_choices import CallChoices
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.search.shardings.transfers import Bar, Transfers
-from partc.passes.search.shardings.ways import Ways
 from partc.plan import Cuts, Plan, fits
 from partc.plan.plan_values import Lies, lies_on, write_value
 from partc.plan.sharding import Layout, Sharding, cut
@@ -25,10 +25,10 @@ class Pins:
     plan: Plan
     values: StepValues
     lies: Transfers
-    ways: dict[Hashable, Ways] = field(default_factory=dict)
+    ways: dict[Hashable, CallChoices] = field(default_factory=dict)
     barred: dict[Hashable, Transfers] = field(default_factory=dict)
 
-    def allowed(self, node: fx.Node, ways: Ways, axes: tuple[str, ...]) -> Ways:
+    def allowed(self, node: fx.Node, ways: CallChoices, axes: tuple[str, ...]) -> CallChoices:
         """The ways of a call that do as the plan says; PlanError if there are none."""
         entry = self.plan.lies(self.values.names[node]) if self.plan.values else None
         wanted = {a: lies for a in axes if (lies := lies_on(entry, a)) is not None}
@@ -108,7 +108,9 @@ def _other_than(used: Mapping[str, Lies]) -> Bar:
     return bar
 
 
-def _only(node: fx.Node, ways: Ways, wanted: Mapping[str, Lies], axes: tuple[str, ...]) -> Ways:
+def _only(
+    node: fx.Node, ways: CallChoices, wanted: Mapping[str, Lies], axes: tuple[str, ...]
+) -> CallChoices:
     """The choices in which every axis lies as wanted."""
 
     def as_wanted(chosen: Sequence[Strategy]) -> bool:

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from torch import fx
 
 from partc.graph import picked, value
+from partc.passes.search.shardings.call_choices import CallChoices, CallWays
 from partc.passes.search.shardings.decided import Decided, Life
-from partc.passes.search.shardings.hubs import Hub
 from partc.passes.search.shardings.pins import Pins
+from partc.passes.search.shardings.shared_copies import SharedCopies
 from partc.passes.search.shardings.step_values import Reader, StepValues
 from partc.passes.search.shardings.tables import Tables
-from partc.passes.search.shardings.ways import CallWays, Ways
 from partc.passes.search.solver.problem import Assignment, Costs, Problem
 from partc.plan.sharding import R, cut
 
 _Source = tuple[int, tuple[int, ...]]  # a variable, and by its choices how a value is made
-_At = tuple[int, Hub]  # a variable, and by its choices what is at hand
+_At = tuple[int, SharedCopies]  # a variable, and by its choices what is at hand
 
 
 @dataclass
@@ -47,8 +47,8 @@ class ShardingProblem:
     def __post_init__(self) -> None:
         self.lies = self.ways.lies
         self.tables, self.cache, self.hubs = Tables(), self.ways.tables, self.ways.hubs
-        self.chosen: dict[fx.Node, tuple[int, Ways]] = {}  # call -> its variable
-        self.placed: dict[fx.Node, tuple[int, Ways]] = {}  # placeholder -> its variable
+        self.chosen: dict[fx.Node, tuple[int, CallChoices]] = {}  # call -> its variable
+        self.placed: dict[fx.Node, tuple[int, CallChoices]] = {}  # placeholder -> its variable
         for node in self.values.values():
             if node.op == "placeholder":
                 self._place(node)
@@ -74,7 +74,7 @@ class ShardingProblem:
         return Decided(choices, stored)
 
     # variables ------------------------------------------------------------------------------------
-    def _variable(self, node: fx.Node, ways: Ways) -> int:
+    def _variable(self, node: fx.Node, ways: CallChoices) -> int:
         name = value(node).name if node.op == "placeholder" else self.values.names[node]
         key = (self.values.alike(node), id(ways)) if self.tie else node
         return self.tables.variable(key, name, ways.labels)
@@ -96,7 +96,7 @@ class ShardingProblem:
         ways = self._stored_ways(node)
         self.placed[node] = self._variable(node, ways), ways
 
-    def _stored_ways(self, node: fx.Node) -> Ways:
+    def _stored_ways(self, node: fx.Node) -> CallChoices:
         """Whole, or cut along any dim, on each axis."""
         known = value(node)
         pinned = self.pins.stored(known.name)
@@ -184,7 +184,7 @@ class ShardingProblem:
         lies, num_bytes = self.pins.transfers(node), self._num_bytes(node)
         key = num_bytes, tuple(dict.fromkeys(made)), wanted, id(lies)
         if key not in self.hubs:
-            self.hubs[key] = Hub.of(num_bytes, key[1], wanted, lies)
+            self.hubs[key] = SharedCopies.of(num_bytes, key[1], wanted, lies)
         hub, phase = self.hubs[key], "backward" if group[0].backward else "forward"
         name = f"{self._name(node)} {phase}"
         known = (name, hub) if self.tie else (node, phase)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from partc.graph import Graph, held, is_backward, is_tensor, tensor_args, value
-from partc.graph.folds import Fold
-from partc.graph.given import given
+from partc.graph import Graph, fake_of, is_backward, is_tensor, tensor_args, value
+from partc.graph.folds import RepeatedBlocks
+from partc.graph.input_only import input_only
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan, fits
 
@@ -60,7 +60,7 @@ class StepValues:
 
     def num_bytes(self, node: fx.Node) -> int:
         """Bytes of the whole value."""
-        fake = held(node)
+        fake = fake_of(node)
         return int(fake.numel() * fake.element_size())
 
     def values(self) -> Iterator[fx.Node]:
@@ -97,7 +97,7 @@ class StepValues:
             for name, node in self.graph.inputs.items()
             if any(fits(pattern, name) and cuts for pattern, cuts in self.pins.inputs.items())
         }
-        alone = given(self.graph)
+        alone = input_only(self.graph)
         for node in self.graph.fx.nodes:
             if node in cut_inputs or any(o not in alone for o in node.all_input_nodes):
                 alone.discard(node)
@@ -113,7 +113,7 @@ class StepValues:
                 yield result, Reader(None)
 
 
-def _place(node: fx.Node, fold: Fold) -> str:
+def _place(node: fx.Node, fold: RepeatedBlocks) -> str:
     """Where a value stands by a fold: in the block ``like`` those left out, the one ``after``, or
     elsewhere.
     """

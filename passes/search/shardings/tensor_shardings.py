@@ -15,13 +15,13 @@ from typing import TypeVar
 from torch import fx
 
 from partc.graph import Graph, tensor_args
+from partc.passes.search.shardings.call_choices import CallChoices, CallWays
 from partc.passes.search.shardings.decided import Decided, Life
 from partc.passes.search.shardings.decode import copy_graph, entries_on
 from partc.passes.search.shardings.pins import Pins
 from partc.passes.search.shardings.sharding_problem import ShardingProblem
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.search.shardings.transfers import Transfers
-from partc.passes.search.shardings.ways import CallWays, Ways
 from partc.passes.search.solver.solve import How, Solution, solve
 from partc.passes.shard.apply_preset import complete
 from partc.passes.shard.fuse_loss import fuse_loss
@@ -185,9 +185,9 @@ class _Apart(Pins):
     """
 
     samples: int = 1
-    apart: dict[int, Ways] = field(default_factory=dict)
+    apart: dict[int, CallChoices] = field(default_factory=dict)
 
-    def allowed(self, node: fx.Node, ways: Ways, axes: tuple[str, ...]) -> Ways:
+    def allowed(self, node: fx.Node, ways: CallChoices, axes: tuple[str, ...]) -> CallChoices:
         pinned = super().allowed(node, ways, axes)
         if id(pinned) not in self.apart:
             sides = (*pinned.ins, *pinned.outs)
@@ -222,10 +222,10 @@ class _Taken(Pins):
     """
 
     made: Choices = field(default_factory=dict)
-    taken: dict[Hashable, Ways] = field(default_factory=dict)
+    taken: dict[Hashable, CallChoices] = field(default_factory=dict)
     unknown: list[fx.Node] = field(default_factory=list)
 
-    def allowed(self, node: fx.Node, ways: Ways, axes: tuple[str, ...]) -> Ways:
+    def allowed(self, node: fx.Node, ways: CallChoices, axes: tuple[str, ...]) -> CallChoices:
         if node not in self.made:
             return ways
         strategy = (self.made[node].get(TP, whole_strategy(node)),)

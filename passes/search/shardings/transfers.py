@@ -131,6 +131,6 @@ def _reaches(have: Layout, want: Layout) -> bool:
     """Sums and maxima can be finished; a sum can be made of what is whole, not of pieces. Rows in
     an order of a rank's own are known to no other.
     """
-    if have == want or have.own or want.own:
+    if have == want or have.permuted or want.permuted:
         return have == want
     return want.kind in ("R", "cut") or (want.kind == "U" and have.kind == "R")

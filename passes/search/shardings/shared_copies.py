@@ -16,7 +16,7 @@ NONE = -1
 
 
 @dataclass(frozen=True)
-class Hub:
+class SharedCopies:
     """Choices of what is at hand: ``made`` has the sharding a value is made in, ``other`` the one
     it is brought into as well or ``NONE``. Both are numbers of ``Transfers``, by choice.
     """
@@ -27,7 +27,7 @@ class Hub:
     @classmethod
     def of(
         cls, num_bytes: float, made: Sequence[int], wanted: Sequence[int], lies: Transfers
-    ) -> Hub:
+    ) -> SharedCopies:
         """All that is worth having: layouts that some reader may want, and that cost something."""
         pairs = []
         for have in dict.fromkeys(made):
@@ -53,7 +53,7 @@ class Hub:
         times = [0.0 if o == NONE else lies.seconds(num_bytes, m, o) for m, o in pairs]
         return np.array(times, np.float64)
 
-    def refilled(self, num_bytes: float, before: Hub, lies: Transfers) -> Costs:
+    def refilled(self, num_bytes: float, before: SharedCopies, lies: Transfers) -> Costs:
         """f64[choices before, choices]: the same where an earlier hub of the value has its layouts
         at hand too.
         """

@@ -28,11 +28,11 @@ from partc.cost.collective_cost import collective_seconds
 from partc.graph import (
     Graph,
     Value,
-    block_of,
     collectives,
+    fake_of,
     first_operand,
-    held,
-    set_held,
+    innermost_block,
+    set_fake,
     set_value,
     value,
 )
@@ -42,40 +42,42 @@ from partc.passes.overlap.share_gathers import stretch_of
 from partc.plan.mesh import Mesh
 
 JOINED = {single: joined for joined, single in collectives.JOINED.items()}
-MB = 1_000_000
+BYTES_PER_MB = 1_000_000
 
 Place = str | int  # a block's path, or how many blocks stand before what is outside of them
-Way = tuple[tuple[str, str], ...]  # kinds and axes of the reductions up to the step's end
+ReductionChain = tuple[
+    tuple[str, str], ...
+]  # kinds and axes of the reductions up to the step's end
 
 
-def join_collectives(graph: Graph, limit_mb: float, over: Mesh, in_parts: bool = False) -> Graph:
+def bucket_collectives(graph: Graph, limit_mb: float, mesh: Mesh, in_parts: bool = False) -> Graph:
     """Join transfers of the same kind, axis, dtype and place up to ``limit_mb``, in place, where
-    the machines under ``over`` start one in more time than they take to copy what it moves.
+    the machines under ``mesh`` start one in more time than they take to copy what it moves.
 
     ``all_gather(a), all_gather(b) --> all_gather_joined([a, b])[0], [1]``, where a and b are
     parameters of one block, or stand between the same two blocks; and likewise the reductions that
     only the step's gradients depend on: with ``in_parts`` those of a block in parts, as suits the
     machines. Has to run before waits are placed.
     """
-    block_of, stretches = stack_block_of(graph), stretch_of(graph)
+    block_in, stretches = stack_block_of(graph), stretch_of(graph)
     order = {node: i for i, node in enumerate(graph.calls())}
     gathers, reductions = (
-        _worth_copying(found(graph, block_of, stretches), over) for found in (_gathers, _reductions)
+        _worth_copying(found(graph, block_in, stretches), mesh) for found in (_gathers, _reductions)
     )
-    reductions = _parts(graph, reductions, over) if in_parts else reductions
+    reductions = _parts(graph, reductions, mesh) if in_parts else reductions
     groups = [*gathers, *reductions]
-    for members in [each for group in groups for each in _filled(group, limit_mb * MB)]:
+    for members in [each for group in groups for each in _filled(group, limit_mb * BYTES_PER_MB)]:
         if len(members) > 1:
-            _join(graph, members, order, block_of)
+            _join(graph, members, order, block_in)
     graph.fx.lint()
     return graph
 
 
-def leaves_in_parts(graph: Graph, over: Mesh) -> bool:
+def leaves_in_parts(graph: Graph, mesh: Mesh) -> bool:
     """Whether the gradients of any block would leave in parts."""
     found = _reductions(graph, stack_block_of(graph), stretch_of(graph))
-    groups = list(_worth_copying(found, over))
-    return len(list(_parts(graph, groups, over))) > len(groups)
+    groups = list(_worth_copying(found, mesh))
+    return len(list(_parts(graph, groups, mesh))) > len(groups)
 
 
 # what belongs together ----------------------------------------------------------------------------
@@ -90,7 +92,7 @@ def stack_block_of(graph: Graph) -> Callable[[fx.Node], str]:
     alike = Counter((path.rpartition(".")[0], *of) for path, of in members.items())
     stack = {p for p, of in members.items() if alike[(p.rpartition(".")[0], *of)] > 1}
     return lambda node: next(
-        (path for path in _entries(value(node).module) if path in stack), block_of(node)
+        (path for path in _entries(value(node).module) if path in stack), innermost_block(node)
     )
 
 
@@ -102,22 +104,22 @@ def _entries(path: str) -> list[str]:
 
 
 def _gathers(
-    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+    graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
 ) -> Iterable[list[fx.Node]]:
     """Gathers of weights that are needed together, in the order of the parameters."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
     order = {node: i for i, node in enumerate(graph.params.values())}
     for node in graph.calls():
         if gathers_param(node):
-            block = block_of(node)
+            block = block_in(node)
             of_its_own = value(first_operand(node)).name.startswith(f"{block}.")
             place: Place = block if of_its_own else stretches[node] if not block else node.name
-            found[place, value(node).phase, node.kwargs["axis"], held(node).dtype].append(node)
+            found[place, value(node).phase, node.kwargs["axis"], fake_of(node).dtype].append(node)
     return [sorted(nodes, key=lambda n: order[first_operand(n)]) for nodes in found.values()]
 
 
 def _reductions(
-    graph: Graph, block_of: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
+    graph: Graph, block_in: Callable[[fx.Node], str], stretches: Mapping[fx.Node, int]
 ) -> Iterable[list[fx.Node]]:
     """Reductions of gradients that are made together, in the order in which they are made."""
     found: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -127,18 +129,18 @@ def _reductions(
     for node in sorted(ways, key=lambda n: order[made[n]]):
         if value(node).phase == "E":
             continue  # a pipeline stage joins all of them
-        place: Place = block_of(node) or stretches[made[node]]
-        found[place, value(node).phase, ways[node], held(node).dtype].append(node)
+        place: Place = block_in(node) or stretches[made[node]]
+        found[place, value(node).phase, ways[node], fake_of(node).dtype].append(node)
     return found.values()
 
 
-def ways_out(graph: Graph) -> dict[fx.Node, Way]:
+def ways_out(graph: Graph) -> dict[fx.Node, ReductionChain]:
     """The transfers that one gradient of the step goes through last, each with what is to come."""
     outputs = graph.outputs
     others = [*outputs.buffers.values(), *outputs.results.values(), *outputs.sent.values()]
     given = Counter([*outputs.grads.values(), *others])
     grads = {n for n in outputs.grads.values() if given[n] == 1 and n is not outputs.loss}
-    ways: dict[fx.Node, Way] = {}
+    ways: dict[fx.Node, ReductionChain] = {}
     for node in reversed(list(graph.calls())):
         reader = next(iter(node.users), None)
         last = node
@@ -184,33 +186,33 @@ def _leading(node: fx.Node) -> fx.Node:
     return first_operand(first_operand(gather))
 
 
-def _worth_copying(groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+def _worth_copying(groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
     """What takes less time to copy next to others of its group than to be started alone."""
     for nodes in groups:
-        worth = [n for n in nodes if _copy_seconds(_leading(n), over) < _start_seconds(n, over)]
+        worth = [n for n in nodes if _copy_seconds(_leading(n), mesh) < _start_seconds(n, mesh)]
         if worth:
             yield worth
 
 
-def _copy_seconds(node: fx.Node, over: Mesh) -> float:
+def _copy_seconds(node: fx.Node, mesh: Mesh) -> float:
     """The time of the copies that a transfer needs only if it is joined to others.
 
     Weights are copied into what is sent, and whole ones out of what arrives if that is where they
     would lie in a row; gradients are copied into what is scattered. What is summed as a whole is
     made in place (``codegen/calls/joint_grads.py``).
     """
-    sent_bytes, arrived_bytes = (int(held(n).nbytes) for n in (first_operand(node), node))
+    sent_bytes, arrived_bytes = (int(fake_of(n).nbytes) for n in (first_operand(node), node))
     in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
     copied_bytes = 0
     if node.target is collectives.all_gather:
         copied_bytes = sent_bytes + (arrived_bytes if in_a_row else 0)
     elif node.target is collectives.reduce_scatter and in_a_row:
         copied_bytes = sent_bytes
-    return over.hardware.device.memory_seconds(2 * copied_bytes)
+    return mesh.hardware.device.memory_seconds(2 * copied_bytes)
 
 
-def _start_seconds(node: fx.Node, over: Mesh) -> float:
-    return collective_seconds(kind_of(node), 0, over, str(node.kwargs["axis"]))
+def _start_seconds(node: fx.Node, mesh: Mesh) -> float:
+    return collective_seconds(kind_of(node), 0, mesh, str(node.kwargs["axis"]))
 
 
 def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
@@ -229,7 +231,7 @@ def _filled(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.No
     yield members
 
 
-def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterator[list[fx.Node]]:
+def _parts(graph: Graph, groups: Iterable[list[fx.Node]], mesh: Mesh) -> Iterator[list[fx.Node]]:
     """Reductions that are made together, in so many parts that least time is lost.
 
     The parts have about as many bytes each, in the order in which they are made.
@@ -241,8 +243,8 @@ def _parts(graph: Graph, groups: Iterable[list[fx.Node]], over: Mesh) -> Iterato
         num_blocks = sum(graph.times(other[0]) for other, its in alike if its == form)
         sizes, first = [num_bytes for *_, num_bytes in form], _leading(nodes[0])
         kind, axis = kind_of(first), str(first.kwargs["axis"])
-        start_s = _start_seconds(first, over)
-        moved_s = collective_seconds(kind, sum(sizes), over, axis) - start_s
+        start_s = _start_seconds(first, mesh)
+        moved_s = collective_seconds(kind, sum(sizes), mesh, axis) - start_s
         each_s = num_blocks * start_s  # what one part more of every block costs
         most = len(nodes) if moved_s > 0 else 1
         num = int((1 + sqrt(1 + 4 * moved_s / each_s)) / 2) if each_s > 0 else most
@@ -258,27 +260,27 @@ def _form(node: fx.Node) -> tuple[Any, str, int]:
 
 def _num_bytes(node: fx.Node) -> int:
     """The larger of what goes in and what comes out."""
-    return max(int(held(n).nbytes) for n in (first_operand(node), node))
+    return max(int(fake_of(n).nbytes) for n in (first_operand(node), node))
 
 
 # rewriting ----------------------------------------------------------------------------------------
 def _join(
     graph: Graph, members: Sequence[fx.Node], order: Mapping[fx.Node, int],
-    block_of: Callable[[fx.Node], str],
+    block_in: Callable[[fx.Node], str],
 ) -> None:  # fmt: skip
     """One call in place of all: at the first gather of weights, at the last of other transfers."""
     gathers = gathers_param(members[0])
     at = (min if gathers else max)(members, key=order.__getitem__)
-    module = block_of(at) or value(at).module
+    module = block_in(at) or value(at).module
     known = Value(module=module, phase=value(at).phase, stage=value(at).stage)
     with graph.fx.inserting_before(at):
         start = _call(graph, members)
         set_value(start, known)
-        set_held(start, run_on_fakes(start))
+        set_fake(start, run_on_fakes(start))
         for i, member in enumerate(members):
             pick = graph.fx.call_function(operator.getitem, (start, i))
             set_value(pick, replace(value(member), module=module, source=""))
-            set_held(pick, held(start)[i])
+            set_fake(pick, fake_of(start)[i])
             member.replace_all_uses_with(pick)
     for member in members:
         graph.fx.erase_node(member)

@@ -21,9 +21,9 @@ from typing import Any
 from torch import fx
 
 from partc.cost.collective_cost import collective_seconds
-from partc.graph import Graph, collectives, first_operand, held, set_held, set_value, value
+from partc.graph import Graph, collectives, fake_of, first_operand, set_fake, set_value, value
 from partc.graph.graph_edits import run_fake
-from partc.passes.overlap.join_collectives import stack_block_of, ways_out
+from partc.passes.overlap.bucket_collectives import stack_block_of, ways_out
 from partc.passes.shard.reshard import is_innermost
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import R, Sharding, cut
@@ -39,7 +39,7 @@ class Levels:
     outer: str
 
 
-def sum_in_levels(graph: Graph, mesh: Mesh) -> Graph:
+def hierarchical_all_reduce(graph: Graph, mesh: Mesh) -> Graph:
     """Rewrite, in place, the sums of gradients over two axes that take less time in levels on the
     machines of ``mesh``: those of a block alike. Has to run before transfers are joined.
     """
@@ -61,7 +61,9 @@ def _together(graph: Graph) -> dict[Any, list[Chain]]:
     block_of = stack_block_of(graph)
     for chain in _chains(graph):
         axes = tuple(str(node.kwargs["axis"]) for node in chain)
-        found[block_of(chain[0]), value(chain[0]).phase, axes, held(chain[0]).dtype].append(chain)
+        found[block_of(chain[0]), value(chain[0]).phase, axes, fake_of(chain[0]).dtype].append(
+            chain
+        )
     return found
 
 
@@ -74,19 +76,19 @@ def _chains(graph: Graph) -> Iterator[Chain]:
             yield node, next(iter(node.users))
 
 
-def _fastest(chains: list[Chain], over: Mesh) -> Levels | None:
+def _fastest(chains: list[Chain], mesh: Mesh) -> Levels | None:
     """The levels that take less time than two sums one after the other, None if none do."""
     axes = [str(node.kwargs["axis"]) for node in chains[0]]
-    num_bytes = sum(int(held(first).nbytes) for first, _ in chains)
-    best, best_s = None, sum(collective_seconds(KIND, num_bytes, over, axis) for axis in axes)
+    num_bytes = sum(int(fake_of(first).nbytes) for first, _ in chains)
+    best, best_s = None, sum(collective_seconds(KIND, num_bytes, mesh, axis) for axis in axes)
     for inner, outer in permutations(axes):
-        piece_bytes = num_bytes / over.size(inner)
+        piece_bytes = num_bytes / mesh.size(inner)
         seconds = (
-            collective_seconds("reduce_scatter", num_bytes, over, inner)
-            + collective_seconds(KIND, piece_bytes, over, outer)
-            + collective_seconds("all_gather", piece_bytes, over, inner)
+            collective_seconds("reduce_scatter", num_bytes, mesh, inner)
+            + collective_seconds(KIND, piece_bytes, mesh, outer)
+            + collective_seconds("all_gather", piece_bytes, mesh, inner)
         )
-        if seconds < best_s and all(_scattered(first, inner, over) for first, _ in chains):
+        if seconds < best_s and all(_scattered(first, inner, mesh) for first, _ in chains):
             best, best_s = Levels(inner, outer), seconds
     return best
 
@@ -118,7 +120,7 @@ def _rewrite(graph: Graph, chain: Chain, levels: Levels) -> None:
         with graph.fx.inserting_before(last):
             new = graph.fx.call_function(target, (node,), dict(kwargs))
         set_value(new, replace(value(first), sharding=after))
-        set_held(new, run_fake(target, (node,), kwargs))
+        set_fake(new, run_fake(target, (node,), kwargs))
         node = new
     last.replace_all_uses_with(node)
     graph.fx.erase_node(last)

@@ -22,16 +22,16 @@ from partc.cost.memory import Buffer, MemoryCurve, memory_curve
 from partc.cost.products import NONE, Product, product_of
 from partc.cost.roofline import work_of
 from partc.cost.storage import replay
-from partc.graph import Graph, Value, collectives, held, picked, tensor_args, value
+from partc.graph import Graph, Value, collectives, fake_of, picked, tensor_args, value
 from partc.graph.blocks import blocks_of
 from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
 from partc.passes.runner import State, Table, run
-from partc.passes.search.plans.laws import (
+from partc.passes.search.plans.scaling_model import (
     BACKWARD,
     FORWARD,
     Calls,
-    Profile,
+    ScalingModel,
     Sizes,
     Transfer,
     Weights,
@@ -52,10 +52,10 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
     return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
 
 
-def profiles(
+def scaling_models(
     graph: Graph, word: str, ways: Sequence[Recompute], table: Table, *,
     touched: Touched = touched_values, plain: bool = False,
-) -> Iterator[Profile]:  # fmt: skip
+) -> Iterator[ScalingModel]:  # fmt: skip
     """The laws of a joint graph's step for each way to recompute; ``word`` is a tensor preset, or
     "" for no ``tp``. The graph is partitioned once for all ways: that is what takes time.
 
@@ -69,10 +69,10 @@ def profiles(
     yield from _profiles(graph, word, Mesh(axes), preset, ways, table, touched, plain)
 
 
-def profiles_of_entries(
+def scaling_models_of_entries(
     graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute],
     table: Table,
-) -> Iterator[Profile]:  # fmt: skip
+) -> Iterator[ScalingModel]:  # fmt: skip
     """The same of what a plan's entries say of so many tensor ranks."""
     mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
     plan = entries.changed(preset="ddp")
@@ -83,7 +83,7 @@ def profiles_of_entries(
 def _profiles(
     graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute], table: Table,
     touched: Touched = touched_values, plain: bool = False,
-) -> Iterator[Profile]:  # fmt: skip
+) -> Iterator[ScalingModel]:  # fmt: skip
     state = _representative(graph, mesh, plan, table.without("fuse_loss") if plain else table)
     for again in ways:
         way = state.copied()
@@ -98,7 +98,7 @@ def _representative(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> State
     copy.mesh = mesh
     made = {"strict": False, "rows": False}  # laws hold for other meshes too
     state = State(copy, plan, mesh, replace(table, keep_texts=False), made=made)
-    return run(state, "split_bias", "count_whole")
+    return run(state, "place_on_mesh", "count_whole")
 
 
 @dataclass
@@ -114,11 +114,11 @@ class _Reader:
     unit_of: dict[fx.Node, int] = field(default_factory=dict)
     of_module: dict[str, int] = field(default_factory=dict)
 
-    def profile(self) -> Profile:
+    def profile(self) -> ScalingModel:
         self._find_units()
         curve = memory_curve(self.local, self.ran, in_place=not self.plain)
         by_name = {node.name: node for node in self.local.fx.nodes}
-        return Profile(
+        return ScalingModel(
             word=self.word,
             units=tuple(self.units),
             is_block=tuple(unit in self.blocks for unit in self.units),
@@ -176,7 +176,7 @@ class _Reader:
 
     def _size(self, node: fx.Node, result: int | None = None) -> Sizes:
         """The bytes of a value; of one, or of all of its results where it has several."""
-        fake = held(node)
+        fake = fake_of(node)
         if not isinstance(fake, Tensor):
             parts = [n for n in node.users if n.op == "call_function" and n.args[0] is node]
             sizes = {picked(n)[1]: self._size(n) for n in parts}
@@ -198,7 +198,7 @@ class _Reader:
         """The greatest number that divides every dim which the axis cuts."""
         found = 0
         for node in self.local.fx.nodes:
-            if node.op == "output" or not isinstance(held(node), Tensor):
+            if node.op == "output" or not isinstance(fake_of(node), Tensor):
                 continue
             layout = value(node).sharding.on(axis)
             if layout.kind == "cut":
@@ -240,7 +240,7 @@ class _Reader:
         made = product_of(node)
         if made == NONE:
             return NONE, UNCUT, Sizes().by_cut
-        dims = held(node).dim()
+        dims = fake_of(node).dim()
         last = (dims - 3, dims - 2, dims - 1) if made.batch > 1 else (-1, dims - 2, dims - 1)
         cuts = [(False, False)] * 3
         for axis, name in enumerate((DP, TP)):
@@ -291,7 +291,7 @@ class _Reader:
         for number in range(len(self.units)):
             nodes = found.get(number, [])
             size = sum((self._size(n) for n in nodes), Sizes())
-            dtypes = [DTYPE_NAMES[held(n).dtype] for n in nodes] or ["f32"]
+            dtypes = [DTYPE_NAMES[fake_of(n).dtype] for n in nodes] or ["f32"]
             yield Weights(size, len(nodes), max(set(dtypes), key=dtypes.count))
 
     # memory ----------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class _Reader:
                 continue
             unit = self._unit(node)
             readers = [u for u in node.users if u.op == "call_function" and value(u).phase == "F"]
-            if any(self._unit(u) > unit for u in readers) and isinstance(held(node), Tensor):
+            if any(self._unit(u) > unit for u in readers) and isinstance(fake_of(node), Tensor):
                 found[unit] += self._size(node)
         yield from found
 
@@ -352,6 +352,8 @@ def _makes_weight_grad(node: fx.Node) -> bool:
 
 
 def _dtype(node: fx.Node) -> str:
-    fakes: Sequence[object] = held(node) if isinstance(held(node), Sequence) else [held(node)]
+    fakes: Sequence[object] = (
+        fake_of(node) if isinstance(fake_of(node), Sequence) else [fake_of(node)]
+    )
     tensors = [x for x in fakes if isinstance(x, Tensor)]
     return DTYPE_NAMES.get(tensors[0].dtype, "f8") if tensors else "f32"

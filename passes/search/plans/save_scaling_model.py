@@ -14,7 +14,7 @@ import numpy as np
 from partc.machines.objective import Batch, objective_of
 from partc.machines.topology_text import parse_topology
 from partc.passes.search.plans.candidate import Candidate
-from partc.passes.search.plans.laws import Calls, Profile, Sizes, Transfer, Weights
+from partc.passes.search.plans.scaling_model import Calls, ScalingModel, Sizes, Transfer, Weights
 from partc.passes.search.plans.search_plans import Search, Taken
 from partc.plan.mesh import Mesh
 
@@ -37,7 +37,7 @@ def taken_as_json(taken: Taken) -> Json:
         "searched": taken.searched,
         "profiles": [
             {"recompute": again, **_profile_as_json(found)}
-            for (_, again), found in search.profiles.items()
+            for (_, again), found in search.scaling_models.items()
         ],
     }
 
@@ -46,11 +46,11 @@ def taken_of_json(data: Mapping[str, Any]) -> Taken:
     """What ``taken_as_json`` was given; KeyError and its like if something is amiss."""
     topology = parse_topology(data["machine"], "the saved machine")
     mesh = Mesh(tuple((name, size) for name, size in data["axes"]), topology)
-    profiles = {
+    scaling_models = {
         (each["word"], each["recompute"]): _profile_of_json(each) for each in data["profiles"]
     }
     search = Search(
-        mesh=mesh, profiles=profiles, memory_bytes=data["memory_bytes"],
+        mesh=mesh, scaling_models=scaling_models, memory_bytes=data["memory_bytes"],
         microbatches=data["microbatches"], schedule=data["schedule"],
         recompute=tuple(data["recompute"]),
         objective=objective_of(data["objective"]), batch=Batch(**data["batch"]),
@@ -61,7 +61,7 @@ def taken_of_json(data: Mapping[str, Any]) -> Taken:
 
 
 # profiles -----------------------------------------------------------------------------------------
-def _profile_as_json(found: Profile) -> Json:
+def _profile_as_json(found: ScalingModel) -> Json:
     calls, kinds = _Table(), _Table()
     columns = found.calls
     of_unit: list[list[int]] = [[] for _ in found.units]
@@ -104,7 +104,7 @@ def _call_text(calls: Calls, i: int) -> str:
     return f"{_words((*flags, *amounts))} {calls.work[i]} {calls.dtype[i]}"
 
 
-def _unit_text(found: Profile, number: int, calls: Iterable[int]) -> str:
+def _unit_text(found: ScalingModel, number: int, calls: Iterable[int]) -> str:
     """Lines: calls, parameters, what is saved, passes on, lives beside; then the transfers."""
     weights = found.weights[number]
     lines = [
@@ -131,11 +131,11 @@ def _size_text(size: Sizes) -> str:
     return _words(size.by_cut)
 
 
-def _profile_of_json(data: Mapping[str, Any]) -> Profile:
+def _profile_of_json(data: Mapping[str, Any]) -> ScalingModel:
     units = [text.split(" ", 2) for text in data["units"]]
     kinds = [data["kinds"][int(kind)] for kind, _, _ in units]
     weights = [kind[1].split() for kind in kinds]
-    return Profile(
+    return ScalingModel(
         word=data["word"],
         units=tuple(name for _, _, name in units),
         is_block=tuple(block == "1" for _, block, _ in units),

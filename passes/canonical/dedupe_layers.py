@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from partc.graph import Graph, Outputs, held, value
-from partc.graph.folds import Fold, Kept, list_member
+from partc.graph import Graph, Outputs, fake_of, value
+from partc.graph.folds import RepeatedBlocks, TracedStages, list_member
 from partc.plan import Plan
 
 
@@ -31,7 +31,7 @@ class Unfolded(Exception):
 FEWEST = 3  # blocks that a fold is worth it for
 
 
-def fold_layers(graph: Graph, skipped: Sequence[Fold] = ()) -> None:
+def dedupe_layers(graph: Graph, skipped: Sequence[RepeatedBlocks] = ()) -> None:
     """Fold every list of blocks whose middle ones are equal; ``graph.folds`` says which.
 
     Blocks that were ``skipped`` when the graph was traced are left out already; Unfolded if those
@@ -42,14 +42,14 @@ def fold_layers(graph: Graph, skipped: Sequence[Fold] = ()) -> None:
             num = blocks[last].index - blocks[first].index
             if num >= FEWEST and _is_closed(graph, blocks, first, last):
                 _leave_out(graph, blocks, first + 1, last - 1)
-                fold = Fold(path, blocks[first].index + 1, blocks[last].index - 1)
+                fold = RepeatedBlocks(path, blocks[first].index + 1, blocks[last].index - 1)
                 graph.folds = (*graph.folds, fold)
     for fold in skipped:
         if not any(found.covers(f"{fold.path}.{fold.first}") for found in graph.folds):
             raise Unfolded(f"{fold.path}.{fold.first}")
 
 
-def confirm(graph: Graph, kept: Kept) -> None:
+def confirm(graph: Graph, kept: TracedStages) -> None:
     """Set ``folds`` and ``kept`` of a graph that was traced so; Unfolded if blocks around those
     left out are not equal after all.
     """
@@ -98,7 +98,7 @@ class _Block:
         return (n for nodes in self.calls.values() for n in nodes)
 
 
-def _lists(graph: Graph, skipped: Sequence[Fold]) -> dict[str, dict[int, _Block]]:
+def _lists(graph: Graph, skipped: Sequence[RepeatedBlocks]) -> dict[str, dict[int, _Block]]:
     """Per list of modules (the outermost of each path) its members by place.
 
     That is their index, but that blocks around those skipped are next to each other.
@@ -158,7 +158,7 @@ class _Signatures:
             return (type(arg).__name__, repr(arg))
 
         calls = tuple(
-            (n.target, spelled(n.args), spelled(sorted(n.kwargs.items())), _kind(held(n)))
+            (n.target, spelled(n.args), spelled(sorted(n.kwargs.items())), _kind(fake_of(n)))
             for n in block.nodes()
         )
         given = tuple(
@@ -188,7 +188,7 @@ class _Signatures:
         return self._constant(node) if is_constant else node.name
 
     def _constant(self, node: fx.Node) -> Any:
-        return _kind(held(node)), self.constants.get(value(node).name)
+        return _kind(fake_of(node)), self.constants.get(value(node).name)
 
 
 def _kind(fake: Any) -> Any:

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from partc.graph import Graph, block_of, collectives, first_operand, ops, tensor_args, value
+from partc.graph import Graph, collectives, first_operand, innermost_block, ops, tensor_args, value
 from partc.passes.overlap.write_pieces import joins_pieces
 
 Seconds = Callable[[fx.Node], float]
@@ -34,7 +34,7 @@ _CARRY = (
 )
 
 
-def fill_waits(graph: Graph, seconds: Seconds | None = None) -> Graph:
+def overlap_collectives(graph: Graph, seconds: Seconds | None = None) -> Graph:
     """Reorder the calls of each block and phase of a scheduled graph, in place.
 
     What is to run beside transfers stands before the first wait. With ``seconds``, of a call or a
@@ -70,7 +70,7 @@ def _weights_first(segment: list[fx.Node]) -> None:
 def _segments(graph: Graph) -> Iterator[list[fx.Node]]:
     """Runs of consecutive calls of one block and phase."""
     calls = list(graph.calls())
-    for _, run in groupby(calls, key=lambda n: (block_of(n), value(n).phase)):
+    for _, run in groupby(calls, key=lambda n: (innermost_block(n), value(n).phase)):
         yield list(run)
 
 

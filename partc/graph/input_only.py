@@ -7,7 +7,7 @@ from torch import fx
 from partc.graph import Graph, draw_of, value
 
 
-def given(graph: Graph) -> set[fx.Node]:
+def input_only(graph: Graph) -> set[fx.Node]:
     """What follows from the step's inputs alone (masks, positions, labels, counts of tokens)."""
     updated = {graph.buffers[name] for name in graph.outputs.buffers}
     known: set[fx.Node] = set()

@@ -1,4 +1,7 @@
-"""Scheduled graphs in, tapes out: of a whole step, or of the phases of one pipeline stage."""
+"""Write a scheduled graph's calls and transfers down as StepEvents, which need no tensors.
+
+``record_step`` does so for a whole step of one stage, ``record_phases`` for a pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,29 @@ from torch import fx
 
 from partc.cost.bytes import packed_bytes, put_in_bytes, unpacked_bytes
 from partc.cost.roofline import call_of, dtype_of
+from partc.cost.step_events import (
+    CALL,
+    LAST,
+    START,
+    WAIT,
+    Call,
+    Event,
+    Move,
+    Place,
+    Run,
+    StepEvents,
+)
 from partc.cost.storage import Replay
-from partc.cost.tape import CALL, LAST, START, WAIT, Call, Event, Move, Place, Run, Tape
-from partc.graph import Graph, collectives, first_operand, held, is_backward, is_tensor, ops, value
+from partc.graph import (
+    Graph,
+    collectives,
+    fake_of,
+    first_operand,
+    is_backward,
+    is_tensor,
+    ops,
+    value,
+)
 from partc.graph.blocks import outermost_block
 from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param, kind_of
@@ -24,15 +47,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls in a row that stand in one block (or phase), and how often they are executed."""
+    """Consecutive calls of one block (or phase), and how many equal blocks they stand for."""
 
     label: str
     calls: list[fx.Node]
     times: int
 
 
-def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
-    """The step of a scheduled graph of one stage; runs are labelled by the block they stand in."""
+def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> StepEvents:
+    """The events of a whole step without pipeline stages; each run is labelled by its block."""
     calls = (node for node in graph.calls() if not _finishes(node))
     found = ((block, list(run)) for block, run in groupby(calls, key=outermost_block))
     runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
@@ -40,8 +63,8 @@ def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> Tape:
     return replace(recorder.tape(runs), prefetch=prefetch)
 
 
-def record_phases(graph: Graph, ran: Replay) -> Tape:
-    """What a stage does, labelled by phase."""
+def record_phases(graph: Graph, ran: Replay) -> StepEvents:
+    """The events of one pipeline stage; each run is labelled by its phase (S, F, B, W, E)."""
 
     def place(node: fx.Node) -> tuple[str, tuple[str, int]]:
         return value(node).phase, list_member(value(node).module)
@@ -56,9 +79,10 @@ def record_phases(graph: Graph, ran: Replay) -> Tape:
 
 
 def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
-    """The sums that end a step: the first of each kind stands for all of them, others for nothing.
+    """The transfer of each gradient reduction of phase E, as if each kind were one bucket.
 
-    Programs move them in large buckets, of which a few more starts make no difference.
+    The first reduction of a kind, axis and dtype gets the bytes of all, the others get None.
+    Programs reduce in large buckets, whose few additional starts make no difference in time.
     """
     found: dict[fx.Node, Move | None] = {}
     alike: dict[object, list[fx.Node]] = {}
@@ -80,8 +104,9 @@ def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
 
 
 def _is_added(node: fx.Node, grads: Set[fx.Node]) -> bool:
-    """Whether a value is added to what earlier microbatches made: a gradient, or its part that is
-    summed over ranks when all are done.
+    """Whether a program adds a value to the sum over earlier microbatches.
+
+    That is so for a gradient, and for a rank's part of one that phase E reduces over ranks.
     """
     if value(node).phase not in ("B", "W") or not is_tensor(node):
         return False
@@ -90,15 +115,17 @@ def _is_added(node: fx.Node, grads: Set[fx.Node]) -> bool:
 
 
 def _reading(product: Call) -> Call:
-    """A product that is added to what is there: read as the result is written, at the end."""
+    """A weight-gradient product that accumulates: the kernel reads the old sum when it writes."""
     size = product.written_bytes
     return product._replace(num_bytes=product.num_bytes + size, written_bytes=2 * size)
 
 
 @dataclass
 class _Recorder:
-    """Numbers calls, transfers and runs. With ``apart`` a run's gathers of parameters stand apart
-    from its other events, and transfers that finish gradients have no waits.
+    """Gives equal calls, transfers and runs one number each, and builds the StepEvents of them.
+
+    With ``apart`` a run lists its gathers of parameters apart from its other events, and a transfer
+    that finishes gradients is recorded without its wait.
     """
 
     ran: Replay
@@ -111,15 +138,17 @@ class _Recorder:
     added: Set[fx.Node] = frozenset()  # to sums over microbatches
     joined: Mapping[fx.Node, Move | None] = field(default_factory=dict)
 
-    def tape(self, runs: list[_Calls]) -> Tape:
+    def tape(self, runs: list[_Calls]) -> StepEvents:
         self._mark(runs)
         order = [Place(each.label, _number(self.runs, self._run(each)), each.times)
                  for each in runs]  # fmt: skip
-        return Tape(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
+        return StepEvents(tuple(self.calls), tuple(self.moves), tuple(self.runs), tuple(order))
 
     def _mark(self, runs: list[_Calls]) -> None:
-        """Name transfers; those that begin and end in one run by their place in it, so that equal
-        runs have equal names.
+        """Name every transfer, so that a wait finds its start.
+
+        A transfer that starts and ends in one run is named by its place in the run (``3``), others
+        by run and place (``5:3``). Equal runs thus have equal events and are stored once.
         """
         at = {node: number for number, run in enumerate(runs) for node in run.calls}
         for number, run in enumerate(runs):
@@ -152,11 +181,11 @@ class _Recorder:
                 call = _reading(call) if joins else call
                 yield Event(phase, CALL, _number(self.calls, call))
             if node in self.added and node.target is not ops.weight_grad:
-                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * held(node).nbytes)
+                adds = Call("add_grad", "matmul", dtype_of(node), 0, 3 * fake_of(node).nbytes)
                 yield Event(phase, CALL, _number(self.calls, adds))
 
     def _move(self, node: fx.Node) -> Move | None:
-        """What a start moves; None for one whose transfer is another's."""
+        """The transfer that a call starts; None where another call's transfer counts its bytes."""
         return self.joined[node] if node in self.joined else _move_of(node)
 
 
@@ -176,7 +205,10 @@ def _move_of(node: fx.Node) -> Move:
 
 
 def _finishes(node: fx.Node) -> bool:
-    """Whether a call waits for finished gradients, or picks one: the walk waits for them itself."""
+    """Whether a call waits for finished gradients, or picks one of them.
+
+    ``step_walk`` decides itself when such transfers are waited for.
+    """
     if node.target is operator.getitem:
         return _finishes(node.all_input_nodes[0])
     return node.target is collectives.wait and _ends_step(first_operand(node))

@@ -83,7 +83,7 @@ class Calls:
 
 
 @dataclass(frozen=True, eq=False)
-class Profile:
+class ScalingModel:
     """A model's step under one way to cut weights over ``tp``: a preset's ``word``, or shardings
     that were searched for one size of it.
 

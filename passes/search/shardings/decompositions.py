@@ -1,4 +1,4 @@
-"""What an op costs that is opened into several where it arrives cut (``passes/shard/open_ops.py``).
+"""What an op costs that is decomposed where it arrives cut (``passes/shard/decompose_ops.py``).
 
 In the search it is one call with one more strategy: that of propagation through what it becomes.
 """
@@ -14,9 +14,9 @@ from partc.graph import (
     Graph,
     Outputs,
     Value,
-    held,
+    fake_of,
     results_of,
-    set_held,
+    set_fake,
     set_value,
     tensor_args,
     value,
@@ -24,7 +24,7 @@ from partc.graph import (
 from partc.machines.topology import Device
 from partc.passes.search.shardings.call_costs import CallCost
 from partc.passes.search.shardings.transfers import Transfers
-from partc.passes.shard.open_ops import opens
+from partc.passes.shard.decompose_ops import decomposes
 from partc.passes.shard.propagate import propagate
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
@@ -37,7 +37,7 @@ Move = tuple[int, int, int]  # bytes, from one sharding to another
 
 
 @dataclass(frozen=True)
-class Opening:
+class Decomposition:
     """The strategy that an opened call follows on one axis, and what it is made of."""
 
     strategy: Strategy
@@ -52,9 +52,11 @@ class Opening:
         return total + sum(lies.seconds(n * share, have, want) for n, have, want in self.moves)
 
 
-def openings(node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfers) -> list[Opening]:
+def openings(
+    node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfers
+) -> list[Decomposition]:
     """The cuts of its first operand that a call takes only when it is opened."""
-    if not opens(node):
+    if not decomposes(node):
         return []
     first, num = tensor_args(node)[0], lies.mesh.size(axis)
     taken = {strategy.ins[0] for strategy in known}
@@ -63,7 +65,7 @@ def openings(node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfer
     return [opening for opening in found if opening is not None]
 
 
-def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Opening | None:
+def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decomposition | None:
     """The call alone in a graph, its operands given as cut, propagated."""
     operands = tensor_args(node)
     alike = value(operands[0]).shape
@@ -79,7 +81,7 @@ def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Openi
         outs[int(name)] = value(result).sharding.on(axis)
     calls = tuple(_works(graph, choices, lies))
     moves = tuple(_moves(graph, choices, lies))
-    return Opening(Strategy(ins, tuple(outs), OPENED), calls, moves)
+    return Decomposition(Strategy(ins, tuple(outs), OPENED), calls, moves)
 
 
 def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
@@ -90,10 +92,10 @@ def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
         name, known = f"x{len(inputs)}", value(operand)
         inputs[operand] = out.placeholder(name)
         set_value(inputs[operand], Value("input", known.shape, known.dtype, name=name))
-        set_held(inputs[operand], held(operand))
+        set_fake(inputs[operand], fake_of(operand))
     call = out.node_copy(node, inputs.__getitem__)
     results = {}
-    if isinstance(held(node), tuple | list):
+    if isinstance(fake_of(node), tuple | list):
         for user in node.users:
             results[str(user.args[1])] = out.node_copy(user, lambda _: call)
     else:
@@ -128,6 +130,6 @@ def _moves(
             have = value(operand).sharding
             if want != have and (operand, want) not in done:
                 done.add((operand, want))
-                num_bytes = held(operand).numel() * held(operand).element_size()
+                num_bytes = fake_of(operand).numel() * fake_of(operand).element_size()
                 have_number, want_number = (lies.number(dict(s.layouts)) for s in (have, want))
                 yield num_bytes, have_number, want_number

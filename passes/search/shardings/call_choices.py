@@ -13,8 +13,8 @@ from torch import fx
 from partc.graph import Graph, literals, picked, results_of, tensor_args, value
 from partc.machines.topology import Device
 from partc.passes.search.shardings.call_costs import CallCost
-from partc.passes.search.shardings.hubs import Hub
-from partc.passes.search.shardings.openings import OPENED, Opening, openings
+from partc.passes.search.shardings.decompositions import OPENED, Decomposition, openings
+from partc.passes.search.shardings.shared_copies import SharedCopies
 from partc.passes.search.shardings.transfers import Transfers
 from partc.passes.search.solver.problem import Costs
 from partc.passes.shard.price import Choices
@@ -27,7 +27,7 @@ _ROUNDS = 4  # over the graph, until no value gets another such cut
 
 
 @dataclass(frozen=True, eq=False)
-class Ways:
+class CallChoices:
     """The choices of one call. ``strategies[choice]`` has one per axis that is being decided;
     ``ins[operand]`` and ``outs[result]`` the number of the sharding on all axes by choice.
     """
@@ -38,9 +38,9 @@ class Ways:
     seconds: Costs
     labels: tuple[str, ...]
 
-    def only(self, keep: Sequence[int]) -> Ways:
+    def only(self, keep: Sequence[int]) -> CallChoices:
         """These choices alone."""
-        return Ways(
+        return CallChoices(
             strategies=tuple(self.strategies[i] for i in keep),
             ins=tuple(tuple(side[i] for i in keep) for side in self.ins),
             outs=tuple(tuple(side[i] for i in keep) for side in self.outs),
@@ -65,10 +65,10 @@ class CallWays:
     costs: dict[int, CallCost] = field(default_factory=dict)
     wishes: dict[int, dict[fx.Node, tuple[Layout, ...]]] = field(default_factory=dict)  # by size
     by_axis: dict[Hashable, list[Strategy]] = field(default_factory=dict)
-    opened: dict[Hashable, list[Opening]] = field(default_factory=dict)
-    made: dict[Hashable, Ways] = field(default_factory=dict)
+    opened: dict[Hashable, list[Decomposition]] = field(default_factory=dict)
+    made: dict[Hashable, CallChoices] = field(default_factory=dict)
     tables: dict[Hashable, Costs] = field(default_factory=dict)  # of problems built of these ways
-    hubs: dict[Hashable, Hub] = field(default_factory=dict)
+    hubs: dict[Hashable, SharedCopies] = field(default_factory=dict)
     part: float = 1.0  # of every call's time that counts
     share: float = 1.0  # of every call's work that is left
 
@@ -85,7 +85,7 @@ class CallWays:
         costs = {kind: cost.shrunk(share) for kind, cost in self.costs.items()}
         return replace(self, costs=costs, opened={}, made={}, part=part, share=share)
 
-    def of(self, node: fx.Node, axes: Sequence[str], fixed: Choices) -> Ways:
+    def of(self, node: fx.Node, axes: Sequence[str], fixed: Choices) -> CallChoices:
         """The ways of a call on ``axes``, given how the other axes are decided."""
         others = {a: s for a, s in fixed.get(node, {}).items() if a not in axes}
         sizes = tuple(self.lies.mesh.size(axis) for axis in axes)
@@ -102,7 +102,7 @@ class CallWays:
         axes: Sequence[str],
         options: Sequence[Sequence[Strategy]],
         others: Mapping[str, Strategy],
-    ) -> Ways:
+    ) -> CallChoices:
         """The combinations whose cuts divide all operands and results."""
         shapes = [value(o).shape for o in tensor_args(node)]
         results = [None if r is None else tuple(r.shape) for r in results_of(node)]
@@ -115,7 +115,7 @@ class CallWays:
             if all(s is None or self.lies.fits(s, n) for s, n in pairs):
                 seconds = self._seconds(node, every, ins, outs)
                 rows.append((chosen, ins, outs, seconds, _label(axes, chosen)))
-        return Ways(
+        return CallChoices(
             strategies=tuple(row[0] for row in rows),
             ins=tuple(tuple(row[1][i] for row in rows) for i in range(len(shapes))),
             outs=tuple(tuple(row[2][i] for row in rows) for i in range(len(results))),
@@ -129,7 +129,7 @@ class CallWays:
         axes: Sequence[str],
         options: Sequence[Sequence[Layout]],
         others: Mapping[str, Layout],
-    ) -> Ways:
+    ) -> CallChoices:
         """The ways to store a parameter of this shape: the combinations that divide it."""
         key = "stored", shape, tuple(axes), tuple(map(tuple, options)), tuple(others.items())
         if key not in self.made:
@@ -138,7 +138,7 @@ class CallWays:
             self.made[key] = fixed_ways(fitting, self.lies)
         return self.made[key]
 
-    def placed(self, layouts: Mapping[str, Layout]) -> Ways:
+    def placed(self, layouts: Mapping[str, Layout]) -> CallChoices:
         """The only way of what lies as it is given."""
         key = "placed", tuple(layouts.items())
         if key not in self.made:
@@ -170,7 +170,7 @@ class CallWays:
         whole = Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
         return [whole, *known, *(opening.strategy for opening in self.openings(node, axis))]
 
-    def openings(self, node: fx.Node, axis: str) -> list[Opening]:
+    def openings(self, node: fx.Node, axis: str) -> list[Decomposition]:
         """The ways of a call that is opened on an axis."""
         key = self.kinds[node], axis
         if key not in self.opened:
@@ -229,10 +229,10 @@ class CallWays:
                 wishes[at] = tuple(sorted((*have, layout)))
 
 
-def fixed_ways(numbers: Sequence[int], lies: Transfers) -> Ways:
+def fixed_ways(numbers: Sequence[int], lies: Transfers) -> CallChoices:
     """Shardings to choose from that cost nothing by themselves."""
     labels = tuple(map(lies.label, numbers))
-    return Ways((), (), (tuple(numbers),), np.zeros(len(numbers)), labels)
+    return CallChoices((), (), (tuple(numbers),), np.zeros(len(numbers)), labels)
 
 
 def _circumstances(node: fx.Node) -> Hashable:

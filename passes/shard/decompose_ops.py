@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import Graph, held, op_word, picked, value
+from partc.graph import Graph, fake_of, op_word, picked, value
 from partc.graph.graph_edits import Writer
 
 aten = torch.ops.aten
 Results = tuple[Any, ...]  # one node (or None) per result of the opened op
 
 
-def opens(node: fx.Node) -> bool:
+def decomposes(node: fx.Node) -> bool:
     """Whether there is an opening for this call."""
     return node.target in _OPENINGS
 
 
-def open_op(graph: Graph, node: fx.Node) -> fx.Node:
+def decompose_op(graph: Graph, node: fx.Node) -> fx.Node:
     """Replace a call by its opening; returns the first node of what stands there now."""
-    write = Writer(graph.fx, node, replace(value(node), opened=op_word(node.target)))
+    write = Writer(graph.fx, node, replace(value(node), decomposed_from=op_word(node.target)))
     before = node.prev
     results = _OPENINGS[node.target](write, *node.args, **node.kwargs)
     if len(results) == 1:
@@ -46,7 +46,7 @@ def open_op(graph: Graph, node: fx.Node) -> fx.Node:
 
 def _log_softmax(write: Writer, x: fx.Node, dim: int, half_to_float: bool) -> Results:
     """x - max - log(sum(exp(x - max))), contiguous: kernels of losses in two dims ask for it."""
-    if not held(x).is_contiguous():
+    if not fake_of(x).is_contiguous():
         x = write(aten.clone.default, x, memory_format=torch.contiguous_format)
     if half_to_float:
         x = write(aten._to_copy.default, x, dtype=torch.float32)
@@ -83,24 +83,24 @@ def _softmax_backward(
 
 
 def _cast(write: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return x if held(x).dtype == dtype else write(aten._to_copy.default, x, dtype=dtype)
+    return x if fake_of(x).dtype == dtype else write(aten._to_copy.default, x, dtype=dtype)
 
 
 def _others(x: fx.Node) -> list[int]:
     """All dims of a batch-norm operand but the channels."""
-    return [d for d in range(held(x).dim()) if d != 1]
+    return [d for d in range(fake_of(x).dim()) if d != 1]
 
 
 def _per_channel(write: Writer, stat: fx.Node, like: fx.Node) -> fx.Node:
     """A value per channel, shaped to broadcast over ``like``."""
-    return write(aten.view.default, stat, [1, -1, *[1] * (held(like).dim() - 2)])
+    return write(aten.view.default, stat, [1, -1, *[1] * (fake_of(like).dim() - 2)])
 
 
 def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Node, fx.Node, int]:
     """Mean, biased variance, 1 / sqrt(variance + eps) per channel, and how many values each is
     of.
     """
-    count = prod(s for d, s in enumerate(held(x).shape) if d != 1)
+    count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     mean = write(aten.div.Tensor, write(aten.sum.dim_IntList, x, _others(x)), count)
     centred = write(aten.sub.Tensor, x, _per_channel(write, mean, x))
     squares = write(aten.sum.dim_IntList, write(aten.mul.Tensor, centred, centred), _others(x))
@@ -146,7 +146,7 @@ def _batch_norm_backward(
     """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), and the two
     sums.
     """
-    count = prod(s for d, s in enumerate(held(x).shape) if d != 1)
+    count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     x_hat = _normalised(write, x, mean, rstd)
     d_bias = write(aten.sum.dim_IntList, d_y, _others(x))
     d_weight = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, x_hat), _others(x))

@@ -1,8 +1,8 @@
 """How a pipeline's schedule adds up: its stages, and what its ranks wait for.
 
-The formulas are those of even stages; ``tests/test_estimate.py`` holds them against simulated
-schedules. A schedule without a formula is simulated here, with even stages. A turn is the forward
-and backward of one microbatch on one stage.
+The formulas are those of even stages; ``tests/search/test_estimate.py`` holds them against
+simulated schedules. A schedule without a formula is simulated here, with even stages. A turn is the
+forward and backward of one microbatch on one stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from partc.passes.search.plans.candidate import Candidate
-from partc.passes.search.plans.laws import Floats
+from partc.passes.search.plans.scaling_model import Floats
 from partc.schedules import make
 from partc.schedules.timing import Costs, Row, timeline
 

@@ -1,7 +1,7 @@
-"""The calls and transfers of a program as plain data, in order: what predictions walk.
+"""The calls and transfers of a program in order, as plain data from which times are predicted.
 
-A graph is read once; its tape is walked for any machines, and saved with the program. Equal calls,
-transfers and runs of them are written once.
+A graph is recorded once. Its StepEvents are saved with the program, and give the time of a step on
+any machines. Equal calls, transfers and runs are stored once and referred to by number.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 Code = Literal["c", "s", "l", "w"]
 CALL: Code = "c"
-START: Code = "s"  # of a transfer that is waited for by a wait of its own
-LAST: Code = "l"  # the start of one that finishes gradients, which nothing reads within the step
+START: Code = "s"  # of a transfer that has a WAIT
+LAST: Code = "l"  # of a transfer that finishes gradients: nothing in the step reads them, no WAIT
 WAIT: Code = "w"
 
 
 class Call(NamedTuple):
-    """A call that computes: what a roofline asks of it. ``work`` is as in ``Device.parts``; of
-    matrix products the sizes of the result, and its bytes.
+    """A call that computes, with what the roofline model needs: FLOPs, bytes moved, kind of work.
+
+    ``work`` is as in ``Device.parts``. The sizes and bytes of the result are given for matrix
+    products only. As text: ``aten.mm matmul f32 4096 768 1 16 16 1024``.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Call(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A collective: bytes that a rank puts in, and those that are copied before and after it."""
+    """A collective: the bytes of one rank's operands, and those copied before and after it."""
 
     kind: str
     axis: str
@@ -54,8 +56,10 @@ class Move(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Phase, what happens (``Code``), the number of its call or transfer, and for a start or a wait
-    which transfer on its way is meant.
+    """A call, a start or a wait (``code``) in a phase, as text ``Fc12`` or ``Bs3.0``.
+
+    ``number`` is the index in ``StepEvents.calls`` or ``moves``. ``mark`` names the transfer of a
+    start or a wait, as several equal ones may be under way.
     """
 
     phase: str
@@ -75,7 +79,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Events in a row; gathers of parameters, which may begin earlier, stand apart."""
+    """The events of consecutive calls of one block or phase.
+
+    ``gathers``: the starts of gathers of parameters, which a program may start before the run.
+    """
 
     gathers: tuple[Event, ...]
     events: tuple[Event, ...]
@@ -83,7 +90,7 @@ class Run:
 
 
 class Place(NamedTuple):
-    """A run in the program: in which block, or phase, it stands, and how often."""
+    """A run in the program's order: the block or phase it stands in, its index, its repetitions."""
 
     label: str
     run: int
@@ -91,9 +98,11 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tape:
-    """One rank's step, or what it does with one stage; between two blocks' runs it starts the
-    gathers of ``prefetch`` of the next.
+class StepEvents:
+    """The events of one rank's step, or of one pipeline stage.
+
+    ``prefetch``: of how many following blocks the parameters are gathered ahead between two loops
+    over blocks.
     """
 
     calls: tuple[Call, ...] = ()
@@ -103,13 +112,13 @@ class Tape:
     prefetch: int = 1
 
     def unrolled(self) -> Iterator[tuple[str, Run]]:
-        """The runs in the order in which they are executed, each with its label."""
+        """The label and run of every execution, in order; a repeated run comes several times."""
         for label, number, times in self.order:
             for _ in range(times):
                 yield label, self.runs[number]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, a line of text for each entry."""
+        """The events as plain data, one string per call, transfer and run."""
         return {
             "calls": list(map(str, self.calls)),
             "moves": [" ".join(map(str, move)) for move in self.moves],
@@ -119,8 +128,8 @@ class Tape:
         }
 
     @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Tape:
-        """From what ``as_json`` gave; KeyError, ValueError and their like if it is malformed."""
+    def of_json(cls, data: Mapping[str, Any]) -> StepEvents:
+        """StepEvents from the data of ``as_json``; KeyError, ValueError and alike if malformed."""
         moves = (text.split(" ") for text in data["moves"])
         order = (text.split(" ", 2) for text in data["order"])
         return cls(

@@ -1,0 +1,103 @@
+"""Every pass that is called optional can be left out: the program is another one, and right."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import UsageError
+from partc.lowering import PASSES
+from partc.plan.mesh import Mesh
+from partc.program import Program
+from partc.verification.verification import verify
+from tests.pairs import FAST, SLOW, in_pairs
+
+WIDTH, WORDS = 16, 24
+IDS = torch.arange(8 * 6).view(8, 6) % WORDS
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return result
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    loss: Tensor = model(ids)
+    return loss
+
+
+@cache
+def step() -> partc.Traced:
+    torch.manual_seed(0)
+    return partc.Traced(Words().double(), (IDS,), loss_of)
+
+
+ONE_STAGE = ("dp=2,tp=2", "fsdp+megatron", 1)
+PAIRS = ("dp_replicate=2,dp_shard=2", "ddp", 1)
+PIPELINE = ("pp=2,dp_replicate=2,dp_shard=2", "ddp", 2)
+WHERE = {  # each pass where it does something: mesh, plan, microbatches
+    "fuse_loss": ONE_STAGE,
+    "fuse_bias": ONE_STAGE,
+    "recompute": ONE_STAGE,
+    "share_gathers": ONE_STAGE,
+    "bucket_collectives": ONE_STAGE,
+    "overlap_collectives": ONE_STAGE,
+    "hierarchical_all_reduce": PAIRS,
+    "hierarchical_all_reduce_stages": PIPELINE,
+}
+ALL = {each.name for each in PASSES if each.optional}
+
+
+@cache
+def compiled(where: tuple[str, str, int], *disable: str) -> Program:
+    axes, plan, microbatches = where
+    mesh = in_pairs(axes, FAST, SLOW) if "replicate" in axes else Mesh.parse(axes)
+    return partc.compile(step(), mesh, plan=plan, microbatches=microbatches, disable=disable)
+
+
+def check(program: Program) -> None:
+    verify(program, step().model, (IDS,), loss_of).check()
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_without_one(name: str) -> None:
+    program = compiled(WHERE[name], name)
+    assert program.sources != compiled(WHERE[name]).sources
+    check(program)
+
+
+@pytest.mark.parametrize("where", [ONE_STAGE, PIPELINE], ids=lambda where: str(where[0]))
+def test_without_all(where: tuple[str, str, int]) -> None:
+    check(compiled(where, *sorted(ALL)))
+
+
+def test_what_is_needed_stays() -> None:
+    needed = [each.name for each in PASSES if each.own and not each.optional]
+    for name in needed:
+        with pytest.raises(UsageError, match=f"pass {name}: it cannot be left out"):
+            compiled(ONE_STAGE, name)
