@@ -215,10 +215,11 @@ def described(rows: Table) -> Iterator[str]:
     """The table as lines of text, two for a pass: number, name, which steps take it, what is there
     behind it, and its file; below that why it is there. Then where the order is not a line.
     """
-    yield f"{'':>3}  {'pass':21} {'only':17} {'leaves':16} where"
+    wide = max(len(each.name) for each in rows.passes)
+    yield f"{'':>3}  {'pass':{wide}} {'only':16} {'leaves':15} where"
     for number, each in enumerate(rows.passes, start=1):
         may = "; left out" if each.name in rows.left_out else "; optional" * each.optional
-        yield f"{number:3}  {each.name:21} {each.when.word:17} {each.out:16} {each.where}{may}"
+        yield f"{number:3}  {each.name:{wide}} {each.when.word:16} {each.out:15} {each.where}{may}"
         yield from wrap(each.why, WIDTH, initial_indent=WHY, subsequent_indent=WHY)
     yield ""
     yield from LOOPS
