@@ -165,8 +165,7 @@ class _Rank:
             self.written.extend((SENT, m) for m in self.traffic.order[channel][first:sent])
 
     def _starts(self) -> dict[int, list[int]]:
-        """The numbers of the collectives to start, by the index of the rank's action before them.
-        """
+        """The numbers of the collectives to start, by the index of the action before them."""
         wiring = self.wiring
         starts: dict[int, list[int]] = {}
         # Per communicator, the index of its latest collective: all members have to start the

@@ -213,8 +213,7 @@ class RankProgram:
 
 
 def parse_programs(text: str, wiring: Wiring) -> tuple[RankProgram, ...]:
-    """Read rank programs from text with one line per rank; PlanError names a word that is no event.
-    """
+    """Read rank programs from text, one line per rank; PlanError names a word that is no event."""
     return tuple(
         RankProgram(rank, tuple(wiring.event(word) for word in line.split()), wiring)
         for rank, line in enumerate(text.splitlines())
