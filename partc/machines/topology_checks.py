@@ -1,4 +1,4 @@
-"""Refusing absurd figures of machines, each by name and in four parts."""
+"""Checks of a machine's figures; each PlanError names the figure and its allowed range."""
 
 from __future__ import annotations
 
