@@ -1,4 +1,7 @@
-"""Rules of ops that make tensors: a rank makes its piece, unless values depend on the place."""
+"""Rules of ops that make tensors: a rank makes its own piece, unless values depend on the place.
+
+``zeros`` may be sharded; ``arange`` may not, since its values depend on their places.
+"""
 
 from __future__ import annotations
 

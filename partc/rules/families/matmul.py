@@ -1,4 +1,8 @@
-"""Rules of matrix products. Cutting the summed letter ``k`` leaves an unfinished sum."""
+"""Rules of matrix products. Sharding the summed letter ``k`` leaves an unfinished sum.
+
+For ``mk,kn->mn`` on axis tp: sharding ``n`` is column parallelism (``f32[8,16@tp]``), sharding
+``k`` is row parallelism (``f32[8,16]{U:tp}``, which an all_reduce finishes).
+"""
 
 from __future__ import annotations
 

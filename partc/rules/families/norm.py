@@ -1,4 +1,4 @@
-"""Rules of normalisations: what is normalised together stays whole."""
+"""Rules of normalisations: dims that share a mean and a variance are not sharded."""
 
 from __future__ import annotations
 
