@@ -124,6 +124,7 @@ class Plan:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise _wrong(where, "this is not TOML", str(error)) from None
+        # A misspelt field must be an error: the search would otherwise decide in its place.
         unknown = sorted(set(table) - _FIELDS)
         if unknown:
             raise _wrong(
@@ -184,7 +185,7 @@ class Plan:
         if entry is None:
             return stored
         named = {axis: each.out for axis, each in entry.items()}
-        every = {**stored, **named} if entry else {}
+        every = {**stored, **named} if entry else {}  # an empty entry: "whole" on every axis
         return {axis: layout for axis, layout in every.items() if layout != R}
 
     def lies(self, name: str) -> Mapping[str, Lies] | None:
@@ -206,6 +207,7 @@ class Plan:
     @property
     def names_blocks(self) -> bool:
         """Whether the plan treats single blocks of a stack differently: a name has a number."""
+        # A part of a path is a number, or mixes digits and "*"; a plain "*" means all blocks alike.
         values = (name.partition(":")[0] for name in self.values)
         names = (*self.params, *self.stages, *self.recompute_paths, *values)
         return any(
@@ -266,6 +268,7 @@ def fits(pattern: str, name: str) -> bool:
 
 @cache
 def _regex(pattern: str) -> re.Pattern[str]:
+    # The group makes re.split keep each "*" that is a whole part of a path, at the odd places.
     parts = re.split(r"(?<=\.)(\*)(?=[.:])", pattern)
     texts = (
         r"[^.:]+" if i % 2 else ".*".join(map(re.escape, part.split("*")))
@@ -374,6 +377,7 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     counts = ("prefetch", "pieces", "chunks", "memory_bytes")
     for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
         count = table.get(key, least)
+        # TOML's true is a bool, which is an int in Python: it has to be refused by name.
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")
     paths = table.get("recompute")

@@ -24,7 +24,7 @@ MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str | Path"
 DP, TP = "dp", "tp"
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
-_AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
+_AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Mesh:
     def coords(self, rank: int) -> dict[str, int]:
         """A rank's coordinate on each axis."""
         at = {}
-        for name, size in reversed(self.axes):
+        for name, size in reversed(self.axes):  # the last axis is the fastest in rank order
             rank, at[name] = divmod(rank, size)
         return {name: at[name] for name in self.names}
 

@@ -125,6 +125,8 @@ class Sharding:
         cuts = self.cuts()
         rest = [(a, lay) for a, lay in self.layouts if lay.kind != "cut"]
         replicated = [(a, R) for a in mesh.names if self.on(a) == R]
+        # Shards are undone in the reverse order of `local`. Every step leaves one tensor per group,
+        # on the group's first rank; so replicated axes come too, to get down to rank 0.
         for axis, layout in [*reversed(cuts), *rest, *replicated]:
             outer = self.local_outer(axis, mesh) if layout.kind == "cut" else 1
             held = {
@@ -187,6 +189,7 @@ def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
     if layout.kind == "R":
         return pieces[0]
     if layout.kind == "U":
+        # torch.sum of int32 gives int64 by itself; an all_reduce keeps the dtype
         return torch.sum(torch.stack(list(pieces)), 0, dtype=pieces[0].dtype)
     if layout.kind == "M":
         return torch.stack(list(pieces)).amax(0)
