@@ -215,6 +215,7 @@ def fake_of(node: fx.Node) -> Any:
 
 def set_fake(node: fx.Node, fake: Any) -> None:
     node.meta["val"] = fake
+    # A known shape stays: in a local graph the Value has the whole shape, the fake the local one.
     if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
 

@@ -80,6 +80,8 @@ class FakeCalls:
         if not operands or not all(map(_is_plain, operands)) or _restrides(target):
             return self.execute(target, args, kwargs)
         memories = [x.untyped_storage() for x in operands]
+        # The key says which operands share memory, since the result may be a view of one of them;
+        # and it has the default dtype, which the result of a call with a number depends on.
         numbers: dict[int, int] = {}
         places = [numbers.setdefault(m._cdata, i) for i, m in enumerate(memories)]
         forms = map(Form.of, operands, memories)

@@ -112,6 +112,7 @@ def rename_calls(graph: Graph) -> None:
     """
     stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
     stand_ins |= {n.name: n for n in graph.fx.nodes}
+    # A new namespace counts from zero, so that names do not depend on calls erased before.
     names = graph.fx._graph_namespace = _Namespace()
     forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
     for node in graph.fx.nodes:
