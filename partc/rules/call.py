@@ -113,6 +113,7 @@ def _call(
     if arguments is None:
         arguments = arguments_of(node.target, node.args, node.kwargs)
     slots = slot_nodes(node.target, arguments)
+    # A getitem's operand is a tuple; a rule sees the picked tensor as the operand instead.
     picks = node.target is operator.getitem
     fakes = [None if s is None else fake_of(node if picks else s) for s in slots]
     tensors = [f if isinstance(f, Tensor) else None for f in fakes]

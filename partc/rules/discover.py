@@ -160,6 +160,7 @@ def discovered(signature: Signature) -> tuple[Strategy, ...]:
         for ins, answer in zip(candidates, answers, strict=True)
         if answer is not None and (outs := _read_outs(answer)) is not None
     )
+    # Replicated results mean that every rank computes all of them: nothing is gained.
     return tuple(s for s in found if any(layout != R for layout in s.outs))
 
 

@@ -226,6 +226,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if not want.numel():
         return 0.0
     error, scale = float((got - want).abs().max()), float(want.abs().max())
+    # NaN is returned as it is: it is not equal to itself, and no tolerance accepts it.
     return error if error != error or not scale else error / scale
 
 

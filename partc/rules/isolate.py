@@ -57,7 +57,7 @@ def _in_child(
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             return _listen(pipe, numbers, answers, seconds)
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # SIGKILL, since a kernel may hang
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
@@ -75,6 +75,7 @@ def _be_the_child(attempt: Attempt, numbers: Sequence[int], writing: int) -> Non
         os.dup2(silence, 2)
         torch.set_num_threads(1)  # the parent's pool of threads does not survive the fork
         for number in numbers:
+            # unbuffered: the start has to be on the pipe before the attempt can crash
             os.write(writing, f"start {number}\n".encode())
             os.write(writing, f"answer {number} {attempt(number)}\n".encode())
     finally:

@@ -144,6 +144,7 @@ def resolve(
         for dim, size in zip(dims, shape, strict=True)
     ]
     sizes = _solve(pairs)
+    # an empty dim (size 0) is not sharded either
     frozen = {f for f, size in sizes.items() if f in notation.frozen or not size}
     if ELLIPSIS in notation.frozen:
         frozen |= {f for f in sizes if f[0] == "."}
@@ -186,6 +187,8 @@ def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
         if len(dim) == 1:
             known = sizes.get(dim[0], 1)
             sizes[dim[0]] = max(size, known) if size and known else 0
+    # A dim of several factors gives the size of one factor when all its others are known; so the
+    # dims are solved in the order in which that becomes true.
     open_pairs = [(dim, size) for dim, size in pairs if len(dim) > 1]
     while open_pairs:
         unknown = [[f for f in dim if f not in sizes] for dim, _ in open_pairs]

@@ -129,7 +129,7 @@ def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strateg
         return ()
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # the strategies of a call are proved in turn and share its whole run
 def _whole(signature: Signature, seed: int) -> Whole:
     """The whole run of a call, and the method to compare its results (see `Trial`)."""
     for exact in (signature.in_float64(), signature):
@@ -137,7 +137,7 @@ def _whole(signature: Signature, seed: int) -> Whole:
             torch.default_generator.manual_seed(seed)
             operands, results = whole_run(exact, seed)
             method = "moments" if is_random(exact, operands, results) else "values"
-            method = "shapes" if "empty" in exact.op else method
+            method = "shapes" if "empty" in exact.op else method  # uninitialised memory
             return Whole(exact, tuple(operands), tuple(results), method)
     whole_run(signature, seed)  # tells why it is refused
     raise AssertionError

@@ -55,6 +55,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     view = _View(entry, call, *applied(entry, call), num)
     order = _operand_order(node, call)
     wishes = [(_wished(position, order, call), layout) for position, layout in seen]
+    # dict.fromkeys drops repeats and keeps the order, so that equal calls give equal lists.
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
     picked = [_by_operand(s, order) for s in found]
     picked += [Strategy(*layouts) for layouts in own_ways(node, num, list(seen))]
@@ -79,6 +80,7 @@ def letter_cut(
     if entry is None:
         return None
     call = whole_call(node)
+    # One rank, as the caller checks whether sizes divide: it knows the `outer` factor of the rows.
     view = _View(entry, call, *applied(entry, call), 1)
     order = _operand_order(node, call)
     letters = set()
@@ -89,6 +91,7 @@ def letter_cut(
     letter = letters.pop()
     if letters or len(letter) != 1 or letter[0] in view.factors.frozen:
         return None
+    # The rows have to be a dim by themselves in every tensor: no dim may mix them with others.
     tensors = [*view.factors.operands, *view.factors.results]
     if any(len(dim) > 1 and letter[0] in dim for dims_of in tensors for dim in dims_of):
         return None
