@@ -72,6 +72,7 @@ def auto(
         actions = 3 * len(costs.forward) * microbatches
         evaluations = min(max(_ACTIONS_IN_ALL // actions, _FEWEST), _MOST)
 
+    # Half of the evaluations are for list schedules, the rest for improving the best schedule.
     policies = POLICIES[: max(1, (evaluations + 1) // 2 // len(possible))]
     made = (
         schedule

@@ -88,6 +88,7 @@ class _Run:
     ) -> None:
         stages, ranks = len(rank_of), len(caps)
         self.costs, self.rank_of = costs, rank_of
+        # Half of the rounding that `improve.fits` allows, which adds up in another order.
         self.caps = [cap * (1 + ROUNDING / 2) for cap in caps]
         self.microbatches, self.policy = microbatches, policy
         self.stages_of = [[s for s in range(stages) if rank_of[s] == r] for r in range(ranks)]

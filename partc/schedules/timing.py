@@ -127,6 +127,7 @@ class _Run:
     def advance(self, rank: int) -> list[int]:
         """Run a rank until it must wait; return the ranks that waited for one of its actions."""
         order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
+        # Local names, since the loop runs once per action and attributes are slower to read.
         forward_end, backward_end = self.forward_end, self.backward_end
         forward_waiter, backward_waiter = self.forward_waiter, self.backward_waiter
         costs, transfer, last = self.costs, self.transfer, self.schedule.stages - 1

@@ -47,6 +47,8 @@ def _order(rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[Actio
     turns = rounds(ranks, microbatches)
     forwards = _in_rounds(turns, stages, "F")
     backwards = _in_rounds(turns, reversed(stages), "B")
+    # The forwards before the first backward, as in Megatron-LM's warm-up: a round for each of the
+    # rank's stages but the last, and two for each rank between this one and the last.
     ahead = min((chunks - 1) * len(turns[0]) + 2 * (ranks - 1 - rank), len(forwards))
     steady = zip(forwards[ahead:], backwards, strict=False)
     both = [action for pair in steady for action in pair]
