@@ -150,6 +150,7 @@ def write_topology(topology: Topology) -> str:
     """The topology as TOML text; `parse_topology` reads it back to an equal topology."""
     lines = [f"name = {_text(topology.name)}", f"library = {_text(topology.library)}"]
     lines += [f"start_s = {_number(topology.start_s)}"]
+    # The figures that are written only if they are not 0; sharing is 1 where nothing is shared.
     told = {
         "contention": topology.contention,
         "skew": topology.skew,
