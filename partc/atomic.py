@@ -65,7 +65,7 @@ def _swap(new: Path, target: Path, old: Path) -> None:
         if target.exists():
             target.rename(old)
         new.rename(target)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: between the two renames there is no directory at `target`
         if old.exists() and not target.exists():
             old.rename(target)
         raise

@@ -46,6 +46,7 @@ def identifier(name: str) -> str:
 
 def comment(text: str, length: int = 100) -> str:
     """The text as one printable ASCII line of at most `length` characters, without the `#`."""
+    # A line break or another control character would end the comment, and the rest would be code.
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     line = line.encode("ascii", "replace").decode("ascii")
     line = re.sub(r"coding(?=[:=])", "coding ", line)  # `# coding: utf-7` would change the file
