@@ -300,12 +300,12 @@ def fold_names(
 
 
 def widest_pattern(name: str) -> str:
-    """A name with ``*`` for all its numbers."""
+    """A name with ``*`` for all its numbers: ``layers.0.experts.1.w -> layers.*.experts.*.w``."""
     return next(_patterns(name))
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """A name with ``*`` for all its numbers, then for the first one only."""
+    """The patterns to try for a name: ``*`` for all its numbers, then for the first one only."""
     numbers = list(re.finditer(r"(?<=\.)\d+(?=[.:])", name))
     for taken in (numbers, numbers[:1]):
         parts = list(name)
