@@ -105,7 +105,7 @@ def collect(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tens
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a started collective, ready to read."""
+    """Wait for a started collective; the result is its value, ready to read."""
     return x
 
 
