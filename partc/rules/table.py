@@ -119,12 +119,18 @@ def find(target: Any) -> Rule | None:
 
 
 def pointwise(call: Call) -> str:
-    """Every tensor has the same dims, broadcast; all results too."""
+    """Every tensor has the same dims, broadcast; all results too.
+
+    For two operands the notation is ``...,...->...``.
+    """
     return ",".join(["..."] * len(call.slots)) + "->" + ",".join(["..."] * len(call.results))
 
 
 def whole_only(call: Call) -> str:
-    """Nothing may be cut: the op mixes what its dims hold, or their sizes mean something."""
+    """Nothing may be cut: the op mixes what its dims hold, or their sizes mean something.
+
+    For a matrix and a vector the notation is ``__->_``: no dim has a letter.
+    """
     sides = (call.shapes, call.results)
     left, right = (",".join("_" * len(shape or ()) for shape in side) for side in sides)
     return f"{left}->{right}"

@@ -52,7 +52,11 @@ def _ins(call: Call, terms: dict[str, str]) -> str:
 
 
 def attention(call: Call) -> str:
-    """Result, then statistics of each query, then what does not depend on the cut."""
+    """Result, then statistics of each query, then what does not depend on the cut.
+
+    The statistics are the logsumexp of each query's scores. The last results (random state, sizes)
+    are replicated whatever is sharded.
+    """
     terms = _terms(call)
     rest = ["_" * len(shape or ()) + WHOLE for shape in call.results]
     known = [terms["query"], *(terms[f"rank{len(s)}"] for s in call.results[1:2] if s is not None)]
@@ -60,7 +64,10 @@ def attention(call: Call) -> str:
 
 
 def attention_backward(call: Call) -> str:
-    """Gradients of query, key, value, perhaps mask; those of keys are sums over the queries."""
+    """Gradients of query, key, value, perhaps mask; those of keys are sums over the queries.
+
+    So sharding the queries over tp gives the gradients of keys and values as ``{U:tp}``.
+    """
     terms = _terms(call)
     results = [terms["query"], terms["key"], terms["key"]]
     for bias in call.results[3:]:

@@ -21,7 +21,10 @@ def filled_like(call: Call) -> str:
 
 
 def picked(call: Call) -> str:
-    """One result of an op with several: it lies as the op left it."""
+    """One result of an op with several: it lies as the op left it.
+
+    A getitem node has the layout of the result that it picks.
+    """
     letters = "".join(dims(len(call.results[0] or ())))
     return f"{letters}->{letters}"
 

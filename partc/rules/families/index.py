@@ -51,7 +51,11 @@ def pick(call: Call) -> str:
 
 
 def place(call: Call) -> str:
-    """``x[i, :, j] = values`` or, if indices may be cut, ``+= values``."""
+    """``x[i, :, j] = values`` or, if indices may be cut, ``+= values``.
+
+    Ranks with some of the indices each add their part, so ``+=`` gives an unfinished sum. A plain
+    assignment has no such sum, so its indices are not sharded.
+    """
     if _is_masked(call):
         return whole_only(call)
     operand, indices, values = _index_terms(call, len(call.slots) - 2)
@@ -84,7 +88,10 @@ def index_add(call: Call) -> str:
 
 
 def index_copy(call: Call) -> str:
-    """As ``index_add``, but later places overwrite earlier ones."""
+    """As ``index_add``, but later places overwrite earlier ones.
+
+    So the indices are not sharded: the last one to write a place may be on any rank.
+    """
     return index_add(call).replace("I", "!I")
 
 
@@ -98,7 +105,10 @@ def _aligned(call: Call, slots: Sequence[int]) -> list[str]:
 
 
 def gather(call: Call) -> str:
-    """``a V, a I@V -> a I``: along ``dim`` the elements may lie on other ranks."""
+    """``a V, a I@V -> a I``: along ``dim`` the elements may lie on other ranks.
+
+    If ``V`` is sharded, a rank gives zeros for elements of other ranks: an unfinished sum.
+    """
     if not call.rank() or not call.rank(1):
         return whole_only(call)
     dim, letters = call.dim(), _aligned(call, (0, 1))
@@ -107,7 +117,10 @@ def gather(call: Call) -> str:
 
 
 def scatter(call: Call, letter: str = "_") -> str:
-    """``a _, a _, a _ -> a _``; ``src`` may be absent."""
+    """``a _, a _, a _ -> a _``; ``src`` may be absent.
+
+    ``letter`` is the letter of the scattered elements along ``dim`` (``_``: not sharded).
+    """
     if not call.rank() or not call.rank(1):
         return whole_only(call)
     filled = [i for i, shape in enumerate(call.shapes) if shape is not None]

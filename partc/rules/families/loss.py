@@ -13,7 +13,10 @@ CLASSES = Windowed(ignore="ignore_index", outside=-100)  # -100 is torch's defau
 
 
 def nll(call: Call) -> str:
-    """``nvxy, nxy @v, v -> ,``: the loss and the weight of the targets that count."""
+    """``nvxy, nxy @v, v -> ,``: the loss and the weight of the targets that count.
+
+    n are samples, v classes, x and y places; with reduction "none" the loss has the dims ``nxy``.
+    """
     samples = "n" + "xyz"[: call.rank() - 2]
     scores = f"nv{samples[1:]}"
     if call["reduction"] == MEAN:

@@ -22,7 +22,10 @@ def reduction(call: Call, frozen: bool = False) -> str:
 
 
 def frozen_reduction(call: Call) -> str:
-    """As ``reduction``, the reduced dims whole: what they give on pieces does not add up."""
+    """As ``reduction``, the reduced dims whole: what they give on pieces does not add up.
+
+    For example a variance or an argmax of the whole is no sum of those of the pieces.
+    """
     return reduction(call, frozen=True)
 
 

@@ -117,7 +117,11 @@ def _asked_for(call: Call) -> list[int]:
 
 
 def cat(call: Call) -> str:
-    """``a (1 N), a (2 N) -> a (3 N)``; an empty list of old days has one dim and no letters."""
+    """``a (1 N), a (2 N) -> a (3 N)``; an empty list of old days has one dim and no letters.
+
+    torch.cat accepts an operand of shape [0] beside operands of any number of dims and ignores it;
+    older code starts its lists with such a tensor.
+    """
     result = call.results[0] or ()
     letters, dim = dims(len(result)), call["dim"] % len(result)
     joined = [shape or () for shape in call.shapes]
