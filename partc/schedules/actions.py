@@ -28,7 +28,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read ``0F2``; PlanError says what is wrong with anything else."""
+        """Read an action such as ``0F2``; PlanError if the text is none."""
         found = _WRITTEN.fullmatch(text.strip())
         if not found:
             raise PlanError(
