@@ -127,7 +127,7 @@ def ring_all_reduce(group: Group) -> Line:
 
 
 def ring_broadcast(group: Group) -> Line:
-    """A pipeline of small pieces through all: ``(p - 1) a + n b`` (Chan)."""
+    """Small pieces that pass through all ranks one after the other: ``(p - 1) a + n b`` (Chan)."""
     return group.round_s, group.ring_step_s_per_byte
 
 

@@ -302,7 +302,7 @@ class Topology:
         return read_topology(path)
 
     def __str__(self) -> str:
-        """The TOML form; ``topology_text.parse_topology`` reads it back to an equal one."""
+        """The topology as TOML text, which ``topology_text.parse_topology`` reads back."""
         from partc.machines.topology_text import write_topology
 
         return write_topology(self)
