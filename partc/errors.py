@@ -21,7 +21,10 @@ class PartcError(Exception):
         super().__init__(_sentence(self.where, self.what, self.why, self.do))
 
     def __reduce__(self) -> tuple[Callable[[], "PartcError"], tuple[()]]:
-        """Pickle by parts, since a child process hands its error to its parent that way."""
+        """Pickle the four parts, since exceptions with keyword arguments cannot be pickled else.
+
+        A child process passes its error to its parent as a pickle.
+        """
         return partial(type(self), where=self.where, what=self.what, why=self.why, do=self.do), ()
 
     def as_dict(self) -> dict[str, str]:
@@ -31,7 +34,7 @@ class PartcError(Exception):
 
 
 class TraceError(PartcError):
-    """The model, its loss or its inputs could not be turned into one graph."""
+    """The model with its loss cannot be traced into one graph for these inputs."""
 
     code = "PTC010"
 
