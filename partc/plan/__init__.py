@@ -69,17 +69,17 @@ class Plan:
     patterns with ``*``: these modules save only their inputs, and the rest is as with ``"cheap"``.
 
     Communication: ``join_mb`` is the size limit of a bucket of weights or gradients, in megabytes
-    (0: no buckets). Larger buckets save start times, but their tensors are copied together, and the
-    bucket leaves only when its last tensor is there. Where the step gets faster, a block's
-    gradients leave in a few buckets, and a tensor whose copy takes longer than starting a transfer
-    goes alone. ``messages``: with gloo, ranks send each other messages instead of an all_gather or
-    reduce_scatter, which copies less (None: where these copies take a measurable part of the step).
-    ``prefetch``: between two loops over blocks (over the head and the loss), the weights of so many
-    blocks are gathered ahead (0: two if the step is faster and fits into memory, else one).
-    Pipelines gather one block ahead. ``pieces``: blocks that wait for sums of activations are
-    computed in so many pieces, so that the sums of one piece overlap the computing of the next
-    (1: not in pieces; 0: the fastest number, if it saves much). ``reduce``: gradients are summed
-    over ranks once per ``"step"``, or once per ``"microbatch"`` (ZeRO-2 and 3).
+    (0: no buckets). Larger buckets save start times, but their tensors are copied, and the bucket
+    leaves only when its last tensor is there. Where the step gets faster, a block's gradients leave
+    in a few buckets, and a tensor whose copy takes longer than starting a transfer goes alone.
+    ``messages``: with gloo, ranks send messages instead of an all_gather or reduce_scatter, which
+    copies less (None: where these copies take a measurable part of the step). ``prefetch``: between
+    two loops over blocks (over the head and the loss), the weights of so many blocks are gathered
+    ahead (0: two if the step is faster and fits into memory, else one). Pipelines gather one block
+    ahead. ``pieces``: blocks that wait for sums of activations are computed in so many pieces, so
+    that the sums of one piece overlap the computing of the next (1: not in pieces; 0: the fastest
+    number, if it saves much). ``reduce``: gradients are summed over ranks once per ``"step"``, or
+    once per ``"microbatch"`` (ZeRO-2 and 3).
 
     Pipelines: ``schedule`` is the name of a schedule, or of a CSV file whose rows ``order`` has, so
     that the plan replays without the file; empty is 1f1b for training and forward-only for
@@ -124,8 +124,7 @@ class Plan:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise _wrong(where, "this is not TOML", str(error)) from None
-        # A misspelt field must be an error: the search would otherwise decide in its place.
-        unknown = sorted(set(table) - _FIELDS)
+        unknown = sorted(set(table) - _FIELDS)  # misspelt: the search would decide instead
         if unknown:
             raise _wrong(
                 where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
@@ -256,10 +255,9 @@ class Plan:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a name.
+    """Whether a pattern fits a name: ``layers.*.w`` fits ``layers.0.w``, not ``layers.0.mlp.w``.
 
-    ``*`` between two dots (or a dot and a colon) is one part of a path; elsewhere ``*`` is any
-    text: ``layers.*.w`` fits ``layers.0.w`` but not ``layers.0.mlp.w``.
+    ``*`` between dots (or a dot and a colon) is one part of a path; elsewhere it is any text.
     """
     if "*" not in pattern:
         return pattern == name
@@ -268,7 +266,6 @@ def fits(pattern: str, name: str) -> bool:
 
 @cache
 def _regex(pattern: str) -> re.Pattern[str]:
-    # The group makes re.split keep each "*" that is a whole part of a path, at the odd places.
     parts = re.split(r"(?<=\.)(\*)(?=[.:])", pattern)
     texts = (
         r"[^.:]+" if i % 2 else ".*".join(map(re.escape, part.split("*")))
@@ -280,9 +277,8 @@ def _regex(pattern: str) -> re.Pattern[str]:
 def fold_names(
     table: Mapping[str, Mapping[str, T]], apart: Iterable[str] = ()
 ) -> dict[str, Mapping[str, T]]:
-    """Join equal entries whose names differ only in layer numbers.
-
-    For example ``layers.0.w, layers.1.w -> layers.*.w``. No pattern may fit a name in ``apart``.
+    """Join equal entries that differ only in layer numbers: ``layers.0.w, layers.1.w ->
+    layers.*.w``. No pattern may fit a name in ``apart``.
     """
     folds: dict[str, bool] = {}  # pattern -> whether all names that fit it have the same cuts
 
@@ -377,7 +373,6 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
     counts = ("prefetch", "pieces", "chunks", "memory_bytes")
     for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
         count = table.get(key, least)
-        # TOML's true is a bool, which is an int in Python: it has to be refused by name.
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")
     paths = table.get("recompute")

@@ -130,7 +130,7 @@ class Mesh:
         return self.topology is not None and self.topology.is_mixed
 
     def settled(self, axes: Mesh | None) -> Mesh:
-        """This mesh, an open one with the given axes; PlanError if open and none are given."""
+        """The mesh itself; if it is open, the mesh with the given axes (PlanError without any)."""
         if not self.is_open:
             return self
         if axes is None:
