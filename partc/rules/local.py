@@ -58,7 +58,7 @@ def write_local_call(
 def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, with contiguous copies of operands whose strides the kernel ignores.
 
-    Such a kernel reads a strided operand as if it were contiguous, and gives wrong results.
+    The kernel reads a strided operand as if the operand were contiguous, and gives wrong results.
     """
     names = [name for name, _, _ in parameters(target)]
     return tuple(
