@@ -54,12 +54,12 @@ class Collective:
     """A collective that the pipeline ranks in ``members`` run together once a step.
 
     A member starts the collective after its last forward (``after="F"``) or last backward of
-    ``stages``; a member without such an action starts it at the end of its step. A collective
-    without ``stages`` closes the step: a rank runs such collectives one after the other, at the
-    very end. Only ranks of this pipeline are members: the data-parallel replicas of a pipeline run
-    the same program, so a reduction of a stage's gradients over ``dp`` has one member. Collectives
-    of the same ``communicator`` start on every rank in the order of their declaration; None gives a
-    collective a communicator of its own.
+    ``stages``; a member that runs none of ``stages`` starts it at the end of its step. A collective
+    without ``stages`` closes the step: a rank runs all closing collectives one after the other, at
+    the very end. Only ranks of this pipeline are members: the data-parallel replicas of a pipeline
+    run the same program, so a reduction of a stage's gradients over ``dp`` has one member.
+    Collectives of the same ``communicator`` start on every rank in the order of their declaration;
+    None gives a collective a communicator of its own.
     """
 
     name: str
