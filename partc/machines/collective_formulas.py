@@ -79,8 +79,10 @@ class Group:
         return cls(tuple(hop for hop in hops if hop.members > 1))
 
     def small(self) -> Group | None:
-        """The group with each link's protocol for small messages (NCCL's LL); None if a link has no
-        such protocol."""
+        """The group with each link's protocol for small messages (NCCL's LL).
+
+        None if some link has no protocol for small messages.
+        """
         levels = [hop.level.small(SMALL_SHARE) for hop in self.hops]
         pairs = zip(self.hops, levels, strict=True)
         hops = tuple(replace(hop, level=level) for hop, level in pairs if level is not None)

@@ -214,8 +214,7 @@ class Level:
         return replace(self, size=size, bytes_per_s=self.bytes_per_s * links)
 
     def small(self, share: float) -> Level | None:
-        """The level with its protocol for small messages, at a share of the bytes/s; None without
-        such a protocol."""
+        """The level's protocol for small messages, at a share of the bytes/s; None without one."""
         if self.low_latency_s is None:
             return None
         return replace(
