@@ -16,7 +16,7 @@ WRITTEN = (
     "constants.safetensors",
     "schedule.csv",
     "__pycache__",
-)  # what a saved program consists of
+)  # file names of a saved program; __pycache__ appears when the program has run
 
 
 @contextmanager
@@ -25,8 +25,9 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """Yield an empty directory that takes the place of `path` on success and vanishes otherwise.
 
-    What was `written` there before, as file names' patterns, is replaced if the file `sign` is
-    among it ("": always); anything else there is refused, not lost.
+    An earlier directory at `path` is replaced only if all its file names match the patterns
+    `written` and the file `sign` is among them (with sign "" no such file is needed). UsageError
+    for any other content, which stays as it is.
     """
     target = Path(path).resolve()
     refuse_strangers(target, written, sign)
@@ -35,11 +36,12 @@ def atomic_directory(
         new.mkdir()
         yield new
         refuse_strangers(target, written, sign)  # it may have been filled while we wrote
+        # The old directory moves into the holder, so that it is deleted only after the new stands.
         _swap(new, target, holder / "old")
 
 
 def atomic_write(path: str | Path, text: str) -> None:
-    """Make `text` the content of the file at `path`, or leave what was there."""
+    """Replace the content of the file at `path` by `text`; a failure leaves the old content."""
     target = Path(path).resolve()
     with _beside(target) as holder:
         new = holder / "new"
@@ -63,7 +65,7 @@ def _swap(new: Path, target: Path, old: Path) -> None:
         if target.exists():
             target.rename(old)
         new.rename(target)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: between the two renames there is no directory at `target`
         if old.exists() and not target.exists():
             old.rename(target)
         raise

@@ -1,4 +1,4 @@
-"""Python's garbage collector, put off while graphs grow."""
+"""Switch Python's cyclic garbage collector off while a compile builds graphs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
-    """While this lasts, the collector does not look for cycles: it would go through the objects of
-    every library again and again, for about a tenth of a compile, and find next to nothing.
+    """A context in which the garbage collector does not look for cycles.
+
+    Growing graphs trigger the collector again and again; each time the collector visits the objects
+    of every loaded library, for about a tenth of a compile, and frees next to nothing.
     """
     was_on = gc.isenabled()
     gc.disable()

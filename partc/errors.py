@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class PartcError(Exception):
-    """What went wrong for a user, in four parts; mistakes of ours are assertions instead.
+    """An error that a user can act on, in four parts; a mistake inside partc is an AssertionError.
 
     >>> print(PartcError(where="w1 (m.py:4)", what="no cut by tp=2", why="7 is odd", do="Pad it."))
     w1 (m.py:4): no cut by tp=2 (7 is odd). Pad it.
@@ -21,7 +21,10 @@ class PartcError(Exception):
         super().__init__(_sentence(self.where, self.what, self.why, self.do))
 
     def __reduce__(self) -> tuple[Callable[[], "PartcError"], tuple[()]]:
-        """Pickle by parts, since a child process hands its error to its parent that way."""
+        """Pickle the four parts, since exceptions with keyword arguments cannot be pickled else.
+
+        A child process passes its error to its parent as a pickle.
+        """
         return partial(type(self), where=self.where, what=self.what, why=self.why, do=self.do), ()
 
     def as_dict(self) -> dict[str, str]:
@@ -31,13 +34,13 @@ class PartcError(Exception):
 
 
 class TraceError(PartcError):
-    """The model, its loss or its inputs could not be turned into one graph."""
+    """The model with its loss cannot be traced into one graph for these inputs."""
 
     code = "PTC010"
 
 
 class PlanError(PartcError):
-    """A plan cannot be read, contradicts itself, or cannot be met."""
+    """A plan cannot be read, contradicts itself, or asks for what the model or mesh cannot do."""
 
     code = "PTC020"
 
@@ -49,7 +52,7 @@ class MemoryLimitError(PlanError):
 
 
 class ShardingError(PartcError):
-    """A tensor cannot be cut the way it is asked to be."""
+    """A tensor cannot be sharded as the plan or an op asks."""
 
     code = "PTC030"
 
@@ -61,7 +64,7 @@ class RuleError(PartcError):
 
 
 class CheckError(PartcError):
-    """A program, or its result, is not what the single-device model means."""
+    """A generated program, or its result, differs from the model on a single device."""
 
     code = "PTC050"
 
@@ -73,13 +76,13 @@ class LoadError(PartcError):
 
 
 class RunError(PartcError):
-    """A generated program failed, or was started in the wrong surroundings."""
+    """A generated program failed, or was started with wrong ranks, devices or backend."""
 
     code = "PTC070"
 
 
 class UsageError(PartcError):
-    """A command or call has an argument that means nothing."""
+    """An argument of a command or of a call is unknown or impossible."""
 
     code = "PTC080"
 
@@ -150,7 +153,10 @@ What to do: take a name from the list, or see `partc <command> --help`.""",
 
 
 def explain(code: str) -> str:
-    """The paragraph for a code such as "PTC030" or "ptc030"."""
+    """The paragraph that explains an error code such as "PTC030" (or "ptc030").
+
+    UsageError if there is no such code.
+    """
     text = EXPLANATIONS.get(code.strip().upper())
     if text is None:
         known = ", ".join(EXPLANATIONS)

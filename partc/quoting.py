@@ -1,4 +1,8 @@
-"""Untrusted values in, text that is safe inside generated Python source out."""
+"""Quote untrusted values (names, strings, numbers of a user's model) for generated Python source.
+
+A model or a plan may hold any text; the functions here give literals, identifiers, comments and
+docstrings that cannot end early and become code.
+"""
 
 import keyword
 import math
@@ -11,7 +15,7 @@ from partc.errors import UsageError
 
 
 def literal(value: object) -> str:
-    """A Python expression that evaluates to the value; refuses what has no plain spelling.
+    """A Python expression that evaluates to the value; UsageError for a type without a literal.
 
     >>> literal(("w1", 2, torch.float32))
     '("w1", 2, torch.float32)'
@@ -28,7 +32,7 @@ def literal(value: object) -> str:
 
 
 def identifier(name: str) -> str:
-    """An ASCII identifier that is no keyword, the same for the same name; clashes are the caller's.
+    """An ASCII identifier for a name; two names may give the same one, which the caller resolves.
 
     >>> identifier("blocks.0.w1.weight")
     'blocks_0_w1_weight'
@@ -42,6 +46,7 @@ def identifier(name: str) -> str:
 
 def comment(text: str, length: int = 100) -> str:
     """The text as one printable ASCII line of at most `length` characters, without the `#`."""
+    # A line break or another control character would end the comment, and the rest would be code.
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     line = line.encode("ascii", "replace").decode("ascii")
     line = re.sub(r"coding(?=[:=])", "coding ", line)  # `# coding: utf-7` would change the file
@@ -49,12 +54,15 @@ def comment(text: str, length: int = 100) -> str:
 
 
 def docstring(text: str, length: int = 100) -> str:
-    """A comment line that can also neither end nor escape from a double-quoted docstring."""
+    """The text as `comment` gives it, with quotes and backslashes replaced.
+
+    So the text cannot end the double-quoted docstring that it is written into.
+    """
     return comment(text, length).replace("\\", "/").replace('"', "'")
 
 
 def _text(value: str) -> str:
-    """Quote in double quotes where that needs no escape, as ruff format does."""
+    """The string in double quotes where that needs no escape, else as `ascii` quotes it."""
     quoted = ascii(value)
     plain = quoted[0] == "'" and '"' not in quoted  # so no escaped ' either: ascii avoids those
     return f'"{quoted[1:-1]}"' if plain else quoted
@@ -65,7 +73,7 @@ def _float(value: float) -> str:
 
 
 def _complex(value: complex) -> str:
-    """In brackets, so that it may stand as an operand.
+    """A complex number in brackets, so that the literal may stand as an operand.
 
     >>> _complex(-2j), _complex(1 + 0.5j)
     ('(-0.0-2.0j)', '(1.0+0.5j)')

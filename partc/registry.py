@@ -1,4 +1,4 @@
-"""A registry maps names to what was registered under them, and says what exists on a miss."""
+"""A registry maps names to values; a lookup of an unknown name lists the names that exist."""
 
 from collections.abc import Callable, ItemsView, Iterator
 from difflib import get_close_matches
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Things of one kind (schedules, passes, rules) by name, in the order they came."""
+    """Values of one kind (schedules, passes, rules) by name, in the order of registration."""
 
     def __init__(self, kind: str) -> None:
         """Name the kind in the singular, as messages use it: `Registry("schedule")`."""
@@ -18,18 +18,18 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, value: T) -> T:
-        """Register the value under the name and return it; a taken name is an error."""
+        """Register the value under the name and return the value; UsageError for a taken name."""
         if name in self._entries:
             taken = f"{self.kind} {name!r} is registered twice"
             raise UsageError(where=self.kind, what=taken, why="", do="Rename or remove one.")
         return self._entries.setdefault(name, value)
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator that adds what it stands above, unchanged."""
+        """A decorator that registers a function or class under the name and leaves it unchanged."""
         return lambda value: self.add(name, value)
 
     def __getitem__(self, name: str) -> T:
-        """The value under the name; a miss lists close names, or else all of them."""
+        """The value under the name; UsageError lists close names, or all names if none is close."""
         if name in self._entries:
             return self._entries[name]
         near = get_close_matches(name, self._entries)
@@ -38,7 +38,7 @@ class Registry(Generic[T]):
         raise UsageError(where=self.kind, what=f"no {self.kind} is named {name!r}", why="", do=do)
 
     def items(self) -> ItemsView[str, T]:
-        """Every name with what is registered under it."""
+        """Every name with its value, in the order of registration."""
         return self._entries.items()
 
     def __contains__(self, name: object) -> bool:

@@ -1,12 +1,12 @@
-"""A typed view over ``torch.fx.Graph``: what each value is, where it came from, how it lies on the
-mesh.
+"""A typed view over ``torch.fx.Graph``: each node's shape, dtype, sharding, module and source line.
 
-In: an fx graph. Out: a `Graph` whose nodes each have a `Value`; its text, which parses back. Start:
-here; then `graph_edits.py`, which changes graphs, and `collectives.py`. Never: a pass or a rule.
+In: an fx graph. Out: a `Graph`, each of whose nodes has a `Value`; the graph's text, which parses
+back. Start: here; then `graph_edits.py`, which changes graphs, and `collectives.py`. Never: a pass
+or a rule.
 
-What partc knows of a node is read and set through this module alone. A graph has placeholders
-(parameters, buffers, inputs, in this order), calls of ATen ops or of ``partc.graph.collectives``,
-and one output, the dict made by ``outputs``.
+The facts about a node are stored in ``node.meta``; other modules read and set them through the
+functions here. A graph has placeholders (parameters, buffers, inputs, in this order), calls of ATen
+ops or of ``partc.graph.collectives``, and one output node, whose dict ``Outputs.as_dict`` makes.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, Sharding
 
 Kind = Literal["param", "buffer", "input", "received", "op"]
-# forward, backward; of a pipeline stage also: once before and once after all microbatches, and the
-# part of the backward that no other stage waits for
+# F forward, B backward. In a pipeline stage also: S once before and E once after all microbatches,
+# and W the weight gradients, the part of the backward that no other stage waits for.
 Phase = Literal["F", "B", "S", "E", "W"]
 
-ANYWHERE = -1  # the pipeline stage of what each stage computes for itself
+ANYWHERE = -1  # the pipeline stage of a value that every stage computes for itself (a mask)
 
 
 class Origin(Enum):
-    """Why a call stands in the graph, where passes and checks treat it apart; its text is shown."""
+    """Why a call is in the graph, where passes and checks treat the call in a special way.
+
+    The member's text is shown beside the call in printed graphs.
+    """
 
     MODEL = ""  # the model's own, or a collective
     LOCAL_STATISTICS = "statistics of this rank's piece of the batch"
-    PIECES = "of a block's pieces"  # takes pieces out of a value, or joins them
+    PIECES = "of a block's pieces"  # splits a value into a block's overlap pieces, or joins them
 
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of one node beside its op: the whole's shape and dtype, its origin, its
-    sharding.
+    """The facts about one node beside its op: the whole's shape and dtype, sharding, and origin.
 
-    A node with several outputs (layer norm) has ``shape == ()`` here; its getitem nodes carry the
-    values.
+    A call with several results (layer norm) has ``shape == ()`` here; the results' shapes are those
+    of its getitem nodes.
     """
 
     kind: Kind = "op"
@@ -63,30 +65,30 @@ class Value:
     source: str = ""  # "model.py:14" and the source line's text after ": "
     calls: tuple[tuple[str, int], ...] = ()  # the user's functions in that module, and their lines
     phase: Phase = "F"
-    stage: int = 0  # of the pipeline, or ANYWHERE: wherever it is read
+    stage: int = 0  # the pipeline stage that computes it, or ANYWHERE: every stage that reads it
     forward: str = ""  # in the backward: name of the forward node whose gradient this helps compute
-    rows: RowOrder | None = None  # of what lies in an order that a sort made
-    decomposed_from: str = ""  # the op that was written as several calls, this one among them
-    note: str = ""  # for a collective: why it is there, what hides it
+    rows: RowOrder | None = None  # the order of its rows, if a sort has permuted them
+    decomposed_from: str = ""  # the op whose decomposition this call belongs to
+    note: str = ""  # of a collective: why it is there, which computing hides it
     origin: Origin = Origin.MODEL
-    turn: int | None = None  # which piece, of a block that is computed in several
-    from_forward: bool = False  # made of forward values alone in the backward, and no gradient
+    turn: int | None = None  # the overlap piece of its block that this call belongs to
+    from_forward: bool = False  # in the backward, but computed from forward values; no gradient
 
     @property
     def remark(self) -> str:
-        """What is shown beside the call, "" for nothing."""
+        """The text that is shown beside the call: its note, or its origin's text; "" for none."""
         return self.note or self.origin.value
 
 
 @dataclass
 class Graph:
-    """One training step (or one rank's share of it) as a graph.
+    """One training step of the whole model, or of one rank, as a graph.
 
-    ``aliases`` maps each second name of a tied parameter or buffer to the name that stands in the
-    graph.
-    ``constants`` holds the values of buffers that are known when compiling, ``classes`` the name
-    of every module's class by path. ``untrained`` are trainable parameters without a gradient: the
-    loss does not depend on them.
+    ``aliases`` maps each second name of a tied parameter or buffer to its name in the graph.
+    ``constants`` has the values of buffers that are known at compile time, ``classes`` the name of
+    each module's class by path. ``folds`` are blocks that the graph leaves out, since they equal a
+    block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
+    on, so that they have no gradient.
     """
 
     fx: FxGraph
@@ -111,7 +113,7 @@ class Graph:
 
     # nodes -----------------------------------------------------------------------------------
     def placeholders(self, kind: Kind) -> dict[str, Node]:
-        """The parameter, buffer or input nodes by the user's name, in order."""
+        """The parameter, buffer or input nodes by the model's name, in graph order."""
         leading = takewhile(lambda n: n.op == "placeholder", self.fx.nodes)
         return {value(n).name: n for n in leading if value(n).kind == kind}
 
@@ -128,11 +130,11 @@ class Graph:
         return self.placeholders("input")
 
     def calls(self) -> Iterator[Node]:
-        """Every call node in order of execution, getitem nodes among them."""
+        """All call nodes in order of execution, with the getitem nodes."""
         return (n for n in self.fx.nodes if n.op == "call_function")
 
     def times(self, node: Node) -> int:
-        """How many blocks a value stands for: itself, and those like its own that are left out."""
+        """How many equal blocks a value stands for: 1, plus those left out that equal its block."""
         known = value(node)
         path = f"{known.name if node.op == 'placeholder' else known.module}."
         return 1 + sum(fold.num for fold in self.folds if path.startswith(f"{fold.like}."))
@@ -157,9 +159,9 @@ class Graph:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a graph gives back. In the fx graph it is a plain dict of these four entries.
+    """The outputs of a graph; in the fx graph they are a plain dict with these entries.
 
-    ``results`` are the named tensors that the model returns when there is no loss (inference).
+    ``results`` are the named tensors that the model returns if there is no loss (inference).
     """
 
     loss: fx.Node | None = None
@@ -180,7 +182,7 @@ class Outputs:
 
 
 def value(node: fx.Node) -> Value:
-    """What is known of a node."""
+    """The `Value` of a node: its shape, dtype, sharding, module and source line."""
     known: Value = node.meta["value"]
     return known
 
@@ -199,26 +201,29 @@ def update(node: fx.Node, **changes: Any) -> None:
 
 
 def set_like(copy: fx.Node, node: fx.Node) -> None:
-    """Let a node have all that is known of another, of which it is a copy."""
+    """Give a copy of a node all facts about that node (its whole ``meta``)."""
     copy.meta = dict(node.meta)
 
 
 def fake_of(node: fx.Node) -> Any:
-    """The fake tensor (or tuple of them) of this graph's own shapes: the whole's before partition,
-    local after.
+    """A node's fake tensor, or tuple of fake tensors (fx's ``meta["val"]``).
+
+    The shapes are those of the whole tensors in a whole graph and local shapes in a local graph.
     """
     return node.meta["val"]
 
 
 def set_fake(node: fx.Node, fake: Any) -> None:
     node.meta["val"] = fake
+    # A known shape stays: in a local graph the Value has the whole shape, the fake the local one.
     if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
 
 
 def draw_of(node: fx.Node) -> str:
-    """Which state of the random generator a traced random op drew from; equal means equal
-    numbers.
+    """The name of the random generator's state that a traced random op drew from.
+
+    Ops with the same name draw the same numbers; "" for ops that draw none.
     """
     drawn: str = node.meta.get("draw", "")
     return drawn
@@ -233,15 +238,16 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def tensor_args(node: fx.Node) -> list[fx.Node]:
-    """The nodes a call reads, in argument order, repeats kept: the operand order of rules."""
+    """The nodes that a call reads, in argument order and with repeats, as rules count operands."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
     return found
 
 
 def literals(node: fx.Node) -> str:
-    """A call's arguments as text, operands as ``%0``, ``%1``: what it has in common with equal
-    calls of other values.
+    """A call's arguments as text, with ``%0``, ``%1`` for operands: ``((%0, %1), {'alpha': 2})``.
+
+    Two calls of an op are equal up to their operands if these texts are equal.
     """
     numbers: dict[fx.Node, int] = {}
     numbered = fx.map_arg(
@@ -251,14 +257,17 @@ def literals(node: fx.Node) -> str:
 
 
 def innermost_block(node: fx.Node) -> str:
-    """The path up to its last number: the block of a stack that a value stands in, "" if none."""
+    """The path of the innermost block that a call belongs to: its module up to the last number.
+
+    For example ``layers.3.experts.1`` for ``layers.3.experts.1.w1``; "" outside of blocks.
+    """
     parts = value(node).module.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[: last + 1])
 
 
 def picked(getitem: fx.Node) -> tuple[fx.Node, int]:
-    """The call whose result a getitem node picks, and which result it is."""
+    """The call whose result a getitem node picks, and the number of that result."""
     call, index = getitem.args
     assert isinstance(call, fx.Node)
     assert isinstance(index, int)
@@ -266,23 +275,22 @@ def picked(getitem: fx.Node) -> tuple[fx.Node, int]:
 
 
 def first_operand(node: fx.Node) -> fx.Node:
-    """The first argument of a call that has a value there: what a collective moves."""
+    """The first argument of a call, which must be a node: the tensor that a collective moves."""
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     return operand
 
 
 def is_weight(node: fx.Node) -> bool:
-    """Whether a value is a parameter or made of one alone, as its transpose or a cast."""
+    """Whether a value is a parameter, or follows from one parameter alone (a transpose, a cast)."""
     while node.op == "call_function" and len(tensor_args(node)) == 1:
         node = tensor_args(node)[0]
     return node.op == "placeholder" and value(node).kind == "param"
 
 
 def results_of(node: fx.Node) -> list[Tensor | None]:
-    """The fake results of a call as a list: one for a tensor, one each (None where absent) for a
-    tuple.
-    """
+    """The fake results of a call as a list, with None for absent results; a single tensor gives a
+    list of one."""
     fake = fake_of(node)
     if isinstance(fake, Sequence):
         return [f if isinstance(f, Tensor) else None for f in fake]
@@ -290,7 +298,7 @@ def results_of(node: fx.Node) -> list[Tensor | None]:
 
 
 def typed(node: fx.Node) -> str:
-    """``f32[8,64,1024@tp]{U:tp}`` of a node's whole value."""
+    """A node's dtype, whole shape and layouts as text, such as ``f32[8,64,1024@tp]``."""
     known = value(node)
     return known.sharding.typed(known.shape, known.dtype)
 
@@ -301,7 +309,7 @@ def stage_of(node: fx.Node) -> int:
 
 
 def is_forward(node: fx.Node) -> bool:
-    """Whether a call belongs to the forward, or to what all microbatches' forwards share."""
+    """Whether a call belongs to the forward, or runs once before all microbatches."""
     return value(node).phase in ("F", "S")
 
 
@@ -320,7 +328,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape this graph holds of a one-tensor node."""
+    """The shape of a node's fake tensor: whole in a whole graph, local in a local graph."""
     return tuple(fake_of(node).shape)
 
 

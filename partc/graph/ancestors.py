@@ -1,7 +1,7 @@
-"""What a value is computed from.
+"""The ancestors of a node: all nodes that it is computed from.
 
-Nodes know their operands, so that nothing is gained by copying the graph into one of networkx: to
-do so for every question takes thirty times as long.
+fx nodes know their operands, so a copy of the graph for networkx would gain nothing: making this
+copy for every question takes thirty times as long.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import fx
 
 
 def ancestors(node: fx.Node) -> list[fx.Node]:
-    """Everything a node is computed from and the node itself, in order."""
+    """All nodes that a node is computed from, and the node itself, in graph order."""
     found, waiting = {node}, [node]
     while waiting:
         for read in waiting.pop().all_input_nodes:

@@ -1,5 +1,7 @@
-"""Which modules of a list are alike, so that they count as the blocks of a model, and in which of
-them a call stands.
+"""The blocks of a model: members of a module list that are alike: ``layers.0``, ``layers.1``.
+
+Lists may be nested: ``layers.3.experts.1`` is the innermost block and ``layers.3`` the outermost
+block of a call in ``layers.3.experts.1.w1``.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from partc.graph.folds import list_member
 
 
 def blocks_of(graph: Graph) -> set[str]:
-    """The paths of modules in lists that are alike: half of their parameters have equal shapes."""
+    """The paths of all blocks: members of module lists that are alike.
+
+    Two members are alike if at least half of their parameters have the same names and shapes.
+    """
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, node in graph.params.items():
         for path in prefixes(name):
@@ -35,12 +40,15 @@ def _alike(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple[int, ...]]) -
 
 
 def prefixes(path: str) -> Iterator[str]:
-    """``"h"``, ``"h.0"``, ``"h.0.mlp"`` of ``"h.0.mlp"``."""
+    """A module path and the paths of its parents: ``"h.0.mlp" -> "h", "h.0", "h.0.mlp"``."""
     parts = path.split(".") if path else []
     return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def outermost_block(node: fx.Node) -> str:
-    """The member of an outermost list of modules in which a call stands, "" if in none."""
+    """The outermost block that a call belongs to: ``layers.3`` for ``layers.3.experts.1.w1``.
+
+    "" outside of module lists.
+    """
     path, index = list_member(value(node).module)
     return f"{path}.{index}" if path else ""

@@ -1,11 +1,11 @@
-"""The communication ops that a partitioned graph holds, as functions of one rank's tensors.
+"""The collectives of a local graph, as functions of one rank's tensors.
 
-In a graph they are call targets; the keyword ``axis`` names the mesh axis. Under fake tensors they
-give the right local shape, which is how a partitioned graph is checked. ``codegen`` gives them
-their text; what each means for all ranks at once stands in ``tests/simulate.py``.
-A ``joined`` one moves several tensors of one dtype in one transfer; getitem nodes pick its results.
-``wait`` marks where a started collective's result is first needed; until a graph is scheduled the
-collective's own node is its result.
+In a graph these functions are call targets; their keyword ``axis`` names the mesh axis and ``num``
+its size. On fake tensors they give the right local shapes, so that checks can run a local graph.
+They move no data: ``codegen`` prints the real communication, and ``tests/simulate.py`` defines
+their meaning for all ranks at once. A ``joined`` collective is a bucket: it moves several tensors
+of one dtype in one transfer, and getitem nodes pick its results. ``wait`` marks where a started
+collective's result is needed first; before waits are placed, a collective's node is its result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def all_reduce(x: Tensor, *, axis: str, num: int, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
-    """Every rank gets the whole: ``f32[8@axis] -> f32[8]``."""
+    """Give every rank the whole tensor: ``f32[8@axis] -> f32[8]``."""
     shape = list(x.shape)
     shape[dim] *= num
     return x.new_empty(shape)
@@ -40,9 +40,7 @@ def reduce_scatter(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) 
 def all_to_all(
     x: Tensor, *, axis: str, num: int, dim: int, to_dim: int, outer: int = 1, to_outer: int = 1
 ) -> Tensor:
-    """Move a cut from one dim to another: ``f32[8@axis,4] -> f32[8,4@axis]`` with dim=0,
-    to_dim=1.
-    """
+    """Move the shard to another dim: ``f32[8@axis,4] -> f32[8,4@axis]`` with dim=0, to_dim=1."""
     shape = list(x.shape)
     shape[dim] *= num
     shape[to_dim] //= num
@@ -50,14 +48,14 @@ def all_to_all(
 
 
 def all_reduce_joined(xs: Sequence[Tensor], *, axis: str, num: int) -> tuple[Tensor, ...]:
-    """Sums over the axis: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""
+    """A bucket of all_reduces: ``(f32[8]{U:axis}, f32[4]{U:axis}) -> (f32[8], f32[4])``."""
     return _side_by_side([all_reduce(x, axis=axis, num=num) for x in xs])
 
 
 def all_gather_joined(
     xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """Every rank gets every whole, each cut along its own of ``dims``."""
+    """A bucket of all_gathers; tensor i is sharded along ``dims[i]``."""
     cuts = zip(xs, dims, outers, strict=True)
     return tuple(all_gather(x, axis=axis, num=num, dim=d, outer=o) for x, d, o in cuts)
 
@@ -65,27 +63,28 @@ def all_gather_joined(
 def reduce_scatter_joined(
     xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int]
 ) -> tuple[Tensor, ...]:
-    """Sums over the axis; of each this rank keeps its piece, cut along its own of ``dims``."""
+    """A bucket of reduce_scatters; result i is sharded along ``dims[i]``."""
     cuts = zip(xs, dims, outers, strict=True)
     pieces = [reduce_scatter(x, axis=axis, num=num, dim=d, outer=o) for x, d, o in cuts]
     return _side_by_side(pieces)
 
 
 def _side_by_side(like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors shaped as these in one memory: a reduction's results are views of what arrives."""
+    """Tensors of these shapes as views of one memory, like the results of a bucket's reduction."""
     flat = like[0].new_empty(sum(x.numel() for x in like))
     parts = flat.split([x.numel() for x in like])
     return tuple(part.view(x.shape) for part, x in zip(parts, like, strict=True))
 
 
 def keep_piece(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
-    """This rank's piece of what all hold, no communication: ``f32[8] -> f32[8@axis]``."""
+    """Keep this rank's piece of a replicated tensor, no transfer: ``f32[8] -> f32[8@axis]``."""
     return take_piece(x, dim, outer, num, 0)
 
 
 def keep_first(x: Tensor, *, axis: str, num: int) -> Tensor:
-    """The value on the first rank of the axis and zeros elsewhere, no communication: ``f32[8] ->
-    f32[8]{U:axis}``.
+    """Zero the tensor on all ranks but the axis's first: ``f32[8] -> f32[8]{U:axis}``.
+
+    Needs no communication: a replicated tensor becomes an unfinished sum.
     """
     return torch.empty_like(x)
 
@@ -96,21 +95,21 @@ def axis_index(like: Tensor, *, axis: str, num: int) -> int:
 
 
 def accumulate(x: Tensor, *, axis: str, num: int) -> Tensor:
-    """The sum over all microbatches, complete after the last one: ``f32[8]{U:mb} -> f32[8]``."""
+    """Sum over all microbatches, complete after the last one: ``f32[8]{U:mb} -> f32[8]``."""
     return torch.empty_like(x)
 
 
 def collect(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
-    """The pieces of all microbatches side by side, after the last one: ``f32[8@mb] -> f32[8]``."""
+    """Join the pieces of all microbatches, after the last one: ``f32[8@mb] -> f32[8]``."""
     return all_gather(x, axis=axis, num=num, dim=dim, outer=outer)
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a started collective, ready to read."""
+    """Wait for a started collective; the result is its value, ready to read."""
     return x
 
 
-JOINED = {  # and what each does to every tensor that it moves
+JOINED = {  # a bucket -> the collective that it does to each of its tensors
     all_reduce_joined: all_reduce,
     all_gather_joined: all_gather,
     reduce_scatter_joined: reduce_scatter,

@@ -1,4 +1,4 @@
-"""Which gradients leave before a pipeline stage has finished its last backward."""
+"""Gradients of a pipeline stage whose reduction starts during the stage's last backward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EarlyReduction:
-    """Gradients of blocks that one collective finishes, of this kind, over this axis and scattered
-    along this dim, leave in the backward (or the weight gradients) of microbatch ``last``.
+    """Reduce the gradients of a stage's blocks in the backward (or the W) of microbatch ``last``.
+
+    It applies to gradients that are finished by one collective of this ``kind`` over this ``axis``,
+    scattered along ``dim`` with the factor ``outer``. The collective starts block by block.
     """
 
     kind: str

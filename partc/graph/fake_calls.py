@@ -1,9 +1,10 @@
-"""Calls on fake tensors, equal ones executed once.
+"""A cache of calls on fake tensors: of equal calls only the first one runs torch's fake kernel.
 
-A fake tensor's shape function takes some hundred microseconds of Python, and the blocks of a model
-repeat the same few calls. What a call gives depends on its arguments alone: the literals among
-them, and of each tensor how it looks at which memory. So the second time the result is made to
-measure, with the same views of the operands' memory and new memory where the first had some.
+A fake kernel takes some hundred microseconds of Python, and the blocks of a model repeat the same
+few calls. A call's fake result depends only on the literals among its arguments and on each
+tensor's form (shape, stride, offset, dtype, device, size of its memory) and shared memory. So an
+equal call's result is built from the remembered forms: as views of the operands' memory where the
+first result was one, else over new memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, int]]
 
 
 class Form(NamedTuple):
-    """How a tensor looks at its memory, and how large that is."""
+    """A tensor's view of its memory: shape, stride, offset, dtype, device; the memory's size."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,7 +41,7 @@ class Form(NamedTuple):
         return cls(tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.device, size)
 
     def over(self, memory: torch.UntypedStorage, mode: FakeTensorMode) -> Tensor:
-        """The fake tensor that looks so at a piece of memory."""
+        """The fake tensor with this form over a piece of memory."""
         with no_dispatch():
             meta = torch.empty(0, dtype=self.dtype, device="meta")
             meta.set_(memory, self.offset, self.shape, self.stride)
@@ -48,8 +49,10 @@ class Form(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A tensor of a result: its form over the n-th memory, of which each operand has one and new
-    ones follow; ``same`` is the number of the operand that it is, -1 for a tensor of its own.
+    """A result of a remembered call: its form, and the number of the memory that it views.
+
+    Memory ``i`` is operand i's; numbers behind the operands' are new memory. ``same`` is the number
+    of the operand that the call returns itself (an in-place op), -1 for another tensor.
     """
 
     form: Form
@@ -59,10 +62,10 @@ class _Made(NamedTuple):
 
 @dataclass
 class FakeCalls:
-    """Executes calls, and remembers what they gave and what was noted of them.
+    """A cache over ``execute``, which runs a call on fake tensors.
 
-    ``execute(target, args, kwargs)`` gives a call's result and a number noted of it, for example
-    bytes of temporaries.
+    ``execute(target, args, kwargs)`` gives a call's result and a number that is remembered with the
+    result, for example the bytes of the call's temporaries.
     """
 
     execute: Call
@@ -71,12 +74,14 @@ class FakeCalls:
     def __call__(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, int]:
-        """The result, and the number noted when an equal call was executed."""
+        """The result of a call, and the number that the first equal call's ``execute`` gave."""
         operands: list[Tensor] = []
         literals = _literals((args, kwargs), operands)
         if not operands or not all(map(_is_plain, operands)) or _restrides(target):
             return self.execute(target, args, kwargs)
         memories = [x.untyped_storage() for x in operands]
+        # The key says which operands share memory, since the result may be a view of one of them;
+        # and it has the default dtype, which the result of a call with a number depends on.
         numbers: dict[int, int] = {}
         places = [numbers.setdefault(m._cdata, i) for i, m in enumerate(memories)]
         forms = map(Form.of, operands, memories)
@@ -91,7 +96,7 @@ class FakeCalls:
 
 
 def call_on_fakes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on fake tensors; equal calls are executed once."""
+    """The result of a call on fake tensors, from a cache of equal calls."""
     return _CALLS(target, args, kwargs)[0]
 
 
@@ -100,11 +105,11 @@ def _executed(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     return with_strides(target, [*args, *kwargs.values()], result), 0
 
 
-_CALLS = FakeCalls(_executed)  # of all modes: it keeps how results look, no tensors
+_CALLS = FakeCalls(_executed)  # one for all fake modes, since it remembers forms and no tensors
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:
-    """The tensors of a call's result, a tensor or a tuple of results."""
+    """All tensors of a call's result, which is a tensor or a nested list or tuple."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, list | tuple):
@@ -113,7 +118,10 @@ def tensors_in(result: Any) -> Iterator[Tensor]:
 
 
 def _literals(given: Any, operands: list[Tensor]) -> Hashable:
-    """Arguments without their tensors, which are appended to ``operands``; 1 is not 1.0 or True."""
+    """A hashable form of arguments, without tensors, which are appended to ``operands``.
+
+    Types are part of the form, since 1, 1.0 and True are equal keys but give different results.
+    """
     if isinstance(given, Tensor):
         operands.append(given)
         return Tensor
@@ -127,7 +135,7 @@ def _literals(given: Any, operands: list[Tensor]) -> Hashable:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """A fake tensor that its form describes: no conjugate, no known number, not sparse."""
+    """Whether a `Form` says all about a tensor: no conjugate, no known number, not sparse."""
     return (
         isinstance(tensor, FakeTensor)
         and tensor.constant is None
@@ -137,12 +145,15 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _restrides(target: Any) -> bool:
-    """Whether a call changes how its operand looks at memory."""
+    """Whether a call changes its operand's view of memory in place (``squeeze_``)."""
     return torch.Tag.inplace_view in getattr(target, "tags", ())
 
 
 def _made(result: Any, operands: Sequence[Tensor], memories: list[torch.UntypedStorage]) -> Any:
-    """What to make where the same call comes again; appends memory that it meets first here."""
+    """A result as `_Made` entries, from which `_again` builds an equal call's result.
+
+    Appends new memory to ``memories``.
+    """
     if isinstance(result, Tensor):
         same = next((i for i, operand in enumerate(operands) if operand is result), -1)
         memory = result.untyped_storage()
@@ -158,7 +169,7 @@ def _made(result: Any, operands: Sequence[Tensor], memories: list[torch.UntypedS
 
 
 def _again(made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedStorage]) -> Any:
-    """The result over these operands' memory; appends new memory as it is met."""
+    """Build the result of an equal call over these operands' memory; appends new memory."""
     if isinstance(made, _Made):
         if made.same >= 0:
             return operands[made.same]
@@ -173,13 +184,16 @@ def _again(made: Any, operands: Sequence[Tensor], memories: list[torch.UntypedSt
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What two tensors have in common that share their memory."""
+    """The identity of a tensor's memory: equal for two tensors that share it."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
 def quiet_log() -> Iterator[None]:
-    """Keep torch from logging a traceback for an error that a TraceError will explain."""
+    """A context in which torch does not log tracebacks of errors on fake tensors.
+
+    The caller handles these errors, for example by a TraceError in partc's words.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:

@@ -1,5 +1,6 @@
-"""Shape functions that some torch version lacks or makes too narrow, which importing registers, and
-strides that it gets wrong.
+"""Corrections of torch's fake kernels: missing or too narrow kernels, and wrong strides.
+
+Importing this module registers the kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Any dtype that the CPU kernel takes; torch before 2.15 lets only bf16 through."""
+    """A fake kernel for any dtype; torch's own (before 2.15) accepts only bf16."""
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
         shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
@@ -48,8 +49,10 @@ OTHER_STRIDES = (
 
 
 def with_strides(target: Any, operands: Iterable[Any], result: Any) -> Any:
-    """The result with the strides that the kernel gives it: it asks its operands in their order,
-    while torch's shape functions of these elementwise ops compare the second one first.
+    """The fake result with the strides of the real kernel's result.
+
+    The real kernels take the strides from the operands in their order. torch's fake kernels of
+    these elementwise backward ops look at the second operand first.
     """
     if target not in OTHER_STRIDES:
         return result

@@ -1,4 +1,8 @@
-"""Equal blocks of a list of modules, and equal stages of them, of which a graph holds only some."""
+"""Repeated blocks and stages: of equal blocks of a module list, a graph holds only one.
+
+For example a graph has ``layers.0`` and ``layers.1``; ``layers.2`` to ``layers.30`` equal
+``layers.1`` and are left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ DEPTHS = (1, 2, 3)  # how many list indices deep a block may stand
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Equal blocks of a list that a graph leaves out: each does what the one before them does."""
+    """Blocks ``first`` to ``last`` of a list, which a graph leaves out.
+
+    Each computes the same as the block before ``first``, which the graph has.
+    """
 
     path: str  # of the list, "model.layers"
     first: int
@@ -24,34 +31,37 @@ class RepeatedBlocks:
 
     @property
     def like(self) -> str:
-        """The path of the block that stands for those left out."""
+        """The path of the representative: the block before those left out."""
         return f"{self.path}.{self.first - 1}"
 
     @property
     def after(self) -> str:
-        """The path of the block behind those left out."""
+        """The path of the block after those left out."""
         return f"{self.path}.{self.last + 1}"
 
     def covers(self, name: str) -> bool:
-        """Whether a module, parameter or buffer is or stands in one of the blocks left out."""
+        """Whether a module, parameter or buffer is one of the blocks left out, or inside of one."""
         path, index = list_member(name)
         return path == self.path and self.first <= index <= self.last
 
     def twin(self, name: str) -> str:
-        """What a block left out owns under a name, in the block that stands for it."""
+        """The name in the representative of a module or parameter of a block left out.
+
+        For example ``layers.7.w1 -> layers.1.w1``.
+        """
         return self.like + name.removeprefix("{}.{}".format(*list_member(name)))
 
 
 @dataclass(frozen=True)
 class StageLike:
-    """A pipeline stage that does what stage ``number`` of a graph does, with layers of its own."""
+    """A pipeline stage that computes the same as a traced stage, ``number``, with other layers."""
 
     number: int
     path: str = ""  # of the list that its layers stand in
     shift: int = 0  # of its layers' numbers against that stage's
 
     def moved(self, name: str) -> str:
-        """The path here of what stands at a path there.
+        """The path in this stage for a path in the traced stage.
 
         >>> StageLike(1, "h", 8).moved("h.4.mlp"), StageLike(1, "h", 8).moved("wte")
         ('h.12.mlp', 'wte')
@@ -65,8 +75,10 @@ class StageLike:
 
 @dataclass(frozen=True)
 class TracedStages:
-    """What of a model is traced for a pipeline: ``folds`` are left out of stages, ``gaps`` between
-    these; per stage of the plan, ``stages`` names the one that it is like.
+    """The stages of a pipeline that are traced, since equal stages are traced and compiled once.
+
+    ``folds`` are blocks left out inside traced stages, ``gaps`` the blocks of stages left out
+    between them. ``stages`` has, per stage of the plan, the traced stage that it equals.
     """
 
     points: tuple[str, ...]  # where the stages that are traced begin, but the first
@@ -79,12 +91,15 @@ class TracedStages:
         return tuple(sorted((*self.folds, *self.gaps), key=lambda fold: (fold.path, fold.first)))
 
     def spread(self, table: Mapping[str, Entry]) -> dict[str, Entry]:
-        """A table by parameter with entries for those of blocks left out too."""
+        """A table by parameter name, with entries added for the blocks left out."""
         return spread(table, self.left_out)
 
 
 def spread(table: Mapping[str, Entry], folds: Iterable[RepeatedBlocks]) -> dict[str, Entry]:
-    """A table by parameter with entries for those of folds too; the folds of a list in order."""
+    """A table by parameter name, with the representative's entries copied to the blocks left out.
+
+    The folds of one list must be in ascending order.
+    """
     found = dict(table)
     for fold in folds:  # the block before may have been left out as well
         like = {n: e for n, e in found.items() if n.startswith(f"{fold.like}.")}
@@ -95,12 +110,15 @@ def spread(table: Mapping[str, Entry], folds: Iterable[RepeatedBlocks]) -> dict[
 
 
 def likes_of(kept: TracedStages | None, num: int) -> list[int]:
-    """Per stage of ``num``, the number of the stage that was compiled for it."""
+    """Per pipeline stage, the number of the compiled stage that it equals."""
     return [like.number for like in kept.stages] if kept else list(range(num))
 
 
 def list_member(path: str) -> tuple[str, int]:
-    """The list that a path leads through first, and which member of it: ``("model.layers", 3)``."""
+    """The outermost module list of a path, and the member's number.
+
+    For example ``("model.layers", 3)`` for ``model.layers.3.mlp``; ``("", 0)`` without a list.
+    """
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit() and i:
@@ -109,7 +127,7 @@ def list_member(path: str) -> tuple[str, int]:
 
 
 def layer_path(module: str, depth: int) -> str:
-    """The path up to and including its ``depth``-th number, or "".
+    """The path up to and including its ``depth``-th number; "" if the path has fewer numbers.
 
     >>> layer_path("h.3.mlp.experts.1.fc", 1)
     'h.3'

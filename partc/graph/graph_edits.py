@@ -1,6 +1,4 @@
-"""How a graph is changed: calls that are added with what is known of them, put in the place of
-others, erased, named again.
-"""
+"""Edits of graphs: add a call with its `Value` and fake result; replace, erase, rename calls."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from partc.plan.sharding import REPLICATED
 
 @dataclass(frozen=True)
 class Writer:
-    """Adds calls to a graph before one node; they inherit what is known of ``like``."""
+    """Adds calls to a graph before one node, with the module, source and phase of ``like``."""
 
     graph: fx.Graph
     before: fx.Node
@@ -47,7 +45,7 @@ class Writer:
 
 
 def copied(graph: Graph) -> Graph:
-    """The same graph on nodes of its own."""
+    """A copy of a graph with nodes of its own."""
     nodes = fx.Graph()
     result = nodes.graph_copy(graph.fx, {})
     nodes.output(result)
@@ -55,7 +53,10 @@ def copied(graph: Graph) -> Graph:
 
 
 def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call right before ``node``, with that node's origin and its own fake result."""
+    """A new call right before ``node``, with the origin of ``node`` and a fake result.
+
+    The fake result is computed by running the call on the fakes of its operands.
+    """
     with node.graph.inserting_before(node):
         new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
     fake = run_on_fakes(new)
@@ -66,21 +67,23 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
 
 
 def run_on_fakes(node: fx.Node) -> Any:
-    """The fake result of a call; factories give fakes as well."""
+    """The fake result of a node's call; a factory such as ``aten.zeros`` gives a fake as well."""
     return run_fake_of(node.graph, node.target, node.args, node.kwargs)
 
 
 def run_fake_of(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on fakes of a graph; one that reads no tensor gives a fake as well, and so
-    takes no memory.
+    """The fake result of a call on nodes of a graph.
+
+    It runs in the graph's fake mode, so that a call without operands gives a fake and no memory.
     """
     with _fake_mode(graph):
         return run_fake(target, args, kwargs)
 
 
 def replace_by(old: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` be read wherever ``old`` was, erase ``old``, and remember for what ``new``
-    stands.
+    """Replace ``old`` by ``new`` in all readers and erase ``old``.
+
+    ``new`` remembers that it replaces ``old``, for backward nodes that name ``old``.
     """
     old.replace_all_uses_with(new)
     stand_in(old, new)
@@ -88,23 +91,28 @@ def replace_by(old: fx.Node, new: fx.Node) -> None:
 
 
 def stand_in(old: fx.Node, new: fx.Node) -> None:
-    """Remember that backward nodes which name ``old`` as their forward now mean ``new``."""
+    """Note that ``new`` replaces ``old``, so that `rename_calls` updates backward nodes of ``old``.
+
+    A backward node names its forward node by text, which a replacement would leave dangling.
+    """
     new.meta.setdefault("stands_for", []).extend([old.name, *old.meta.get("stands_for", [])])
 
 
 def drop_dead(graph: Graph) -> None:
-    """Erase the calls that nobody reads."""
+    """Erase all calls whose result no other node reads."""
     for node in reversed(list(graph.calls())):
         if not node.users:
             graph.fx.erase_node(node)
 
 
 def rename_calls(graph: Graph) -> None:
-    """Name every call after its op, counted in order, and let ``forward`` follow nodes that were
-    replaced.
+    """Name every call after its op, counted in graph order: ``mul``, ``mul_1``.
+
+    ``forward`` of backward nodes follows: a replaced node's name becomes that of its replacement.
     """
     stand_ins = {old: n for n in graph.fx.nodes for old in n.meta.pop("stands_for", [])}
     stand_ins |= {n.name: n for n in graph.fx.nodes}
+    # A new namespace counts from zero, so that names do not depend on calls erased before.
     names = graph.fx._graph_namespace = _Namespace()
     forward = {n: stand_ins.get(value(n).forward) for n in graph.calls()}
     for node in graph.fx.nodes:
@@ -121,10 +129,10 @@ def fake_like(graph: fx.Graph, tensor: Tensor) -> Tensor:
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
-    """The mode that the graph's fake tensors belong to, so that factories give fakes too."""
+    """The FakeTensorMode of the graph's fake tensors; inside of it, factories give fakes too."""
     return detect_fake_mode(next(iter(graph.nodes)).meta.get("val")) or nullcontext()
 
 
 def run_fake(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives on the fake values of its argument nodes."""
+    """The fake result of a call on the fakes of its argument nodes."""
     return call_on_fakes(target, *fx.map_arg((args, dict(kwargs)), fake_of))

@@ -1,4 +1,4 @@
-"""What follows from the step's inputs alone, and so is known before any microbatch runs."""
+"""The values that follow from the step's inputs alone: known before any microbatch runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from partc.graph import Graph, draw_of, value
 
 
 def input_only(graph: Graph) -> set[fx.Node]:
-    """What follows from the step's inputs alone (masks, positions, labels, counts of tokens)."""
+    """The nodes that depend on inputs and constant buffers alone: masks, positions, labels, counts.
+
+    Parameters, buffers that the step updates, and random draws are excluded with their readers.
+    """
     updated = {graph.buffers[name] for name in graph.outputs.buffers}
     known: set[fx.Node] = set()
     for node in graph.fx.nodes:

@@ -1,4 +1,4 @@
-"""What a collective does to each tensor that it moves, whether it moves one or several."""
+"""The moves of a collective: a bucket seen as one collective per tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ SINGLE = {*collectives.COLLECTIVES, *collectives.LOCAL} - collectives.JOINED.key
 
 @dataclass(frozen=True)
 class Move:
-    """One tensor of a collective, as a collective of its own; ``result`` is None if unread."""
+    """One tensor of a collective or bucket, as a collective of its own.
+
+    ``result`` is the node that has this tensor's result, None if no node reads the result.
+    """
 
     target: Callable[..., Any]
     operand: fx.Node
@@ -26,7 +29,7 @@ class Move:
 
 
 def moves(node: fx.Node) -> list[Move]:
-    """The tensors that a collective moves, in order; one for those that are not joined."""
+    """The moves of a collective in order: one per tensor of a bucket, else a single one."""
     kwargs: dict[str, Any] = dict(node.kwargs)
     operands = tensor_args(node)
     if node.target not in collectives.JOINED:
@@ -44,9 +47,9 @@ def moves(node: fx.Node) -> list[Move]:
 
 
 def results(node: fx.Node, num: int) -> list[fx.Node | None]:
-    """The getitem nodes that pick the results of a call of several, None where one is unread.
+    """The getitem nodes of a call's ``num`` results; None for a result that no node reads.
 
-    Those of a started transfer are picked from its wait.
+    The results of a started collective are picked from its wait.
     """
     callers = [node, *(u for u in node.users if u.target is collectives.wait)]
     users = [user for call in callers for user in call.users]
@@ -55,7 +58,10 @@ def results(node: fx.Node, num: int) -> list[fx.Node | None]:
 
 
 def carried(node: fx.Node) -> fx.Node | None:
-    """The value that a node holds in another layout, or ready to read; None for other calls."""
+    """The operand whose value a collective, its getitem or its wait carries in another layout.
+
+    None for other calls.
+    """
     if node.target is operator.getitem:
         call, index = picked(node)
         start = call.all_input_nodes[0] if call.target is collectives.wait else call
@@ -66,13 +72,13 @@ def carried(node: fx.Node) -> fx.Node | None:
 
 
 def gathers_param(node: fx.Node) -> bool:
-    """Whether a collective gathers parameters as they are stored: it may start at any time."""
+    """Whether a collective gathers stored parameters alone, so that it may start at any time."""
     return node.target in GATHERS and all(
         n.op == "placeholder" and value(n).kind == "param" for n in tensor_args(node)
     )
 
 
 def kind_of(node: fx.Node) -> str:
-    """``all_gather`` for an all_gather and for a joined one."""
+    """The kind of a collective: ``all_gather`` for an all_gather and for a bucket of them."""
     target: Any = node.target
     return str(collectives.JOINED.get(target, target).__name__)

@@ -1,6 +1,6 @@
-"""Composite ops that a canonical graph holds beside ATen: each stands for a few lines of torch.
+"""Composite ops of canonical graphs beside ATen: each replaces a few lines of torch.
 
-They are ordinary functions, so graphs that hold them run; ``codegen`` prints them as short text.
+They are ordinary functions, so a graph with these ops runs; ``codegen`` prints them as short text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-STATE_BYTES = 16  # what a CUDA generator's state takes; it lies in the host's memory
+STATE_BYTES = 16  # of a CUDA generator's state, which is in the host's memory
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Rows in an order of their own: what a sort by data does to the values after it.
+"""Permuted rows: the order of a value's rows after a sort by data, as in a mixture of experts.
 
-A mixture of experts sorts the batch's rows by expert and sorts them back. Where ranks cut the
-batch, each sorts its own rows: what it holds between the two is no contiguous piece of the whole,
-but what comes back is. ``partc.rules.rows`` follows the orders; ``Layout.permuted`` names such
-pieces.
+A mixture of experts sorts the batch's rows by expert and later sorts them back. If the batch is
+sharded, each rank sorts its own rows. Between the two sorts a rank's rows are no contiguous piece
+of the whole sorted tensor; after the second sort they are a contiguous piece of the batch again.
+``partc.rules.rows`` follows the orders through the graph; ``Layout.permuted`` marks such shards.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RowOrder:
-    """What a value has to do with an order that a sort made.
+    """The relation of a value to an order of rows that a sort made.
 
-    Orders are numbered by the step's sorts; 0 is the order in which the batch came.
+    Orders are numbered by the step's sorts; order 0 is the original order of the batch.
 
-    - ``data``: its rows, along ``dim``, lie in ``order``;
-    - ``keys``: so do they, and they are what it was sorted by, ascending;
-    - ``places``: so do they, and each is a place among ``size`` rows that lie in the order ``of``;
-    - ``counts``: how many rows of ``order`` each group has, the groups one after the other;
-    - ``ends``: where each group of ``order`` ends.
+    - ``data``: the value's rows along ``dim`` are in ``order``;
+    - ``keys``: the same, and the rows are the ascending sort keys (expert numbers);
+    - ``places``: the same, and each row is an index into ``size`` rows that are in the order ``of``
+      (the indices that a sort returns);
+    - ``counts``: the number of rows of each group (expert), in ``order``;
+    - ``ends``: the index at which each group's rows end in ``order`` (the running sum of counts).
     """
 
     kind: Literal["data", "keys", "places", "counts", "ends"]
@@ -33,5 +34,5 @@ class RowOrder:
 
     @property
     def counted(self) -> bool:
-        """Whether ranks that hold rows of their own hold parts of a sum of this."""
+        """Whether the value is an unfinished sum if each rank counts only its own rows."""
         return self.kind in ("counts", "ends")

@@ -1,5 +1,6 @@
-"""Devices and the links between them, and what a collective takes on them.
+"""The machines: devices, the links between them, and the time of a collective on these links.
 
-In: a machine's figures, from a file here or a user's own. Out: a `Topology`, seconds of transfers.
+In: a machine's data sheet, from a TOML file here or of the user. Out: a `Topology` (devices and
+levels of links), and formulas for the seconds of a collective.
 Start: `topology.py`; then `collective_formulas.py`. Never: a mesh, a plan or a graph.
 """

@@ -1,7 +1,7 @@
-"""What a plan is chosen for: the time of a step, or what a million tokens cost in money or energy.
+"""The objective of a plan: least time of a step, or least dollars or energy per million tokens.
 
-Prices and watts are those of the machine's file: devices are paid, and draw their watts, for as
-long as the step runs, whether they compute or wait.
+Prices (dollars per hour) and watts come from the machine's file. A device is paid and draws its
+watts for as long as the step runs, whether the device computes or waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WATTS_PER_KILOWATT = 1000.0
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on: so many tokens, or samples where inputs are no tokens."""
+    """The size of a step's global batch: tokens, or samples if the inputs are no tokens."""
 
     size: int
     unit: str
@@ -30,7 +30,7 @@ NO_BATCH = Batch(0, "tokens")
 
 
 def objective_of(name: str) -> Objective:
-    """The objective of this name; UsageError lists what there is."""
+    """The objective of this name; UsageError lists the known names."""
     known: dict[str, Objective] = {each: each for each in get_args(Objective)}
     if name not in known:
         raise UsageError(
@@ -43,7 +43,7 @@ def objective_of(name: str) -> Objective:
 
 
 def check_price(objective: Objective, topology: Topology) -> None:
-    """PlanError if the machines have no price and it is asked for."""
+    """PlanError if the objective is dollars and some device has no price."""
     unknown = [kind.name for kind, _ in topology.groups if kind.dollars_per_hour is None]
     if objective == "dollars" and unknown:
         raise PlanError(
@@ -58,8 +58,10 @@ def check_price(objective: Objective, topology: Topology) -> None:
 def per_million(
     objective: Objective, seconds: float, devices: int, topology: Topology, batch: Batch
 ) -> float | None:
-    """Of a million tokens (or samples), on so many of the machines' devices: $ or kWh; None where
-    time is what counts, a device has no price, or the batch is not known.
+    """The dollars or kWh for a million tokens (or samples), if a step takes so many seconds.
+
+    The formula is ``seconds * devices * rate / batch * 1e6``; ``rate`` is the mean price or power
+    of a device. None if the objective is time, a device has no price, or the batch is unknown.
     """
     if objective == "time" or not batch.size:
         return None
@@ -78,6 +80,6 @@ def _kilowatts(device: Device) -> float:
 
 
 def price_text(objective: Objective, price: float | None, batch: Batch) -> str:
-    """``0.42 $ per million tokens``; "" for None."""
+    """A price as text, such as ``0.42 $ per million tokens``; "" for None."""
     unit = "$" if objective == "dollars" else "kWh"
     return "" if price is None else f"{price:.3g} {unit} per million {batch.unit}"

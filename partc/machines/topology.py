@@ -1,4 +1,4 @@
-"""The machines under a mesh: kinds of devices, and the levels of links that join them."""
+"""A `Topology`: the kinds of devices of a machine, and the levels of links that join them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from partc.machines.topology_checks import (
 Points = tuple[tuple[float, float], ...]  # amount of work, fraction of the peak; amounts ascend
 
 DTYPES = ("bf16", "f16", "f32", "f64", "tf32", "f8")
-# The first two by FLOPs of a call, the others by bytes; functions are pointwise ops that evaluate
-# exponentials and their like, which processors without units for them are slow at.
+# Kinds of work. The efficiency of the first two depends on a call's FLOPs, that of the others on
+# its bytes. "functions" are pointwise ops with exponentials and the like, which processors without
+# special function units (CPUs) compute slowly.
 WORK = ("matmul", "attention", "pointwise", "functions", "optimizer")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-APART_S = 1e-2  # after so long, what delays ranks evens out rather than adds up
+APART_S = 1e-2  # of computing between two meetings of ranks; beyond it delays even out
 LIBRARIES = ("nccl", "gloo")
 TERA, PETA = 1e12, 1e15
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: what its data sheet says, and how much of that kernels reach.
+    """One kind of device: the figures of its data sheet, and the fractions that kernels reach.
 
-    ``flops_per_s`` has dense peaks by dtype (``DTYPES``), ``launch_s`` is the least time between
-    two kernels, however small; ``call_s`` is what a call takes beside its work where the processor
-    that computes also makes the calls. ``efficiency`` says per kind of work (``WORK``) which
-    fraction of the peak, or of the memory's bandwidth, a call of so many FLOPs, or bytes, reaches.
-    Of matrix products these are large ones that keep all ``processors`` busy (0: not known);
-    ``hidden_writes`` is the part of a product's result that is written beside its arithmetic.
+    ``flops_per_s`` has the dense peak by dtype (``DTYPES``). ``launch_s`` is the least time between
+    two kernels, however small. ``call_s`` is the extra time of a call where the computing processor
+    also issues the calls (a CPU). ``efficiency`` has points (amount, fraction) by kind of work
+    (``WORK``): a call of so many FLOPs reaches this fraction of the peak, or a call of so many
+    bytes this fraction of the memory's bandwidth. The points of matrix products are measured on
+    large products that keep all ``processors`` (multiprocessors of a GPU; 0: unknown) busy.
+    ``hidden_writes`` is the fraction of a matrix product's result that is written while the product
+    still computes.
     """
 
     name: str
@@ -85,14 +88,15 @@ class Device:
             check_points(f"{where}, efficiency.{work}", points)
 
     def peak(self, dtype: str) -> float:
-        """Dense FLOP/s in this dtype; that of f32 where none is known."""
+        """The dense peak FLOP/s of a dtype; the peak of f32 for a dtype without a figure."""
         return self.flops_per_s.get(dtype, self.flops_per_s["f32"])
 
     def fraction(self, work: str, amount: float) -> float:
         """The fraction of the peak that a call of ``amount`` FLOPs (or bytes) reaches.
 
-        Between two points the time is a straight line, beyond them the fraction stays. Where there
-        are no points of functions or the optimizer, those of pointwise work are taken.
+        Between two points of ``efficiency`` the time is interpolated linearly; outside of them the
+        fraction is constant. Without points for functions or the optimizer, the points of pointwise
+        work apply.
         """
         like = "pointwise" if work in ("functions", "optimizer") else work
         points = self.efficiency.get(work) or self.efficiency.get(like) or ((1.0, 1.0),)
@@ -105,9 +109,10 @@ class Device:
         return points[-1][1]
 
     def seconds(self, flops: float, dtype: str, num_bytes: float, work: str = "matmul") -> float:
-        """The time of a call by the roofline model: its arithmetic or its memory traffic,
-        whichever takes longer, but no less than a launch, and making the call; what does nothing
-        takes none.
+        """The time of a call by the roofline model.
+
+        The largest of arithmetic, memory traffic and ``launch_s`` counts, plus ``call_s``. A call
+        without FLOPs and bytes (a view) takes no time.
         """
         if not flops and not num_bytes:
             return 0.0
@@ -122,9 +127,10 @@ class Device:
         busy: float = 1.0,
         written_bytes: float = 0.0,
     ) -> dict[str, float]:
-        """The seconds that a call's arithmetic, memory traffic and launch take, each by itself.
+        """The seconds of a call's arithmetic, memory traffic and launch, each by itself.
 
-        A matrix product keeps a share ``busy`` of the processors at work, and writes so many bytes.
+        ``busy`` is the fraction of the processors that a matrix product keeps at work, and
+        ``written_bytes`` the size of its result.
         """
         computing = flops / (self.peak(dtype) * self.fraction(work, flops) * busy)
         writing = (1 - self.hidden_writes) * self.memory_seconds(written_bytes)
@@ -135,24 +141,25 @@ class Device:
         }
 
     def memory_seconds(self, num_bytes: float, work: str = "pointwise") -> float:
-        """The time in which so many bytes are read and written."""
+        """The seconds in which a call of this kind of work reads and writes so many bytes."""
         return num_bytes / (self.memory_bytes_per_s * self.fraction(work, num_bytes))
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of links: ``size`` units of the level below it (devices, at the innermost).
+    """One level of links, which joins ``size`` units of the level below (devices, if innermost).
 
-    ``bytes_per_s`` is one device's share of what leaves its unit, one way, when all devices send;
-    ``efficiency`` the fraction of it that large messages reach. ``latency_s`` is one step of a
-    collective. With ``low_latency_s`` there is a protocol for small messages that takes that
-    long, at half the bandwidth (NCCL's LL). ``oversubscription`` is how many times more bytes/s
-    enter the level than it carries when all units send. Where its switches sum (NVLS, SHARP),
-    ``in_network`` is the fraction of ``bytes_per_s`` at which an all_reduce goes through them (0:
-    they cannot) and ``in_network_s`` what it takes beside. ``direct`` links join pairs without a
-    switch: m of n units have (m - 1) / (n - 1) of the bytes/s. ``factors`` has measurements: by
-    how much the latency and the seconds per byte of a collective over the level (as the outermost
-    that it crosses) are those of its formula.
+    ``bytes_per_s`` is one device's share of the bandwidth out of its unit, in one direction, while
+    all devices send; ``efficiency`` is the fraction of it that large messages reach. ``latency_s``
+    is the latency of one step of a collective. ``low_latency_s`` is the latency of a protocol for
+    small messages at half the bandwidth (NCCL's LL), None without one. ``oversubscription`` is the
+    bandwidth of all units together, divided by the bandwidth that the level carries.
+
+    Where the switches can sum (NVLS, SHARP), an all_reduce through them runs at ``in_network``
+    times ``bytes_per_s`` (0: they cannot sum) and takes ``in_network_s`` more. ``direct`` links
+    join pairs of units without a switch: then m of n units have (m - 1) / (n - 1) of the bytes/s.
+    ``factors`` are measured, by kind of collective: the measured latency and seconds per byte,
+    divided by those of the formula, for collectives whose outermost level this is.
     """
 
     name: str
@@ -195,18 +202,19 @@ class Level:
 
     @property
     def reduces_in_network(self) -> bool:
-        """Whether its switches can sum."""
+        """Whether the level's switches can sum an all_reduce."""
         return self.in_network > 0
 
     def resized(self, size: int) -> Level:
-        """This level with another number of units; without a switch each has fewer links then."""
+        """The level with another number of units; direct links give each unit bytes/s in proportion
+        to the other units that it is linked with."""
         if not self.direct or size == 1:
             return replace(self, size=size, direct=False)
         links = (size - 1) / (self.size - 1)
         return replace(self, size=size, bytes_per_s=self.bytes_per_s * links)
 
     def small(self, share: float) -> Level | None:
-        """This level as its protocol for small messages has it, with a share of the bytes/s."""
+        """The level's protocol for small messages, at a share of the bytes/s; None without one."""
         if self.low_latency_s is None:
             return None
         return replace(
@@ -219,22 +227,21 @@ class Level:
 
     @property
     def attained_bytes_per_s(self) -> float:
-        """What one device sends through this level, one way, when all devices send."""
+        """The attained bytes/s of one device, in one direction, while all devices send."""
         return self.bytes_per_s * self.efficiency / self.oversubscription
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A fleet: devices in rank order, kind after kind, and the levels that join them, innermost
-    first.
+    """The machines: (device, count) in rank order, and the levels of links, innermost first.
 
-    ``start_s`` is what a collective takes beside its messages: launching it, waking the peers.
-    ``contention`` is which part of a transfer's time the computing beside it loses: 0 where links
-    move data by themselves, 1 where nothing can be hidden, as processors that are busy move it.
-    ``skew`` is which part of the time that they computed, counting ``APART_S`` at most, ranks wait
-    for the slowest where they meet. ``sharing`` is how many times faster a device computes while
-    all others wait: more than 1 where ranks have fewer processors than there are ranks. ``library``
-    says whose algorithms there are (``LIBRARIES``). ``notes`` are for readers.
+    ``start_s`` is the time of a collective beside its messages: launching it, waking the peers.
+    ``contention`` is the fraction of a transfer's time that overlapped computing loses: 0 where
+    links move data by themselves, 1 where nothing can be hidden, as busy processors move the data.
+    ``skew`` is the time that ranks wait for the slowest rank where they meet, as a fraction of the
+    time that they computed before (at most ``APART_S`` of it counts). ``sharing`` is how many times
+    faster a device computes while all others wait: more than 1 where ranks share processors.
+    ``library`` names the library of collectives (``LIBRARIES``). ``notes`` are for readers.
     """
 
     name: str
@@ -280,7 +287,7 @@ class Topology:
 
     @classmethod
     def load(cls, name: str, devices: int | None = None) -> Topology:
-        """A topology that comes with partc (one of ``shipped()``), with so many devices."""
+        """A topology that comes with partc (one of ``shipped()``), perhaps resized."""
         from partc.machines.topology_text import read_shipped
 
         topology = read_shipped(name)
@@ -294,7 +301,7 @@ class Topology:
         return read_topology(path)
 
     def __str__(self) -> str:
-        """The TOML form; ``topology_text.parse_topology`` reads it back to an equal one."""
+        """The topology as TOML text, which ``topology_text.parse_topology`` reads back."""
         from partc.machines.topology_text import write_topology
 
         return write_topology(self)
@@ -305,31 +312,31 @@ class Topology:
 
     @property
     def device(self) -> Device:
-        """The only kind of device, or of several the slowest: who works with all waits for it."""
+        """The kind of device; of several kinds the slowest, which all others wait for."""
         return _slowest(device for device, _ in self.groups)
 
     @property
     def is_mixed(self) -> bool:
-        """Whether there are several kinds of devices."""
+        """Whether the topology has several kinds of devices."""
         return len(self.groups) > 1
 
     @property
     def memory_bytes(self) -> int:
-        """What every device has at least."""
+        """The memory of the device with the least memory."""
         return min(device.memory_bytes for device, _ in self.groups)
 
     @property
     def kinds(self) -> str:
-        """The names of its devices."""
+        """The names of all kinds of devices, joined by "and"."""
         return " and ".join(device.name for device, _ in self.groups)
 
     def mean(self, figure: Callable[[Device], float]) -> float:
-        """A figure of a device, averaged over all."""
+        """The average of a figure over all devices."""
         return sum(figure(device) * count for device, count in self.groups) / self.num_devices
 
     @property
     def unit_sizes(self) -> tuple[int, ...]:
-        """Per level, how many devices one unit of it joins."""
+        """Per level, the number of devices that the level joins: (8, 128) for 16 nodes of 8."""
         return tuple(accumulate((level.size for level in self.levels), mul))
 
     def device_of(self, rank: int) -> Device:
@@ -341,8 +348,10 @@ class Topology:
         raise AssertionError("no such rank")
 
     def at(self, ranks: Iterable[int]) -> Topology:
-        """These machines as ranks that work together see them: every device is as slow as the
-        slowest of theirs, and has as little memory as any of theirs.
+        """The machines as given ranks that work together see them.
+
+        Every device is as slow as the slowest of these ranks' devices, and has as little memory as
+        the smallest of them.
         """
         kinds = list(dict.fromkeys(map(self.device_of, ranks)))
         least = min(kind.memory_bytes for kind in kinds)
@@ -350,8 +359,10 @@ class Topology:
         return replace(self, groups=((device, self.num_devices),))
 
     def resized(self, devices: int) -> Topology:
-        """The same machines with so many devices: inner levels are filled first, the outermost has
-        the rest; several kinds of devices stay in proportion.
+        """The machines with another number of devices; PlanError if that is impossible.
+
+        Inner levels (a node) are filled first, the outermost level gets the rest. Several kinds of
+        devices stay in proportion.
         """
         check_whole(f"topology {self.name}, devices", devices, 1e9)
         left, levels = devices, []
@@ -382,4 +393,5 @@ class Topology:
 
 
 def _slowest(kinds: Iterable[Device]) -> Device:
+    # by bf16 first: matrix products take most of a training step
     return min(kinds, key=lambda kind: (kind.peak("bf16"), kind.memory_bytes_per_s))

@@ -1,4 +1,4 @@
-"""Refusing absurd figures of machines, each by name and in four parts."""
+"""Checks of a machine's figures; each PlanError names the figure and its allowed range."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def check_pair(where: str, pair: Any, most: float) -> None:
 
 
 def check_points(where: str, points: Any) -> None:
-    """PlanError unless ``points`` are pairs (work, fraction): work ascends, no fraction is above
-    1, and more work never takes less time.
+    """PlanError unless ``points`` are pairs (work, fraction of the peak).
+
+    Work must ascend, no fraction may be above 1, and more work must never take less time.
     """
     if not isinstance(points, tuple) or not points:
         raise refusal(where, "it has no points", "it is a list of pairs [work, fraction]")

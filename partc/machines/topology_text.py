@@ -1,4 +1,4 @@
-"""Topologies as TOML: the files that come with partc, a user's own, and the text of any."""
+"""Topologies as TOML: read the files that come with partc or a user's file, and write them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def read_shipped(name: str) -> Topology:
-    """A topology that comes with partc; PlanError lists what there is."""
+    """A topology that comes with partc; PlanError lists the known names."""
     if name not in shipped():
         raise PlanError(
             where=f"topology {name!r}",
@@ -43,12 +43,12 @@ def read_topology(path: str | Path) -> Topology:
 
 
 def parse_topology(text: str, where: str = "topology") -> Topology:
-    """The topology of a text."""
+    """The topology of a TOML text; PlanError names the entry that is wrong."""
     return topology_of(parse_toml(text, where), where)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The table in a TOML file."""
+    """The table in a TOML file; PlanError if the file cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """The table of a TOML text."""
+    """The table of a TOML text; PlanError if the text is not TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -65,7 +65,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def topology_of(table: Mapping[str, Any], where: str) -> Topology:
-    """The topology that a table describes."""
+    """The topology that a TOML table describes; PlanError names the entry that is wrong."""
     check_keys(where, table, TOPOLOGY_KEYS)
     given = {key: table[key] for key in ("name", "library", *NUMBERS) if key in table}
     if "name" not in given:
@@ -102,7 +102,7 @@ def _level(entry: Mapping[str, Any]) -> Level:
 
 
 def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
-    """A device or a level from its table: all keys known, none missing."""
+    """A Device or Level from its table; PlanError for an unknown or a missing key."""
     where = f"{kind.__name__.lower()} {entry.get('name', '')}".strip()
     known = fields(kind)
     check_keys(where, entry, [one.name for one in known])
@@ -114,14 +114,14 @@ def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
 
 
 def _points(points: Any) -> Any:
-    """Lists of lists as a table of points; anything else as it is, to be refused by name."""
+    """Lists of pairs as tuples; anything else unchanged, which `check_points` refuses by name."""
     if not isinstance(points, list):
         return points
     return tuple(map(_pair, points))
 
 
 def _pair(pair: Any) -> Any:
-    """A list as a tuple; anything else as it is."""
+    """A list as a tuple; anything else unchanged."""
     return tuple(pair) if isinstance(pair, list) else pair
 
 
@@ -147,9 +147,10 @@ def _unreadable(where: str, error: Exception) -> PlanError:
 
 # writing ------------------------------------------------------------------------------------------
 def write_topology(topology: Topology) -> str:
-    """The TOML form."""
+    """The topology as TOML text; `parse_topology` reads it back to an equal topology."""
     lines = [f"name = {_text(topology.name)}", f"library = {_text(topology.library)}"]
     lines += [f"start_s = {_number(topology.start_s)}"]
+    # The figures that are written only if they are not 0; sharing is 1 where nothing is shared.
     told = {
         "contention": topology.contention,
         "skew": topology.skew,
@@ -181,7 +182,7 @@ def _device_lines(device: Device, count: int) -> Iterable[str]:
 
 
 def _plain_lines(entry: Device | Level) -> list[str]:
-    """The fields that are texts or numbers, but for those that are as if they were not given."""
+    """The lines of all fields that are texts or numbers and differ from their defaults."""
     lines = []
     for one in fields(entry):
         content = getattr(entry, one.name)

@@ -1,4 +1,4 @@
-"""Machines other than those that a program was planned for: what changes, in words and applied."""
+"""What-if machines: factors on bandwidth, latency, FLOP/s and memory, applied to a topology."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ MORE_BYTES = 10**9  # of memory, in what an explanation tries
 
 @dataclass(frozen=True)
 class Change:
-    """Factors on what machines do, and amounts: bytes/s and latencies by level (``ALL`` or its
-    name), FLOP/s, bytes/s of memory; more bytes of memory on a device; another number of devices.
+    """A change of machines: factors on speeds, more memory, another number of devices.
+
+    ``bandwidth`` and ``latency`` have factors by the name of a level of links, or ``ALL`` for all.
+    ``peak`` is a factor on FLOP/s, ``memory_bandwidth`` on the memory's bytes/s. ``memory_bytes``
+    are bytes added to each device's memory limit; ``devices`` is another number of devices (0: as
+    is).
     """
 
     bandwidth: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -27,8 +31,11 @@ class Change:
     devices: int = 0
 
     def apply(self, topology: Topology) -> Topology:
-        """The changed machines; UsageError for an unknown level, PlanError if there cannot be so
-        many. More memory is for who plans to use, the data sheet's stays.
+        """The changed topology; UsageError for an unknown level, PlanError for an impossible number
+        of devices.
+
+        ``memory_bytes`` is left to the caller, who raises the limit that a plan is chosen for: the
+        topology keeps the memory of the data sheet.
         """
         for level in {**self.bandwidth, **self.latency}:
             _check_level(level, topology)
@@ -64,7 +71,8 @@ class Change:
         cls, *, bandwidth: Sequence[str] = (), latency: Sequence[str] = (), peak: str = "1",
         memory_bandwidth: str = "1", devices: int = 0,
     ) -> Change:  # fmt: skip
-        """From options: factors as ``2``, ``x2`` or, for one level of links, ``nvlink=x2``."""
+        """A change from command line options: factors are written ``2`` or ``x2``; a factor for one
+        level of links is ``nvlink=x2``. UsageError for anything else."""
         return cls(
             bandwidth=dict(_by_level("--bandwidth", text) for text in bandwidth),
             latency=dict(_by_level("--latency", text) for text in latency),
@@ -84,7 +92,7 @@ class Change:
 
 
 def changes_to_try(topology: Topology) -> Iterator[Change]:
-    """One more gigabyte, and twice of everything else, one after the other."""
+    """One change at a time: one gigabyte more memory, then twice of every other figure."""
     yield Change(memory_bytes=MORE_BYTES)
     yield from (Change(bandwidth={each.name: 2.0}) for each in topology.levels if each.size > 1)
     yield Change(memory_bandwidth=2.0)

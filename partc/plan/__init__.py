@@ -1,8 +1,8 @@
-"""The plan: every decision of a compile as text that a person reads, edits and replays.
+"""The plan: every decision of a compile, as a TOML text that a person can read, edit and replay.
 
-In: a preset's words, a plan.toml, what the search chose. Out: a `Plan`, which every pass reads.
-Start: here; `mesh.py` has the mesh that a plan is for, `sharding.py` how a tensor lies on it.
-Never: a graph or a pass: a plan is read without the model.
+In: a plan.toml, or the decisions of a preset or of the search. Out: a `Plan`, which passes read.
+Start: here; `mesh.py` has the device mesh, `sharding.py` the layout of a tensor on the mesh.
+Never: a graph or a pass, since a plan can be read without the model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 
 T = TypeVar("T")
-Cuts = Mapping[str, Layout]  # axis -> cut
-COMPILERS = ("none", "inductor")  # of what a program computes between transfers
-RECOMPUTES = ("cheap", "none", "attention", "block")  # by the backward, beside modules by path
+Cuts = Mapping[str, Layout]  # mesh axis -> shard, for one tensor
+COMPILERS = ("none", "inductor")  # of the computing between two transfers
+RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
 _FIELDS = {
     "mesh",
     "preset",
@@ -53,40 +53,44 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions; what a partial plan does not name is filled in from ``preset``.
+    """The decisions of a compile; those that a partial plan leaves out come from ``preset``.
 
-    ``params`` and ``inputs`` map names, or patterns with ``*``, to cuts as they are stored.
-    ``gather`` says along which axes stored cuts are gathered before use, and how long the whole
-    lives: ``"use"`` (until the block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and 2). ``scatter``
-    names, per axis, the dim along which unfinished activations are reduce-scattered (sequence
-    parallelism). ``values`` says how results of calls lie that do not follow from these, and how
-    single parameters lie in use (``plan_values.py``). ``recompute`` says what the backward
-    computes again instead of keeping it: ``"cheap"`` sums, products and views of what is saved
-    anyway, ``"attention"`` also what stands between an attention's projections and takes few FLOPs
-    per byte, ``"block"`` all that the blocks of a stack compute (they keep what enters them),
-    ``"none"`` nothing. A tuple of module paths, or patterns with ``*``, names modules that keep
-    what enters them; the rest is cheap. ``compile``: ``"inductor"`` leaves what a program computes
-    between transfers to torch.compile, each block once. ``join_mb`` is the most megabytes of
-    weights or gradients that share one transfer: a transfer costs time of its own, but several
-    tensors in one have to be copied together, and none of them leaves before the last is made;
-    where it makes the step faster, a block's gradients leave in a few parts, and what takes
-    longer to copy than a transfer to start goes alone. 0 joins nothing. ``messages``: what gloo
-    would gather, or sum and scatter, ranks send each other, as that copies less (None: where the
-    copies take a part of the step that can be measured).
-    ``prefetch``: where a step turns from one loop of blocks to the next, over the head and the
-    loss, it gathers the weights of so many blocks meanwhile (0: two if the step is faster so and
-    fits into memory, else one). Pipelines gather one.
-    ``pieces``: in so many are the blocks computed that wait for sums of activations, so that those
-    of one piece are on their way while the next is computed (1: not in pieces; 0: in as many as
-    make the step fastest, if that is by much).
-    ``schedule`` is the order of a pipeline: a name, or a CSV file whose rows are in ``order``, so
-    that the plan replays without it; where it is empty, 1f1b for training and forward-only for
-    inference. ``stages`` has the module path at which each pipeline stage but the first begins.
-    Where it is empty they are chosen: ``chunks`` on each pipeline rank (0: as many as the schedule
-    usually has). No rank may need more than ``memory_bytes`` (0: no limit).
-    Gradients are summed over ranks once per
-    ``"step"``, or per ``"microbatch"`` (ZeRO-2 and 3). ``apart`` has the values that no pattern may
-    fit when it is written, as they lie otherwise than those that it would join.
+    Sharding: ``params`` and ``inputs`` map names, or patterns with ``*``, to shards as they are
+    stored. ``gather`` has the axes along which stored shards are gathered before use, and how long
+    the whole tensor lives: ``"use"`` (until its block is done, ZeRO-3) or ``"step"`` (ZeRO-1 and
+    2). ``scatter`` has, per axis, the dim along which unfinished activations are reduce-scattered
+    (sequence parallelism). ``values`` has the layouts of calls' results that do not follow from
+    these, and the layouts of single parameters in use (``plan_values.py``).
+
+    Recomputation: ``recompute`` says what the backward computes again instead of saving.
+    ``"cheap"``: sums, products and views of values that are saved anyway. ``"attention"``: also the
+    calls between an attention's projections that take few FLOPs per byte. ``"block"``: all calls of
+    a stack's blocks, which save only their inputs. ``"none"``: nothing. A tuple of module paths, or
+    patterns with ``*``: these modules save only their inputs, and the rest is as with ``"cheap"``.
+
+    Communication: ``join_mb`` is the size limit of a bucket of weights or gradients, in megabytes
+    (0: no buckets). Larger buckets save start times, but their tensors are copied, and the bucket
+    leaves only when its last tensor is there. Where the step gets faster, a block's gradients leave
+    in a few buckets, and a tensor whose copy takes longer than starting a transfer goes alone.
+    ``messages``: with gloo, ranks send messages instead of an all_gather or reduce_scatter, which
+    copies less (None: where these copies take a measurable part of the step). ``prefetch``: between
+    two loops over blocks (over the head and the loss), the weights of so many blocks are gathered
+    ahead (0: two if the step is faster and fits into memory, else one). Pipelines gather one block
+    ahead. ``pieces``: blocks that wait for sums of activations are computed in so many pieces, so
+    that the sums of one piece overlap the computing of the next (1: not in pieces; 0: the fastest
+    number, if it saves much). ``reduce``: gradients are summed over ranks once per ``"step"``, or
+    once per ``"microbatch"`` (ZeRO-2 and 3).
+
+    Pipelines: ``schedule`` is the name of a schedule, or of a CSV file whose rows ``order`` has, so
+    that the plan replays without the file; empty is 1f1b for training and forward-only for
+    inference. ``stages`` has the module path at which each pipeline stage but the first begins. If
+    ``stages`` is empty the compiler cuts the model into ``chunks`` stages per pipeline rank (0: the
+    schedule's usual number).
+
+    Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
+    block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
+    has names of values that no written pattern may fit, since their layouts differ from those of
+    the values that the pattern stands for.
     """
 
     mesh: Mesh | None = None
@@ -132,7 +136,7 @@ class Plan:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise _wrong(where, "this is not TOML", str(error)) from None
-        unknown = sorted(set(table) - _FIELDS)
+        unknown = sorted(set(table) - _FIELDS)  # misspelt: the search would decide instead
         if unknown:
             raise _wrong(
                 where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
@@ -168,9 +172,10 @@ class Plan:
         return plan.with_order(Path(path).parent)
 
     def with_order(self, folder: Path = Path()) -> Plan:
-        """The plan with the rows of the CSV file that ``schedule`` names, if it names one, and with
-        its microbatches, unless the plan asks for several. PlanError if it cannot be read, or if
-        there are rows of no file.
+        """The plan with the rows of the CSV file that ``schedule`` names, if it names a file.
+
+        The file also gives the number of microbatches, unless the plan asks for more than one.
+        PlanError if the file cannot be read, or if the plan has an ``order`` without a file's name.
         """
         if self.order and not self.schedule.endswith(CSV):
             why = f"the order is that of a file, and the schedule is {self.schedule!r}"
@@ -184,42 +189,43 @@ class Plan:
         )  # fmt: skip
 
     def stored(self, name: str, table: Mapping[str, Cuts] | None = None) -> Cuts:
-        """The cuts of one parameter, by its name or the first pattern that fits."""
+        """The stored shards of one parameter, by its name or by the first pattern that fits."""
         table = self.params if table is None else table
-        name = name.partition("#")[0]  # a tied parameter's copy on another stage lies as it does
+        name = name.partition("#")[0]  # a tied parameter's copy on another stage has its layout
         if name in table:
             return table[name]
         return next((cuts for pattern, cuts in table.items() if fits(pattern, name)), {})
 
     def used(self, name: str) -> Cuts:
-        """The cuts of one parameter while it is computed with."""
+        """The shards of one parameter in use, after the gathers of ``gather``."""
         stored = {axis: x for axis, x in self.stored(name).items() if axis not in self.gather}
         entry = self.lies(name)
         if entry is None:
             return stored
         named = {axis: each.out for axis, each in entry.items()}
-        every = {**stored, **named} if entry else {}
+        every = {**stored, **named} if entry else {}  # an empty entry: "whole" on every axis
         return {axis: layout for axis, layout in every.items() if layout != R}
 
     def lies(self, name: str) -> Mapping[str, Lies] | None:
-        """What it says of a value by name or pattern, by axis; None if nothing."""
+        """The entry of ``values`` for a name, by mesh axis; None if no name or pattern fits."""
         if name in self.values:
             return self.values[name]
         return next((lies for pattern, lies in self.values.items() if fits(pattern, name)), None)
 
     @property
     def batch_axes(self) -> set[str]:
-        """The axes that cut inputs, microbatches apart."""
+        """The mesh axes that shard inputs, without the axis of microbatches."""
         return {axis for cuts in self.inputs.values() for axis in cuts} - {MICROBATCH_AXIS}
 
     @property
     def recompute_paths(self) -> tuple[str, ...]:
-        """The modules whose values are computed again, where the plan names some."""
+        """The modules that ``recompute`` names; empty if ``recompute`` is a word."""
         return () if isinstance(self.recompute, str) else self.recompute
 
     @property
     def names_blocks(self) -> bool:
-        """Whether it tells blocks of a stack apart, by their numbers."""
+        """Whether the plan treats single blocks of a stack differently: a name has a number."""
+        # A part of a path is a number, or mixes digits and "*"; a plain "*" means all blocks alike.
         values = (name.partition(":")[0] for name in self.values)
         names = (*self.params, *self.stages, *self.recompute_paths, *values)
         return any(
@@ -268,8 +274,9 @@ class Plan:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a pattern fits a name: ``*`` between dots (or a dot and a colon) is one part of a
-    path, elsewhere any text.
+    """Whether a pattern fits a name: ``layers.*.w`` fits ``layers.0.w``, not ``layers.0.mlp.w``.
+
+    ``*`` between dots (or a dot and a colon) is one part of a path; elsewhere it is any text.
     """
     if "*" not in pattern:
         return pattern == name
@@ -289,8 +296,8 @@ def _regex(pattern: str) -> re.Pattern[str]:
 def fold_names(
     table: Mapping[str, Mapping[str, T]], apart: Iterable[str] = ()
 ) -> dict[str, Mapping[str, T]]:
-    """Join entries that differ in layer numbers only: ``layers.0.w, layers.1.w -> layers.*.w``. No
-    pattern fits a name of those ``apart``.
+    """Join equal entries that differ only in layer numbers: ``layers.0.w, layers.1.w ->
+    layers.*.w``. No pattern may fit a name in ``apart``.
     """
     folds: dict[str, bool] = {}  # pattern -> whether all names that fit it have the same cuts
 
@@ -308,12 +315,12 @@ def fold_names(
 
 
 def widest_pattern(name: str) -> str:
-    """A name with ``*`` for all its numbers."""
+    """A name with ``*`` for all its numbers: ``layers.0.experts.1.w -> layers.*.experts.*.w``."""
     return next(_patterns(name))
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """A name with ``*`` for all its numbers, then for the first one only."""
+    """The patterns to try for a name: ``*`` for all its numbers, then for the first one only."""
     numbers = list(re.finditer(r"(?<=\.)\d+(?=[.:])", name))
     for taken in (numbers, numbers[:1]):
         parts = list(name)
@@ -349,7 +356,7 @@ def _write_cuts(cuts: Cuts) -> str:
 
 
 def _words(name: str, given: str | tuple[str, ...]) -> list[str]:
-    """One word, or a list in one line."""
+    """The TOML line of a field that is one word or a list of words."""
     if isinstance(given, str):
         return [f"{name} = {_quote(given)}"]
     return [f"{name} = [{', '.join(map(_quote, given))}]"]

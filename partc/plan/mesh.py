@@ -1,4 +1,4 @@
-"""The device mesh: named axes with sizes, the machines under them, where each rank stands."""
+"""The device mesh: named axes with sizes, the coordinates of each rank, and the machines below."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from partc.machines.topology import Topology
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# what stands for a mesh in calls: "dp=2,tp=4" and the path of a mesh.toml are text
+# what a caller may give for a mesh; a str is "dp=2,tp=4" or the path of a mesh.toml
 MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str | Path"
 
 DP, TP = "dp", "tp"
 PP = "pp"  # the axis whose ranks have different pipeline stages; the others cut tensors
 MICROBATCH_AXIS = "mb"  # microbatches, as an axis that runs in time
-_AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)
+_AXIS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z", re.ASCII)  # "$" would allow a line break
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes in rank order, slowest first, as in torch's DeviceMesh: ``Mesh((("dp", 2), ("tp",
-    4)))``.
+    """Named axes with sizes, the slowest axis first, as in torch's DeviceMesh.
 
-    ``topology`` says what ranks run on, rank by rank; two meshes with the same axes are equal
-    whatever that is, so that a plan replays elsewhere. Without axes but with a topology the mesh is
-    open: who plans has still to choose them.
+    ``Mesh((("dp", 2), ("tp", 4)))`` has ranks 0 to 3 at dp=0. ``topology`` is the machines that the
+    ranks run on, in rank order. The topology does not count for equality, so that a plan replays
+    on other machines. A mesh with a topology but without axes is open: the search chooses the axes.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -135,18 +134,16 @@ class Mesh:
 
     @property
     def is_open(self) -> bool:
-        """Whether axes have still to be chosen."""
+        """Whether the axes are still to be chosen."""
         return not self.axes and self.topology is not None and self.topology.num_devices > 1
 
     @property
     def hardware(self) -> Topology:
-        """The machines to plan for; where nothing says which, CPU processes of one machine."""
+        """The machines to plan for; without a topology, CPU processes on one machine."""
         return self.topology or _processes(self.num_ranks)
 
     def at_place(self, place: int) -> Mesh:
-        """This mesh as the ranks at one place of the pipeline see it, whose devices may be of
-        another kind than those at other places.
-        """
+        """The mesh with the devices of one pipeline rank, where kinds of devices differ."""
         return _at_place(self.axes, self.topology, place) if self._is_mixed else self
 
     @property
@@ -154,7 +151,7 @@ class Mesh:
         return self.topology is not None and self.topology.is_mixed
 
     def settled(self, axes: Mesh | None) -> Mesh:
-        """This mesh if it has axes; an open one with those of another, PlanError without one."""
+        """The mesh itself; if it is open, the mesh with the given axes (PlanError without any)."""
         if not self.is_open:
             return self
         if axes is None:
@@ -167,7 +164,7 @@ class Mesh:
         return replace(self, axes=axes.axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along one axis; PlanError if the mesh has no such axis."""
+        """The number of ranks along one axis; PlanError if the mesh has no such axis."""
         for name, size in self.axes:
             if name == axis:
                 return size
@@ -179,22 +176,23 @@ class Mesh:
         )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """A rank's coordinate on each axis."""
         at = {}
-        for name, size in reversed(self.axes):
+        for name, size in reversed(self.axes):  # the last axis is the fastest in rank order
             rank, at[name] = divmod(rank, size)
         return {name: at[name] for name in self.names}
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """The rank that stands at these coordinates."""
+        """The rank at these coordinates."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coords[name]
         return rank
 
     def peers(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from ``rank`` along ``axis`` only, itself among them, in axis
-        order.
+        """The process group of ``rank`` along ``axis``: the ranks that share its other coordinates.
+
+        ``rank`` is one of them; they are in the order of the axis.
         """
         coords = self.coords(rank)
         return [self.rank({**coords, axis: i}) for i in range(self.size(axis))]
@@ -206,31 +204,33 @@ class Mesh:
 
     @property
     def pipeline_ranks(self) -> int:
-        """Ranks along the axis ``pp``; 1 without one."""
+        """The number of ranks along the axis ``pp``; 1 without this axis."""
         return dict(self.axes).get(PP, 1)
 
     def without_pipeline(self) -> Mesh:
-        """The axes that cut tensors."""
+        """The mesh of all axes but ``pp``: the axes that shard tensors."""
         return Mesh(tuple(axis for axis in self.axes if axis[0] != PP))
 
     def first_rank(self, pipeline_rank: int) -> int:
-        """The first of all ranks that stand at this place of the pipeline."""
+        """The first rank with this coordinate on the axis ``pp``."""
         return self.rank({**dict.fromkeys(self.names, 0), PP: pipeline_rank})
 
     def crosses(self, axis: str) -> tuple[int, ...]:
-        """Per level of the hardware, innermost first, how many members of one group of the axis
-        stand in one unit of it, each in another unit of the level below.
+        """How a group of the axis is spread over the levels of links, innermost level first.
+
+        Per level, the number of units of the level below that the group occupies inside one unit.
+        In the example, a group of dp has 2 devices on a node, and 2 nodes:
 
         >>> Mesh((("dp", 4), ("tp", 4)), Topology.load("dgx-h100", 16)).crosses("dp")
         (2, 2)
 
-        Where groups differ, because axes and levels do not nest, it is the one that crosses most.
+        Groups differ if axes and levels do not nest; then the widest spread counts.
         """
         units = self.hardware.unit_sizes
         return _crosses(self._stride(axis), self.size(axis), units, self.num_ranks)
 
     def _stride(self, axis: str) -> int:
-        """How far apart neighbours along an axis are in rank order."""
+        """The difference of rank between neighbours along an axis."""
         return prod(size for _, size in self.axes[self.names.index(axis) + 1 :])
 
     def __str__(self) -> str:
@@ -258,13 +258,14 @@ def _crosses(stride: int, size: int, units: tuple[int, ...], num_ranks: int) -> 
 
 
 def _most_units(stride: int, size: int, unit: int, num_ranks: int) -> int:
-    """The most units of ``unit`` ranks in a row that a group of ``size`` ranks, ``stride`` apart,
-    stands in.
+    """The most units, of ``unit`` consecutive ranks each, that a group of an axis touches.
+
+    The group has ``size`` ranks, ``stride`` apart.
     """
     if stride >= unit:
         return size
-    # no unit between the first and the last member is left out, so what counts is where in its
-    # unit a group begins; groups that are alike in this repeat
+    # With a stride below `unit` a group touches every unit between its first and its last member.
+    # So only the place of the first member inside its unit matters, and these places repeat.
     step, span = stride * size, (size - 1) * stride
     groups = min(num_ranks // step, unit // gcd(step, unit))
     latest = (min(group * step % unit + stride, unit) - 1 for group in range(groups))
@@ -289,10 +290,11 @@ def _check_axis(name: str, size: int) -> None:
 
 
 def layout_mesh(mesh: Mesh, microbatches: int) -> Mesh:
-    """The axes that values are laid out on: those of one stage's ranks, then ``mb``.
+    """The axes of layouts: those of one pipeline stage's ranks, then ``mb`` for microbatches.
 
-    As the last axis it cuts a batch first, so that whatever ranks exchange stays within a
-    microbatch. Pipeline stages hold different values, so ``pp`` is none of them.
+    Microbatches are an axis in time. As the last axis, ``mb`` shards a batch first, so that ranks
+    exchange data only within a microbatch. ``pp`` is left out, since pipeline stages hold different
+    values. PlanError if the mesh has an axis named ``mb``.
     """
     if MICROBATCH_AXIS in mesh.names:
         raise PlanError(

@@ -1,8 +1,9 @@
-"""A mesh.toml: the axes, the machines under them, or both.
+"""Read a mesh.toml, which has the mesh's axes, the machines, or both.
 
-``[axes]`` has sizes by name. ``machine = "dgx-h100"`` takes machines that come with partc, as many
-as there are ranks or ``devices = 1024``; else ``name``, ``[[devices]]`` and ``[[levels]]`` describe
-them (``partc/machines/topology_text.py``). A file with nothing but sizes by name is axes alone.
+``[axes]`` has the size of each axis by name. ``machine = "dgx-h100"`` names machines that come with
+partc; ``devices = 1024`` is their number, else the number of ranks. Other machines are described by
+``name``, ``[[devices]]`` and ``[[levels]]`` (``partc/machines/topology_text.py``). A file with
+sizes by name and nothing else has only axes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from partc.plan.mesh import Mesh
 
 
 def read_mesh(path: Path) -> Mesh:
-    """The mesh in a file; PlanError names the entry that is wrong."""
+    """The mesh in a mesh.toml; PlanError names the entry that is wrong."""
     table, where = read_toml(path), str(path)
     axes = table.pop("axes", {})
     if not isinstance(axes, Mapping):
@@ -34,7 +35,7 @@ def read_mesh(path: Path) -> Mesh:
 
 
 def _machine(table: Mapping[str, Any], axes: Mapping[str, Any], where: str) -> Topology:
-    """The machine that comes with partc; the sizes of axes are the mesh's to check."""
+    """The machine that the file names; `Mesh` checks the sizes of axes later."""
     check_keys(where, table, ("machine", "devices"))
     whole = all(isinstance(size, int) for size in axes.values())
     ranks = prod(axes.values()) if axes and whole else None

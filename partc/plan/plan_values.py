@@ -1,15 +1,16 @@
-"""The plan's ``[values]``: how the results of calls lie where that does not follow by itself.
+"""The plan's ``[values]``: layouts of calls' results that do not follow from the rest of the plan.
 
     "model.layers.*:add" = { tp = 1 }
     "model.layers.*.mlp:mul" = "whole"
     "model.norm:d_mul" = { tp = "whole, 1 -> sum" }
     "model.embed_tokens:embedding" = { dp = "1, whole -> 2 -> 0" }
 
-A name is a module's path and the op, as ``passes/shard/value_names.py`` writes it; a parameter's
-name says how it lies while it is computed with. Before an arrow stand the operands, behind a second
-one how those that read the result find it, for whom it is moved. An entry speaks of the axes that
-it names, and ``"whole"`` of all; on any other axis a value's layout follows from the rest of the
-plan.
+A name is a module's path and an op, as ``passes/shard/value_names.py`` writes it; a parameter's
+name stands for the parameter in use. On an axis, ``1`` is a shard along dim 1, ``"whole"`` is
+replicated, ``"sum"`` an unfinished sum and ``"max"`` an unfinished maximum. The text
+``"1, whole -> 2 -> 0"`` names the operands' layouts, then the result's, then the layout that the
+result is converted to for its readers. An entry is about the axes that it names; the entry
+``"whole"`` is about all axes. On other axes the layout follows from the rest of the plan.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _CUT = re.compile(r"(\d+)(?:/(\d+))?(~?)\Z", re.ASCII)
 
 @dataclass(frozen=True)
 class Lies:
-    """How a call's (first) result lies on one axis; ``ins`` has the operands' layouts where several
-    ways to call it lead there, ``then`` how readers may have it as if it lay so.
+    """The planned layout of a call's (first) result on one mesh axis.
+
+    ``ins`` has the operands' layouts, where several strategies give this result. ``then`` is the
+    layout that the result is converted to for its readers; None for no conversion.
     """
 
     out: Layout = R
@@ -36,12 +39,12 @@ class Lies:
     then: Layout | None = None
 
     def allows(self, ins: tuple[Layout, ...], outs: tuple[Layout, ...]) -> bool:
-        """Whether a strategy does as it says."""
+        """Whether a strategy with these operand and result layouts agrees with the plan."""
         return (outs[0] if outs else R) == self.out and self.ins in (None, ins)
 
     @property
     def layouts(self) -> list[tuple[int, Layout]]:
-        """What it names, by position: the operands, then the result (when operands are named)."""
+        """The named layouts by position: those of the operands, if any, then the result's."""
         return list(enumerate((*(self.ins or ()), self.out)))
 
 
@@ -49,14 +52,14 @@ Values = Mapping[str, Mapping[str, Lies]]  # name or pattern -> axis -> layout
 
 
 def lies_on(entry: Mapping[str, Lies] | None, axis: str) -> Lies | None:
-    """What an entry says of one axis, None if nothing."""
+    """The planned layout on one axis; None if the entry does not mention the axis."""
     if entry is None:
         return None
     return entry.get(axis) if entry else Lies()
 
 
 def read_value(entry: Any) -> dict[str, Lies]:
-    """An entry of ``[values]``; ValueError says what is wrong with it."""
+    """Read an entry of ``[values]``; ValueError says what is wrong with the entry."""
     if entry == "whole":
         return {}
     if not isinstance(entry, Mapping):

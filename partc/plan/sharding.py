@@ -1,9 +1,11 @@
-"""How a tensor lies on the mesh: one Layout per axis, written ``f32[8,64,1024@tp]{U:tp}``.
+"""Layouts of a tensor on the mesh, one per axis, written for example ``f32[8,64,1024@tp]{U:dp}``.
 
-On one axis a tensor is replicated, an unfinished sum (or max), or cut along a dim. A cut has an
-``outer`` factor: the dim of size N is seen as ``(outer, N / outer)`` and the second part is cut.
-``outer=1`` is the ordinary cut; ``outer=3`` cuts each third of a fused q, k, v weight by itself.
-What lies in an order that a rank made by itself (``partc/graph/rows.py``) is ``own``: ``80~dp``.
+``f32[8,64,1024@tp]`` has the whole tensor's shape, with dim 2 sharded over axis ``tp``; ``{U:dp}``
+is a sum that ``dp`` has not finished (DTensor's Partial). On one axis a tensor is replicated, an
+unfinished sum (U) or maximum (M), or sharded along a dim. A shard has a factor ``outer``: the dim
+of size N is seen as ``(outer, N / outer)``, and the second part is sharded. ``outer=1`` is the
+ordinary shard; ``outer=3`` shards each third of a fused q, k, v weight by itself. ``80~dp`` is a
+dim sharded over ``dp`` whose rows each rank has permuted by itself (``partc/graph/rows.py``).
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How a tensor lies along one mesh axis."""
+    """The layout of a tensor on one mesh axis: R replicated, U sum, M maximum, or a shard (cut)."""
 
     kind: Literal["R", "U", "M", "cut"] = "R"
     dim: int = 0
     outer: int = 1
-    permuted: bool = False  # the rows of this cut, in an order that the rank made
+    permuted: bool = False  # each rank has put the rows of its shard into an order of its own
 
     def __str__(self) -> str:
         if self.kind != "cut":
@@ -41,25 +43,25 @@ class Layout:
         )
 
 
-R = Layout("R")  # every rank holds the whole
-U = Layout("U")  # the whole is the sum over the axis
-M = Layout("M")  # the whole is the maximum over the axis
+R = Layout("R")  # replicated: every rank holds the whole tensor
+U = Layout("U")  # unfinished sum: the whole is the sum over the axis (DTensor's Partial)
+M = Layout("M")  # unfinished maximum: the whole is the maximum over the axis
 
 
 def cut(dim: int, outer: int = 1, permuted: bool = False) -> Layout:
-    """The layout in which each rank of the axis holds one piece of ``dim``."""
+    """The sharded layout: each rank of the axis holds one piece of ``dim``."""
     return Layout("cut", dim, outer, permuted)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The layouts of one tensor over the mesh; axes it does not name are replicated."""
+    """The layouts of one tensor by mesh axis; on axes that are not named it is replicated."""
 
     layouts: tuple[tuple[str, Layout], ...] = ()
 
     @classmethod
     def of(cls, layouts: Mapping[str, Layout], mesh: Mesh) -> Sharding:
-        """In mesh order and without the replicated axes, so that equal shardings compare equal."""
+        """A Sharding in mesh order, without replicated axes, so that equal ones compare equal."""
         return cls(tuple((a, layouts[a]) for a in mesh.names if layouts.get(a, R) != R))
 
     def on(self, axis: str) -> Layout:
@@ -69,17 +71,19 @@ class Sharding:
         return Sharding.of({**dict(self.layouts), axis: layout}, mesh)
 
     def cuts(self) -> list[tuple[str, Layout]]:
-        """The cuts in the order they are applied to a whole tensor.
+        """The shards in the order in which they are applied to a whole tensor.
 
-        Outer parts of a dim go first; among equals the later (inner) mesh axis goes first, so
-        that ``dp`` cuts what ``tp`` left, as FSDP does with a tensor-parallel weight.
+        Of one dim, smaller ``outer`` factors go first. Of equal factors the later (inner) mesh axis
+        goes first, so that ``dp`` shards the piece that ``tp`` left, as FSDP does with a
+        tensor-parallel weight.
         """
         cuts = [(axis, layout) for axis, layout in reversed(self.layouts) if layout.kind == "cut"]
         return sorted(cuts, key=lambda pair: (pair[1].dim, pair[1].outer))
 
     def local_outer(self, axis: str, mesh: Mesh) -> int:
-        """``outer`` of this axis's cut, counted in the dim that earlier cuts have left; 0 if they
-        cut across it.
+        """The axis's ``outer`` factor in the piece of the dim that earlier shards have left.
+
+        0 if the earlier shards do not leave whole parts, so that the layout is impossible.
         """
         mine = self.on(axis)
         outer = mine.outer
@@ -93,9 +97,7 @@ class Sharding:
         return outer
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...] | None:
-        """The shape one rank holds of a whole of ``shape``, or None where a cut does not divide
-        it.
-        """
+        """One rank's local shape of a tensor of ``shape``; None if a size is not divisible."""
         local = list(shape)
         for axis, layout in self.cuts():
             outer, num = self.local_outer(axis, mesh), mesh.size(axis)
@@ -105,8 +107,9 @@ class Sharding:
         return tuple(local)
 
     def local(self, whole: Tensor, coords: Mapping[str, int], mesh: Mesh) -> Tensor:
-        """The piece of ``whole`` that the rank at ``coords`` holds (sums and maxima are not
-        undone).
+        """The piece of ``whole`` that the rank at ``coords`` holds.
+
+        On axes with an unfinished sum or maximum, every rank gets the whole value.
         """
         for axis, layout in self.cuts():
             outer = self.local_outer(axis, mesh)
@@ -114,13 +117,16 @@ class Sharding:
         return whole
 
     def whole(self, pieces: Sequence[Tensor], mesh: Mesh) -> Tensor:
-        """Join what all ranks hold, given in rank order: the inverse of ``local``, sums
-        included.
+        """The whole tensor from the pieces of all ranks, in rank order.
+
+        The inverse of ``local``, which also finishes sums and maxima.
         """
         held = dict(enumerate(pieces))
         cuts = self.cuts()
         rest = [(a, lay) for a, lay in self.layouts if lay.kind != "cut"]
         replicated = [(a, R) for a in mesh.names if self.on(a) == R]
+        # Shards are undone in the reverse order of `local`. Every step leaves one tensor per group,
+        # on the group's first rank; so replicated axes come too, to get down to rank 0.
         for axis, layout in [*reversed(cuts), *rest, *replicated]:
             outer = self.local_outer(axis, mesh) if layout.kind == "cut" else 1
             held = {
@@ -131,7 +137,7 @@ class Sharding:
         return held[0]
 
     def typed(self, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """``f32[8,64,1024@tp]{U:tp}``: the whole's dtype and shape, and how it lies."""
+        """The dtype, the whole shape and the layouts as text: ``f32[8,64,1024@tp]{U:dp}``."""
         dims = [
             _dim_text(size, [c for c in self.cuts() if c[1].dim == d])
             for d, size in enumerate(shape)
@@ -146,7 +152,7 @@ REPLICATED = Sharding()
 
 
 def _dim_text(size: int, cuts: Sequence[tuple[str, Layout]]) -> str:
-    """``1024@tp``, ``64@tp+dp``, ``80~dp`` or, with an outer factor, ``(3 1024@tp)``."""
+    """One dim as text: ``1024@tp``, ``64@tp+dp``, ``80~dp`` or, with outer=3, ``(3 1024@tp)``."""
     factors: dict[int, str] = {}
     for outer in {layout.outer for _, layout in cuts}:
         here = [(axis, layout.permuted) for axis, layout in cuts if layout.outer == outer]
@@ -167,7 +173,10 @@ def _dim_text(size: int, cuts: Sequence[tuple[str, Layout]]) -> str:
 
 
 def take_piece(whole: Tensor, dim: int, outer: int, num: int, index: int) -> Tensor:
-    """Piece ``index`` of ``num`` of a dim seen as ``(outer, rest)`` and cut in ``rest``."""
+    """Piece ``index`` of ``num`` of a tensor whose dim is seen as ``(outer, rest)``.
+
+    Each of the ``outer`` parts is cut into ``num`` pieces.
+    """
     if outer == 1:
         return whole.chunk(num, dim)[index]
     parts = whole.unflatten(dim, (outer, num, -1))
@@ -176,10 +185,11 @@ def take_piece(whole: Tensor, dim: int, outer: int, num: int, index: int) -> Ten
 
 
 def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
-    """The whole along one axis from the pieces of all its ranks."""
+    """The whole tensor from the pieces of all ranks of one axis."""
     if layout.kind == "R":
         return pieces[0]
     if layout.kind == "U":
+        # torch.sum of int32 gives int64 by itself; an all_reduce keeps the dtype
         return torch.sum(torch.stack(list(pieces)), 0, dtype=pieces[0].dtype)
     if layout.kind == "M":
         return torch.stack(list(pieces)).amax(0)
@@ -191,5 +201,5 @@ def join_pieces(pieces: Sequence[Tensor], layout: Layout, outer: int) -> Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
+    """The name of a dtype: ``torch.float32 -> "float32"``."""
     return str(dtype).removeprefix("torch.")

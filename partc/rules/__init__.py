@@ -1,8 +1,9 @@
-"""How ops may be cut along one mesh axis: the factor-rule language, the table, the localiser.
+"""Sharding rules: how each op may be sharded along one mesh axis, and the call on one rank.
 
-In: a call of an op. Out: its strategies: layouts of operands and results that fit together. Start:
-`families/matmul.py` to read rules, `table.py` and `notation.py` for what they mean,
-`strategy.py` for what follows from them. Never: a plan or a pass.
+In: a call of an op. Out: its strategies (layouts of operands and results that fit together), and
+the call that one rank runs on its pieces. Start: `families/matmul.py` to see rules, `notation.py`
+and `table.py` for their meaning, `strategy.py` for the strategies that follow from a rule.
+Never: a plan or a pass.
 """
 
 from partc.rules import families  # noqa: F401  (each family adds its rules to the table)

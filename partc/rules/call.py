@@ -1,4 +1,4 @@
-"""What a rule sees of a call: arguments by name, tensors by slot, whole or local shapes."""
+"""The view of a call that rules have: arguments by name, tensors by slot, whole or local shapes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op. A *slot* is a place for a tensor: one per tensor argument of the schema,
-    in schema order, with lists written out; without tensor (an absent bias) it stays empty.
+    """One call of an op, with its tensors by slot.
+
+    A *slot* is a place for a tensor: one per tensor argument of the op's schema, in the order of
+    the schema. A list of tensors has a slot per tensor. A slot without a tensor (an absent bias) is
+    None.
     """
 
     target: Any
@@ -35,7 +38,7 @@ class Call:
         return self.arguments[name]
 
     def shape(self, slot: int) -> Shape:
-        """The shape of a slot that must be filled."""
+        """The shape of a slot's tensor; the slot must not be empty."""
         shape = self.shapes[slot]
         assert shape is not None
         return shape
@@ -44,12 +47,12 @@ class Call:
         return len(self.shape(slot))
 
     def dim(self, name: str = "dim", slot: int = 0) -> int:
-        """A dim argument counted from the front."""
+        """A dim argument as a number from 0: ``-1 -> 2`` for a tensor of three dims."""
         rank = max(self.rank(slot), 1)
         return int(self.arguments[name]) % rank
 
     def dim_list(self, name: str = "dim", slot: int = 0) -> list[int]:
-        """A list of dims counted from the front; None or an empty list means all of them."""
+        """An argument with a list of dims, as sorted numbers from 0; None or [] means all dims."""
         given = self.arguments.get(name)
         rank = self.rank(slot)
         given = [given] if isinstance(given, int) else given
@@ -58,7 +61,7 @@ class Call:
 
 @cache
 def parameters(target: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, default and whether it takes tensors, of each argument of an op or function."""
+    """Per argument of an op or function: its name, its default, whether it takes tensors."""
     if isinstance(target, torch._ops.OpOverload):
         return tuple(
             (a.name, _default(a), "Tensor" in str(a.type)) for a in target._schema.arguments
@@ -81,7 +84,7 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def slot_nodes(target: Any, arguments: Mapping[str, Any]) -> tuple[fx.Node | None, ...]:
-    """The tensors of a call by slot."""
+    """The nodes of a call's tensors by slot; None for an empty slot."""
     slots: list[Any] = []
     for name, _, takes_tensors in parameters(target):
         given = arguments[name]
@@ -91,12 +94,12 @@ def slot_nodes(target: Any, arguments: Mapping[str, Any]) -> tuple[fx.Node | Non
 
 
 def whole_call(node: fx.Node) -> Call:
-    """The call with the whole's shapes: operands from ``value``, results from ``fake_of``."""
+    """The call with the shapes of whole tensors; ``node`` belongs to a whole graph."""
     return _call(node, lambda n: value(n).shape, [_shape(r) for r in results_of(node)])
 
 
 def local_call(node: fx.Node, local: Sequence[Shape | None], args: Any, kwargs: Any) -> Call:
-    """The same call on one rank's operands (nodes of a local graph) and result shapes."""
+    """The call with one rank's local shapes; ``args`` and ``kwargs`` have a local graph's nodes."""
     arguments = arguments_of(node.target, args, kwargs)
     return _call(node, lambda n: tuple(fake_of(n).shape), list(local), arguments)
 
@@ -110,6 +113,7 @@ def _call(
     if arguments is None:
         arguments = arguments_of(node.target, node.args, node.kwargs)
     slots = slot_nodes(node.target, arguments)
+    # A getitem's operand is a tuple; a rule sees the picked tensor as the operand instead.
     picks = node.target is operator.getitem
     fakes = [None if s is None else fake_of(node if picks else s) for s in slots]
     tensors = [f if isinstance(f, Tensor) else None for f in fakes]

@@ -1,4 +1,8 @@
-"""Rules by experiment: a call whose op has no rule in, every cut that holds when it is run out."""
+"""Discovery: find the strategies of an op without a rule by running the op on pieces.
+
+The call is shrunk to small shapes, run whole and on the pieces of 2 and of 3 ranks, and every
+combination of layouts is kept whose joined results equal the whole results.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from partc.rules.isolate import answers_of
 from partc.rules.signature import Signature
 from partc.rules.strategy import Strategy, has_rule, strategies
 
-ROUNDS = ((2, 1), (3, 2))  # ranks, seed
+ROUNDS = ((2, 1), (3, 2))  # (ranks, seed); two rounds, since a layout may hold by chance in one
 UNIT = 6  # sizes are multiples of it, so that 2 and 3 ranks divide them
 SMALL_ELEMENTS = 1 << 16  # an operand up to this is tried as it is where it cannot be shrunk
 MOST_CANDIDATES = 2000
@@ -45,9 +49,10 @@ def strategies_for(
     strict: bool = False,
     warnings: list[str] | None = None,
 ) -> list[Strategy]:
-    """How a call may be cut: by the table, else by discovery, else not at all.
+    """The strategies of a call on ``num`` ranks: from the table of rules, else by discovery.
 
-    An op that can only be replicated is told to ``warnings`` once; with ``strict`` it is an error.
+    An empty list means that the call can only be replicated. Then a warning is appended to
+    ``warnings`` once per op; with ``strict`` it is raised as a RuleError.
     """
     if has_rule(node.target):
         return strategies(node, num, seen)
@@ -63,7 +68,7 @@ def strategies_for(
 
 
 def _replication(node: fx.Node) -> RuleError:
-    """What replicating a call costs, and what the user can do about it."""
+    """The error for a call without a strategy: the bytes that each rank reads and writes."""
     op, known = Signature.of(node).op, value(node)
     where = " ".join(filter(None, [known.module, f"({known.source})" if known.source else ""]))
     operands = [prod(value(arg).shape) * value(arg).dtype.itemsize for arg in tensor_args(node)]
@@ -78,7 +83,7 @@ def _replication(node: fx.Node) -> RuleError:
 
 
 def discover(node: fx.Node, num: int) -> list[Strategy]:
-    """Every strategy of a call that holds on small random tensors and fits the call's sizes."""
+    """Every strategy of a call that holds on small random tensors and divides the call's sizes."""
     small = shrunk(node)
     if small is None:
         return []
@@ -97,9 +102,10 @@ def _fits(layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...] | None], n
 
 
 def shrunk(node: fx.Node) -> Signature | None:
-    """The same call on small operands, equal sizes staying equal, or None if there is none.
+    """The call with small operands, where equal sizes stay equal; None if no small call works.
 
-    Integers among the arguments may be sizes; they are first left alone, then shrunk along.
+    An integer argument may be a size or not. So the integers are first left alone, and then shrunk
+    with the sizes, until the small call's results have the expected sizes.
     """
     whole = Signature.of(node)
     sizes = sorted({size for spec in whole.operands for size in spec.shape if size > 1})
@@ -122,7 +128,7 @@ def _small_literal(leaf: object, small: dict[int, int]) -> object:
 
 
 def _same_pattern(node: fx.Node, candidate: Signature, small: dict[int, int]) -> bool:
-    """Whether the small call runs and its results' sizes are the small ones of the whole's."""
+    """Whether the small call runs and its results' sizes are the shrunk sizes of the whole's."""
     try:
         with quiet_log():
             fakes = results_of(candidate.node())
@@ -140,10 +146,10 @@ def _same_pattern(node: fx.Node, candidate: Signature, small: dict[int, int]) ->
 
 @cache
 def discovered(signature: Signature) -> tuple[Strategy, ...]:
-    """What holds for a small call, found in forked children: kernels may crash on odd pieces."""
+    """The strategies of a small call; runs in forked children, as kernels may crash on pieces."""
     candidates = list(itertools.islice(_candidates(signature), MOST_CANDIDATES))
     if getattr(getattr(signature.target, "_schema", None), "is_mutable", False):
-        return ()
+        return ()  # an op that changes its operands would spoil the operands of later runs
     experiment = _Experiment(signature)
     alive = answers_of(lambda _: experiment.examine(), 1, SECONDS)
     if alive != ["sound"]:
@@ -154,11 +160,12 @@ def discovered(signature: Signature) -> tuple[Strategy, ...]:
         for ins, answer in zip(candidates, answers, strict=True)
         if answer is not None and (outs := _read_outs(answer)) is not None
     )
+    # Replicated results mean that every rank computes all of them: nothing is gained.
     return tuple(s for s in found if any(layout != R for layout in s.outs))
 
 
 def _candidates(signature: Signature) -> Iterator[tuple[Layout, ...]]:
-    """Layouts of the operands worth trying: equal dims cut together, some operands as sums."""
+    """The operand layouts to try: dims of equal size sharded together, operands as U or as M."""
     shapes = [spec.shape for spec in signature.operands]
     for size in sorted({s for shape in shapes for s in shape if s % UNIT == 0 and s}):
         dims = [[R, *(cut(d) for d, s in enumerate(shape) if s == size)] for shape in shapes]
@@ -172,14 +179,17 @@ def _candidates(signature: Signature) -> Iterator[tuple[Layout, ...]]:
 
 
 class _Experiment:
-    """Runs of one small call on every round's ranks; only used inside a child."""
+    """The runs of one small call, whole and on the ranks of every round; used in a forked child."""
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
 
     @cached_property
     def wholes(self) -> list[tuple[Signature, list[Tensor], Results]]:
-        """For each round the call (its literals redrawn in the last one), operands and results."""
+        """Per round: the call, its operands and its whole results.
+
+        The last round has other random literals, so that no strategy rests on a literal's value.
+        """
         first, second = (seed for _, seed in ROUNDS)
         given = _runnable(self.signature, first)
         redrawn = given.with_random_literals(second)
@@ -190,7 +200,8 @@ class _Experiment:
         return [(given, *whole_run(given, first)), last]
 
     def examine(self) -> str:
-        """``sound`` if the call runs whole and gives the same twice."""
+        """``sound`` if the call runs whole and gives the same results twice; else ``refused`` (it
+        fails) or ``random``."""
         try:
             random = any(is_random(*whole) for whole in self.wholes)
         except Refused:
@@ -198,14 +209,14 @@ class _Experiment:
         return "random" if random else "sound"
 
     def outs_text(self, ins: tuple[Layout, ...]) -> str:
-        """The results' layouts as JSON, ``null`` where some result fits none."""
+        """The results' layouts as JSON; ``null`` if some result has no layout that holds."""
         try:
             return json.dumps([[lay.kind, lay.dim] for lay in self.outs(ins)])
         except Refused:
             return "null"
 
     def outs(self, ins: tuple[Layout, ...]) -> list[Layout]:
-        """For each result the first layout that holds in every round."""
+        """Per result, the first layout that holds in every round."""
         common: list[list[Layout]] | None = None
         for (num, seed), whole in zip(ROUNDS, self.wholes, strict=True):
             holding = _holding(*whole, ins, num, seed)
@@ -217,7 +228,7 @@ class _Experiment:
 
 
 def _runnable(signature: Signature, seed: int) -> Signature:
-    """The call in double where it runs so."""
+    """The call with float64 tensors if the op has such a kernel, else the call as it is."""
     try:
         whole_run(signature.in_float64(), seed)
     except Refused:
@@ -233,7 +244,7 @@ def _holding(
     num: int,
     seed: int,
 ) -> list[list[Layout]]:
-    """For each result every layout in which the ranks' results give the whole one."""
+    """Per result, every layout in which the joined results of the ranks equal the whole result."""
     shares = cut_shares(operands, ins, num, uneven=False)
     pieces = take_apart(operands, ins, shares, seed)
     results = local_results(lambda rank, xs: signature.run(xs), pieces, num)
@@ -247,9 +258,11 @@ def _holding(
 
 
 def _possible(result: Tensor | None) -> list[Layout]:
-    """The layouts a result may have. Nothing but zeros is no evidence of any: a loss that the drawn
-    operands leave without a gradient has none on pieces either, whatever it divides by. Whole
-    numbers may well say that nothing went wrong.
+    """The layouts that a result may have.
+
+    A floating result of zeros alone is no evidence for any layout: a loss whose gradient is 0 for
+    the drawn operands also has gradient 0 on pieces, whatever it divides by. An integer result may
+    be all zeros (error codes of a factorisation).
     """
     if result is None:
         return [R]

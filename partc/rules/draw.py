@@ -1,4 +1,4 @@
-"""Random operands: a call in, tensors that it accepts and that tell things apart out."""
+"""Random operands for a call: values that the op accepts and that reveal a wrong sharding rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FREE_HIGH = 5  # integer operands that index nothing are drawn below this
 
 
 def draw(signature: Signature, domain: str, generator: torch.Generator) -> list[Tensor]:
-    """One tensor per operand; floats come from the domain, integers from the op's range."""
+    """One random tensor per operand: floats from the domain, integers from the op's index range."""
     special = SPECIAL.get(signature.packet, {})
     highs = BOUNDS.get(signature.packet, _no_bounds)(signature)
     drawn = []
@@ -34,7 +34,10 @@ def _draw_one(spec: Spec, high: int, domain: str, generator: torch.Generator) ->
 
 
 def _mask(spec: Spec, generator: torch.Generator) -> Tensor:
-    """Sparse and dense lines, along the last dim or the first by the seed, for any and all."""
+    """A random mask with sparse and dense lines, so that ``any`` and ``all`` give both answers.
+
+    The lines run along the last dim or the first one, by the seed.
+    """
     lines = list(spec.shape)
     if lines:
         lines[0 if generator.initial_seed() % 2 else -1] = 1
@@ -80,13 +83,13 @@ def _literal(signature: Signature, position: int) -> int:
 
 
 def _index_bounds(signature: Signature) -> dict[int, int]:
-    """``aten.index(x, [i, None, j])`` and its relatives: each index and the dim it indexes."""
+    """The bounds of ``aten.index(x, [i, None, j])``: per index tensor, the size of its dim of x."""
     pairs = enumerate(signature.args[1])
     return {i.index: _size(signature, 0, dim) for dim, i in pairs if isinstance(i, Operand)}
 
 
 def _pooled_bounds(signature: Signature) -> dict[int, int]:
-    """Indices of a pooling backward point into one plane of the pooled input."""
+    """The bounds of a pooling backward: indices point into one plane of the pooled input."""
     plane = signature.operands[1].shape[-2:]
     return {2: plane[0] * plane[1]}
 
@@ -96,13 +99,13 @@ def _along_dim(position: int = 1) -> Callable[[Signature], dict[int, int]]:
 
 
 def _classes(operand: int) -> Callable[[Signature], dict[int, int]]:
-    """Targets of nll: ``operand`` has the classes in dim 1, or in its only dim."""
+    """The bound of nll's targets: the number of classes, dim 1 (or the only dim) of ``operand``."""
     return lambda s: {
         operand + 1: s.operands[operand].shape[0 if len(s.operands[operand].shape) == 1 else 1]
     }
 
 
-# Values that integer operands may have, by operand: below the size of what they index.
+# By op, the bound of each integer operand: the size of the dim that the operand indexes.
 BOUNDS: dict[str, Callable[[Signature], dict[int, int]]] = {
     "aten.embedding": lambda s: {1: _size(s, 0, 0)},
     "aten.embedding_dense_backward": lambda s: {1: _literal(s, 2)},
@@ -127,7 +130,7 @@ BOUNDS: dict[str, Callable[[Signature], dict[int, int]]] = {
 
 
 def _offsets(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
-    """Row offsets of a grouped matmul: ascending, the last one is the number of rows."""
+    """The row offsets of a grouped matmul: ascending; the last one is the number of rows."""
     rows = signature.operands[0].shape[0]
     ends = torch.randint(0, rows + 1, spec.shape, generator=generator).sort().values
     ends[-1] = rows
@@ -135,22 +138,22 @@ def _offsets(signature: Signature, spec: Spec, generator: torch.Generator) -> Te
 
 
 def _order(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
-    """Every place once."""
+    """A random permutation."""
     return torch.randperm(spec.shape[0], generator=generator).to(spec.dtype)
 
 
 def _positive_definite(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
-    """Symmetric matrices that have a Cholesky decomposition."""
+    """Random symmetric positive definite matrices, which have a Cholesky decomposition."""
     root = _normal(spec, generator).double()
     return (root @ root.mT + torch.eye(spec.shape[-1], dtype=torch.float64)).to(spec.dtype)
 
 
 def _pivots(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
-    """Rows that a factorisation left where they were, counted from 1."""
+    """The pivots of a factorisation that moved no row: 1, 2, 3, ... (LAPACK counts from 1)."""
     return torch.arange(1, spec.shape[-1] + 1).expand(spec.shape).to(spec.dtype)
 
 
-# Operands with a structure of their own.
+# By op, operands that need a special structure.
 SPECIAL: dict[str, dict[int, Callable[[Signature, Spec, torch.Generator], Tensor]]] = {
     "aten._grouped_mm": {2: _offsets},
     "aten.linalg_cholesky_ex": {0: _positive_definite},

@@ -1,4 +1,7 @@
-"""Cut, run, join, compare: a call and layouts in, how far the pieces' results are off out."""
+"""The experiment behind proofs and discovery: shard operands, run the pieces, join, compare.
+
+The measure is the relative error of the joined results against the whole call's results.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,22 @@ TOLERANCE = {  # relative to the largest value; double wherever the op allows it
     torch.float16: 1e-2,
     torch.bfloat16: 4e-2,
 }
-PARTS = 1000  # added to a seed: parts drawn like the whole would be the whole and nothing
+# Added to the seed for random parts of a sum: parts drawn with the operand's own seed would equal
+# the operand, and leave zeros as the last part.
+PARTS = 1000
 Results = list[Tensor | None]
 LocalRun = Callable[[int, Sequence[Tensor]], Results]  # rank, its pieces -> its results
 
 
 class Refused(Exception):
-    """The experiment could not be made; says why."""
+    """The experiment is impossible; the message says why."""
 
 
 def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
-    """How many of ``size`` entries each rank gets: ``12, 3 -> 4 4 4`` or, uneven, ``5 4 3``."""
+    """The sizes of ``num`` pieces of ``size`` entries: ``12, 3 -> 4 4 4``; uneven, ``5 4 3``.
+
+    Refused if ``num`` does not divide ``size``, or if the pieces are too small to be uneven.
+    """
     base, rest = divmod(size, num)
     if not uneven:
         if rest or not base:
@@ -43,7 +51,7 @@ def piece_sizes(size: int, num: int, uneven: bool) -> list[int]:
 def cut_shares(
     tensors: Sequence[Tensor | None], layouts: Sequence[Layout], num: int, uneven: bool
 ) -> list[int]:
-    """Each rank's share, in parts of the greatest common divisor of everything that is cut."""
+    """Each rank's share of all sharded dims, in units of the greatest common divisor of sizes."""
     sizes = [
         whole.shape[layout.dim] // layout.outer
         for whole, layout in zip(tensors, layouts, strict=True)
@@ -53,7 +61,7 @@ def cut_shares(
 
 
 def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tensor]:
-    """The pieces of one dim, seen as ``(outer, rest)``, ``rest`` cut in these proportions."""
+    """The pieces of a tensor by a shard layout, with sizes in the proportions of ``shares``."""
     if layout.dim >= whole.dim() or whole.shape[layout.dim] % (layout.outer * sum(shares)):
         raise Refused(f"{layout} does not fit {list(whole.shape)}")
     parts = whole.unflatten(layout.dim, (layout.outer, -1))
@@ -62,13 +70,15 @@ def cut_whole(whole: Tensor, layout: Layout, shares: Sequence[int]) -> list[Tens
     joined = [piece.flatten(layout.dim, layout.dim + 1) for piece in pieces]
     if len(set(shares)) == 1:
         return joined
-    return [piece.contiguous() for piece in joined]  # strides are foreseen for even pieces only
+    # The strides of an even piece are those that a rank's real piece has; `LocalCall` was written
+    # for them. No rank has uneven pieces, so their strides mean nothing.
+    return [piece.contiguous() for piece in joined]
 
 
 def take_apart(
     operands: Sequence[Tensor], layouts: Sequence[Layout], shares: Sequence[int], seed: int
 ) -> list[list[Tensor]]:
-    """For each operand what every rank holds: a piece, a copy, a random part of the sum or max."""
+    """Per operand, the tensor of every rank: a piece, a copy, or a random part of a sum or max."""
     generator = torch.Generator().manual_seed(seed + PARTS)
     pairs = zip(operands, layouts, strict=True)
     return [_take_one_apart(whole, layout, shares, generator) for whole, layout in pairs]
@@ -99,7 +109,11 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def whole_run(signature: Signature, seed: int) -> tuple[list[Tensor], Results]:
-    """Operands from the first domain in which every floating result is finite, and the results."""
+    """Random operands and the whole call's results on them.
+
+    The operands come from the first of ``DOMAINS`` in which the results are finite numbers. Refused
+    if there is none.
+    """
     refusal = "none of its results is a finite number"
     for domain in DOMAINS:
         generator = torch.Generator().manual_seed(seed)
@@ -115,23 +129,26 @@ def whole_run(signature: Signature, seed: int) -> tuple[list[Tensor], Results]:
 
 
 def _finite(result: Tensor | None) -> bool:
-    """Whether most values can be compared; masks and maxima of nothing may hold infinities."""
+    """Whether a result can be compared: no NaN, and not only infinities.
+
+    Some infinities are right: masks, and the maximum of an empty set.
+    """
     if result is None or not result.numel() or not result.dtype.is_floating_point:
         return True
     return not result.isnan().any() and bool(result.isfinite().any())
 
 
 def is_random(signature: Signature, operands: Sequence[Tensor], results: Results) -> bool:
-    """Whether the call gives other results when it is made again."""
+    """Whether the call gives other results on the same operands: it draws random numbers."""
     again = signature.run(operands)
     return any(joined_error([b], R, a) != 0 for a, b in zip(results, again, strict=True))
 
 
 def moments_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
-    """The gap between the first two moments of joined and of whole draws, in six standard errors.
+    """The gap of the first two moments of joined and whole random results, in six standard errors.
 
-    Infinite where shapes differ, where ranks draw alike that should draw for themselves, and where
-    ranks do not that should.
+    Infinite if shapes differ, if ranks drew equal numbers for pieces of a sharded result, or if
+    ranks drew different numbers for a replicated result.
     """
     if whole is None or any(piece is None for piece in pieces):
         return joined_error(pieces, layout, whole)
@@ -152,7 +169,7 @@ def _moment_gap(a: Tensor, b: Tensor) -> float:
 
 
 def shape_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
-    """0 where joined pieces have the whole's shape and dtype, else infinite."""
+    """0 if the joined pieces have the whole's shape and dtype, else infinite."""
     if whole is None or any(piece is None for piece in pieces):
         return joined_error(pieces, layout, whole)
     zeros = [torch.zeros_like(piece) for piece in pieces if piece is not None]
@@ -162,9 +179,10 @@ def shape_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor |
 def local_results(
     run: LocalRun, operands: Sequence[Sequence[Tensor]], num: int, seed: int | None = None
 ) -> list[Results]:
-    """Each rank's results; ``operands`` holds one list of ``num`` pieces per operand.
+    """Run the call on every rank's pieces; ``operands`` has a list of ``num`` pieces per operand.
 
-    With a seed every rank draws the same random numbers, as ranks do for a value they all hold.
+    With a seed, every rank draws the same random numbers, as ranks do for a replicated value.
+    Refused if the call fails on some rank's pieces.
     """
     results = []
     for rank in range(num):
@@ -178,7 +196,7 @@ def local_results(
 
 
 def joined_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor | None) -> float:
-    """How far pieces joined by a layout are off, relative to the whole's largest value."""
+    """The largest error of the pieces joined by a layout, relative to the whole's largest value."""
     if whole is None or any(piece is None for piece in pieces):
         return 0.0 if whole is None and all(piece is None for piece in pieces) else float("inf")
     present = [piece for piece in pieces if piece is not None]
@@ -191,7 +209,10 @@ def joined_error(pieces: Sequence[Tensor | None], layout: Layout, whole: Tensor 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """0 where equal, infinite where shape or dtype differ; infinities must match by place."""
+    """The largest error of a tensor, relative to the largest value wanted.
+
+    Infinite if shape, dtype, an integer value or the place of an infinity differs.
+    """
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     if not want.numel():
@@ -205,11 +226,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if not want.numel():
         return 0.0
     error, scale = float((got - want).abs().max()), float(want.abs().max())
+    # NaN is returned as it is: it is not equal to itself, and no tolerance accepts it.
     return error if error != error or not scale else error / scale
 
 
 def tolerance(results: Sequence[Tensor | None]) -> float:
-    """What the coarsest floating dtype among the results is allowed to be off."""
+    """The allowed relative error: that of the coarsest floating dtype among the results."""
     floating = [r.dtype for r in results if r is not None and r.dtype in TOLERANCE]
     return max((TOLERANCE[dtype] for dtype in floating), default=0.0)
 

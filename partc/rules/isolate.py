@@ -1,7 +1,8 @@
-"""Attempts that may kill their process: a function of a number in, the answers it gave out.
+"""Run attempts that may crash their process: in forked children that report over a pipe.
 
-A native kernel that is fed wrong shapes can corrupt memory or abort, so attempts run in a forked
-child. It says on a pipe which attempt it starts; the next child goes on behind the fatal one.
+A native kernel with wrong shapes can corrupt memory or abort. So a child process runs the attempts
+and writes to a pipe which attempt it starts. If the child dies, the next child goes on with the
+attempt after the fatal one.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Attempt = Callable[[int], str]  # its number -> an answer of one line
 
 
 def answers_of(attempt: Attempt, num: int, seconds: float) -> list[str | None]:
-    """The answer of every attempt, None where it crashes or says nothing for ``seconds``.
+    """The answers of attempts 0 to ``num - 1``; None for one that crashes or hangs for ``seconds``.
 
-    A fatal attempt is made once more alone: an earlier one may have done the damage.
+    A fatal attempt is repeated alone in a child, since an earlier one may have corrupted memory.
     """
     answers: dict[int, str] = {}
     ended: list[int] = []
@@ -43,7 +44,7 @@ def answers_of(attempt: Attempt, num: int, seconds: float) -> list[str | None]:
 def _in_child(
     attempt: Attempt, numbers: Sequence[int], answers: dict[int, str], seconds: float
 ) -> int | None:
-    """Make attempts in one child and note the answers; gives the fatal number, None without one."""
+    """Run attempts in one child and note their answers; the number of the fatal one, or None."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child uses one thread only
@@ -56,13 +57,16 @@ def _in_child(
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             return _listen(pipe, numbers, answers, seconds)
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # SIGKILL, since a kernel may hang
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
 def _be_the_child(attempt: Attempt, numbers: Sequence[int], writing: int) -> None:
-    """Never returns: no clean-up of the parent's may run twice."""
+    """Run the attempts in the child and exit; never returns.
+
+    ``os._exit`` skips the parent's exit handlers, which must not run twice.
+    """
     try:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -71,6 +75,7 @@ def _be_the_child(attempt: Attempt, numbers: Sequence[int], writing: int) -> Non
         os.dup2(silence, 2)
         torch.set_num_threads(1)  # the parent's pool of threads does not survive the fork
         for number in numbers:
+            # unbuffered: the start has to be on the pipe before the attempt can crash
             os.write(writing, f"start {number}\n".encode())
             os.write(writing, f"answer {number} {attempt(number)}\n".encode())
     finally:
@@ -80,7 +85,7 @@ def _be_the_child(attempt: Attempt, numbers: Sequence[int], writing: int) -> Non
 def _listen(
     pipe: BinaryIO, numbers: Sequence[int], answers: dict[int, str], seconds: float
 ) -> int | None:
-    """Read what a child says until it ends or is silent for too long."""
+    """Read the child's answers until it ends or is silent too long; the fatal number, or None."""
     started, text = numbers[0], b""
     while select.select([pipe], [], [], seconds)[0]:
         heard = pipe.read(65536)

@@ -1,9 +1,9 @@
-"""Write a call on one rank's pieces: the same op with local sizes, or a few ops in its stead.
+"""Write a call for one rank: the same op with local sizes, or a few ops instead of it.
 
-``write_local_call`` appends to a graph and returns the node that computes what ``node`` computes.
-That node and those before it (a rank's window of indices, the sum that a mean becomes) have their
-value and their fake set; the number of a rank on an axis stands as a call of
-``collectives.axis_index``.
+``write_local_call`` appends the call to a local graph. A mean becomes a sum and a division; an
+index into a sharded dim becomes an index into this rank's window of that dim. All appended nodes
+have their `Value` and their fake. The rank's coordinate on an axis appears in the graph as a call
+of ``collectives.axis_index``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def write_local_call(
     chosen: Mapping[str, Strategy],
     mesh: Mesh,
 ) -> fx.Node:
-    """Append ``node`` as one rank computes it and return the new node, its held shape set.
+    """Append to ``out`` the call of ``node`` as one rank computes it; return the new node.
 
-    ``operands`` are nodes of ``out``, one per entry of ``tensor_args(node)``, in the layouts that
-    the strategies of all axes ask for; ``chosen`` has them by axis, replicated axes left out.
+    ``operands`` are nodes of ``out``, one per entry of ``tensor_args(node)``, already in the
+    layouts that the strategies ask for. ``chosen`` has the strategy of each mesh axis; replicated
+    axes are left out.
     """
     given = iter(operands)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(given))
@@ -55,7 +56,10 @@ def write_local_call(
 
 
 def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Operands whose strides the kernel does not look at, copied where not contiguous."""
+    """The arguments, with contiguous copies of operands whose strides the kernel ignores.
+
+    The kernel reads a strided operand as if the operand were contiguous, and gives wrong results.
+    """
     names = [name for name, _, _ in parameters(target)]
     return tuple(
         write.like(arg, aten.clone.default, arg, memory_format=torch.contiguous_format)
@@ -69,7 +73,8 @@ def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...])
 
 @dataclass(frozen=True)
 class _Writer:
-    """Appends calls for a node of the whole graph; all but the last one are its intermediates."""
+    """Appends the calls that compute a node of the whole graph on one rank; the last one is its
+    result, the others are intermediates."""
 
     out: fx.Graph
     node: fx.Node
@@ -78,7 +83,7 @@ class _Writer:
         return self.like(self.node, target, *args, **kwargs)
 
     def like(self, other: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append a call whose whole is shaped and laid out as ``other``."""
+        """Append a call whose result has the whole shape, dtype and sharding of ``other``."""
         new = self.out.call_function(target, args, kwargs)
         here, known = value(self.node), value(other)
         set_value(
@@ -100,7 +105,7 @@ class _Localizer:
     kwargs: dict[str, Any]
 
     def written(self) -> fx.Node:
-        """The call on pieces."""
+        """Append the call on pieces; return its node."""
         self.results = self._local_results()
         if self.rule.reshapes:
             return self.write(aten.reshape.default, self.args[0], list(self.results[0] or ()))
@@ -113,7 +118,7 @@ class _Localizer:
         return self.write(self.node.target, *self.args, **self.kwargs)
 
     def _local_results(self) -> list[Shape | None]:
-        """The shapes of this rank's results."""
+        """The local shapes of the call's results; None for absent ones."""
         found: list[Shape | None] = []
         for i, whole in enumerate(results_of(self.node)):
             layouts = {axis: strategy.outs[i] for axis, strategy in self.chosen.items()}
@@ -125,7 +130,7 @@ class _Localizer:
         return local_call(self.node, self.results, self.args, self.kwargs)
 
     def _literals(self) -> Iterator[tuple[str, Any]]:
-        """The arguments that mean other sizes on pieces."""
+        """The arguments that change on pieces, with their new values: sizes, bounds, counts."""
         if self.rule.sizes:
             yield self.rule.sizes, list(self.results[0] or ())
         if not self.rule.scales:
@@ -142,16 +147,18 @@ class _Localizer:
                 yield name, _scaled(whole[name], *ratio)
 
     def _set(self, changes: Mapping[str, Any]) -> None:
-        """Put changed arguments where they stand, or add them as keywords."""
+        """Change arguments at their positions, or add them as keywords."""
         names = [name for name, _, _ in parameters(self.node.target)][: len(self.args)]
         self.args = tuple(changes.get(n, a) for n, a in zip(names, self.args, strict=True))
         added = {name: new for name, new in changes.items() if name not in names}
         self.kwargs = {**self.kwargs, **added}
 
     def _windowed(self, windowed: Windowed, axes: list[str]) -> fx.Node:
-        """Count indices from this rank's first row and call what passes over the rows of others.
+        """Change indices to count from this rank's first row, and skip indices into other ranks'
+        rows.
 
-        Of two axes that cut the rows the later mesh axis has the larger blocks: it counts first.
+        Of two axes that shard the rows, the later mesh axis has the larger pieces, so its window is
+        applied first.
         """
         arguments = arguments_of(self.node.target, self.args, self.kwargs)
         name, rows = self._indices()
@@ -173,27 +180,27 @@ class _Localizer:
         return self.write(windowed.target, *self.args[:taken])
 
     def _once(self, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call on ``x``, or the same one where it stands: forward and backward share it."""
+        """A call on ``x``; an equal call is reused, so that forward and backward share it."""
         for user in x.users:
             if user.target is target and user.args == (x, *args) and user.kwargs == kwargs:
                 return user
         return self.write.like(like, target, x, *args, **kwargs)
 
     def _rank_on(self, axis: str, like: fx.Node) -> fx.Node:
-        """This rank's coordinate, as a number in the graph."""
+        """The node of this rank's coordinate on an axis, which is a number."""
         index = self._once(like, axis_index, like, axis=axis, num=self.mesh.size(axis))
         set_value(index, replace(value(index), shape=(), dtype=torch.int64, sharding=REPLICATED))
         return index
 
     def _indices(self) -> tuple[str, int]:
-        """The argument that holds indices and how many rows of the whole they point into."""
+        """The name of the argument with indices, and the size of the whole dim that they index."""
         notation, factors = applied(self.rule, whole_call(self.node))
         names = [name for name, _, takes_tensors in parameters(self.node.target) if takes_tensors]
         at = next(i for i, term in enumerate(notation.operands) if term.index_of)
         return names[at], factors.sizes[notation.operands[at].index_of]
 
     def _mean(self) -> fx.Node:
-        """The sum of this piece over the count of the whole: the mean is the sum of these."""
+        """Write a mean as the local sum divided by the whole's count; all ranks' values add up."""
         call = whole_call(self.node)
         reduced = call.dim_list() if "dim" in call.arguments else list(range(call.rank()))
         dtype = call.arguments.get("dtype")
@@ -204,7 +211,7 @@ class _Localizer:
 
 
 def _scaled(given: Any, whole: int, local: int) -> Any:
-    """A size, bound or list of sizes, proportionally smaller; "to the end" stays what it is."""
+    """A size, bound or list of sizes, times ``local / whole``; "to the end" (maxsize) stays."""
     if isinstance(given, list | tuple):
         return [_scaled(each, whole, local) for each in given]
     return given if given == sys.maxsize else given * local // whole

@@ -1,4 +1,7 @@
-"""How a batch normalisation is cut where each rank takes the statistics of its own samples."""
+"""The strategy of a batch norm whose statistics each rank takes from its own samples.
+
+This is DDP's behaviour, in contrast to SyncBatchNorm's statistics of the global batch.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,13 @@ from partc.plan.sharding import Layout, R, U, cut
 from partc.rules.strategy import Strategy
 
 aten = torch.ops.aten
-VARIANT = "local"  # result sums marked U are this rank's own: only the first rank's count
+VARIANT = "local"  # its running statistics, marked U, keep the first rank's value alone
 FORWARD = aten._native_batch_norm_legit_functional.default
 BACKWARD = aten.native_batch_norm_backward.default
 
 
 def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
-    """The strategy for a batch normalisation whose operand arrives cut along the batch; None for
-    other calls.
-    """
+    """The strategy of a batch norm whose operand is sharded by sample; None for other calls."""
     if node.target not in (FORWARD, BACKWARD) or arriving != cut(0):
         return None
     images = 1 if node.target is FORWARD else 2  # operands with a batch: x, or d_y and x
@@ -31,9 +32,11 @@ def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
 
 
 def fits_locally(node: fx.Node, ins: Sequence[Layout], outs: Sequence[Layout | None]) -> bool:
-    """Whether a call lies as local statistics have it; None for results that nothing reads.
+    """Whether a call has the layouts of a batch norm with local statistics.
 
-    The running statistics are each rank's own until all but the first rank's are zeroed.
+    ``outs`` has None for results that no node reads. The layout of a running statistic is R here,
+    although each rank has a value of its own: `collectives.keep_first` zeroes all but the first
+    rank's afterwards.
     """
     local = local_batch_norm(node, ins[0])
     if local is None or local.ins != tuple(ins):
@@ -43,8 +46,9 @@ def fits_locally(node: fx.Node, ins: Sequence[Layout], outs: Sequence[Layout | N
 
 
 def keeps_first(node: fx.Node, strategy: Strategy | None, result: int) -> bool:
-    """Whether this result has to be zeroed on all ranks but the first, so that the sum is the
-    first rank's.
+    """Whether a result is a running statistic, which is zeroed on all ranks but the first.
+
+    The sum over the ranks then is the first rank's value, as DDP keeps the first rank's buffers.
     """
     return (
         strategy is not None

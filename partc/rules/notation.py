@@ -1,17 +1,18 @@
-"""The language of rules: ``"...k,nk->...n"`` in, the factors of every tensor's dims out.
+"""The einsum-like language of sharding rules, such as ``"...k,nk->...n"`` for ``linear``.
 
-A term stands for one tensor, operands left of ``->`` and results right of it. In a term
+A term describes one tensor: operands stand left of ``->``, results right of it. In a term
 
-- a letter is a factor: it is the same index everywhere, and cutting it cuts all its dims;
+- a letter is a factor, the same index in all terms: sharding it shards all dims with the letter;
 - ``(h d)`` is one dim made of several factors, the first one slowest; a number among them, as in
-  ``(3 d)``, is a factor of this size that is not cut;
+  ``(3 d)``, is a factor of this size that is not sharded;
 - ``...`` is any number of leading dims, broadcast as torch does;
-- ``_`` is a dim of any size that is never cut;
-- ``!k`` or ``!...`` may not be cut, wherever the letter stands;
-- ``@v`` at the end says that the tensor holds indices into ``v``;
-- ``=c`` at the end of a result says that it is whole on every rank although ``c`` is cut.
+- ``_`` is a dim of any size that is never sharded;
+- ``!k`` or ``!...`` may not be sharded, in any term with the letter;
+- ``@v`` at the end says that the tensor has indices into the factor ``v``;
+- ``=c`` at the end of a result says that the result is replicated although ``c`` is sharded.
 
-A letter that no dim of a result holds is summed there, so cutting it leaves an unfinished sum.
+A letter that a result does not have is summed in this result, so sharding the letter leaves an
+unfinished sum: with ``mk,kn->mn``, sharding ``k`` over tp gives ``{U:tp}``.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _TOKEN = re.compile(r"\s*(\.\.\.|!|[A-Za-z]|_|\d+|\(|\)|@[A-Za-z]|=[A-Za-z])\s*"
 
 @dataclass(frozen=True)
 class Term:
-    """One tensor of a rule: the factors of its dims, ``...`` standing among them as a dim."""
+    """One tensor of a rule: the factors of its dims; ``...`` counts as one dim."""
 
     dims: tuple[Dim, ...]
-    index_of: str = ""  # the letter whose indices this tensor holds
-    kept: str = ""  # letters whose cut leaves this result whole
+    index_of: str = ""  # the letter that this tensor's values are indices into
+    kept: str = ""  # letters whose sharding leaves this result replicated
 
     @property
     def letters(self) -> list[str]:
@@ -44,7 +45,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Notation:
-    """A parsed rule."""
+    """A parsed rule: its operands, its results, and the letters that may not be sharded."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
@@ -53,7 +54,7 @@ class Notation:
 
 @dataclass(frozen=True)
 class Factors:
-    """A rule applied to shapes: each tensor's dims as factors, and every factor's size."""
+    """A rule applied to the shapes of a call: each tensor's dims as factors, each factor's size."""
 
     operands: tuple[tuple[Dim, ...], ...]
     results: tuple[tuple[Dim, ...], ...]
@@ -61,13 +62,13 @@ class Factors:
     frozen: frozenset[str]
 
     def before(self, dim: Dim, letter: str) -> int:
-        """How many blocks the slower factors of a dim make of it."""
+        """The product of a dim's factors before a letter: ``outer`` of a shard of this letter."""
         return prod(self.sizes[f] for f in dim[: dim.index(letter)])
 
 
 @cache
 def parse(text: str) -> Notation:
-    """Read a rule; RuleError where it is malformed."""
+    """Read a rule from text; RuleError if the text is malformed."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise _malformed(text, "there is no '->'")
@@ -78,7 +79,7 @@ def parse(text: str) -> Notation:
 
 
 def _parse_term(term: str, text: str, frozen: set[str]) -> Term:
-    """Read one tensor's dims and collect the letters that it freezes."""
+    """Read one term; letters that may not be sharded are added to ``frozen``."""
     dims: list[Dim] = []
     group: list[str] | None = None
     marks = {"@": "", "=": ""}
@@ -127,7 +128,9 @@ def resolve(
     operands: Sequence[tuple[int, ...] | None],
     results: Sequence[tuple[int, ...] | None],
 ) -> Factors:
-    """Give every factor its size from the shapes; None stands for a tensor that is absent.
+    """The factors of a call's dims with their sizes; the shape of an absent tensor is None.
+
+    RuleError if no sizes fit the shapes.
 
     >>> resolve(parse("a b -> (a b)"), [(2, 3)], [(6,)]).sizes
     {'a': 2, 'b': 3}
@@ -141,6 +144,7 @@ def resolve(
         for dim, size in zip(dims, shape, strict=True)
     ]
     sizes = _solve(pairs)
+    # an empty dim (size 0) is not sharded either
     frozen = {f for f, size in sizes.items() if f in notation.frozen or not size}
     if ELLIPSIS in notation.frozen:
         frozen |= {f for f in sizes if f[0] == "."}
@@ -151,7 +155,10 @@ def resolve(
 
 
 def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tuple[Dim, ...]:
-    """A term's dims for a tensor of this rank: ``...`` is written out, counted from the right."""
+    """A term's dims for a shape: ``...`` becomes factors ``.1``, ``.0``, counted from the right.
+
+    Counting from the right aligns the leading dims of operands as torch's broadcasting does.
+    """
     if shape is None:
         return ()
     dims = list(term.dims)
@@ -171,14 +178,17 @@ def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tup
 
 
 def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
-    """Sizes of all factors from dims of known size, a dim of size 1 being perhaps broadcast, to
-    nothing too.
+    """The sizes of all factors, from pairs of a dim and its size.
+
+    A dim of size 1 may be broadcast to any size, even to 0. RuleError if no sizes fit.
     """
     sizes = {f: int(f) for dim, _ in pairs for f in dim if f.isdigit()}
     for dim, size in pairs:
         if len(dim) == 1:
             known = sizes.get(dim[0], 1)
             sizes[dim[0]] = max(size, known) if size and known else 0
+    # A dim of several factors gives the size of one factor when all its others are known; so the
+    # dims are solved in the order in which that becomes true.
     open_pairs = [(dim, size) for dim, size in pairs if len(dim) > 1]
     while open_pairs:
         unknown = [[f for f in dim if f not in sizes] for dim, _ in open_pairs]
@@ -198,13 +208,16 @@ def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
 def _without_broadcast(
     dims: tuple[Dim, ...], shape: tuple[int, ...] | None, sizes: dict[str, int]
 ) -> tuple[Dim, ...]:
-    """The dims of an operand, those of size 1 without the factors they are broadcast along."""
+    """The dims of an operand; a broadcast dim of size 1 has no factors, as it is never sharded."""
     kept = zip(dims, shape or (), strict=True)
     return tuple(d if n == prod(sizes[f] for f in d) else () for d, n in kept)
 
 
 def dims(num: int, frozen: Collection[int] = ()) -> list[str]:
-    """Letters for the dims of a tensor, for rules that are computed: ``dims(3, {1}) -> a !b c``."""
+    """Letters for the dims of a tensor, for rules made by a function: ``dims(3, {1}) -> a !b c``.
+
+    The letter k is left out, since some rules use it for a summed dim.
+    """
     return [("!" if i in frozen else "") + "abcdefghijlmopqrstuvwxyz"[i] for i in range(num)]
 
 

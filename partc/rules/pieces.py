@@ -1,4 +1,7 @@
-"""A call as one rank writes it: a call and a strategy in, what ranks run on their pieces out."""
+"""A single call written for one rank by a strategy, as a small graph that runs on pieces.
+
+Proofs of rules run these graphs rank by rank in one process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ AXIS = "x"
 
 @dataclass(frozen=True)
 class LocalCall:
-    """The call on pieces as a small graph; ``unchanged`` where it reads as the whole's call."""
+    """The call on pieces as a small graph.
+
+    ``unchanged`` says that the call on pieces is the same as on the whole, with equal literals.
+    """
 
     graph: fx.Graph
     unchanged: bool
@@ -31,7 +37,7 @@ class LocalCall:
     @classmethod
     @lru_cache(maxsize=32)
     def of(cls, signature: Signature, strategy: Strategy, num: int) -> LocalCall:
-        """The call that the localiser writes for ``num`` equal pieces."""
+        """The call that `write_local_call` writes for ``num`` equal pieces; may be Refused."""
         node, mesh, out = signature.node(), Mesh(((AXIS, num),)), fx.Graph()
         pairs = zip(tensor_args(node), strategy.ins, strict=True)
         try:
@@ -45,7 +51,7 @@ class LocalCall:
         return cls(out, not written_anew and signature.has_text_of(Signature.of(local)))
 
     def run(self, rank: int, pieces: Sequence[Tensor]) -> Results:
-        """What a rank gets from its pieces."""
+        """The results of one rank on its pieces."""
         given = iter(pieces)
         known: dict[fx.Node, Any] = {}
         for node in self.graph.nodes:
@@ -60,7 +66,7 @@ class LocalCall:
 
 
 def _local_operand(out: fx.Graph, whole: fx.Node, layout: Layout, mesh: Mesh) -> fx.Node:
-    """A placeholder for a rank's piece of an operand."""
+    """A placeholder with the fake of a rank's piece of an operand."""
     known = value(whole)
     sharding = Sharding.of({AXIS: layout}, mesh)
     if sharding.local_shape(known.shape, mesh) is None:

@@ -1,4 +1,7 @@
-"""Proof of a rule by running it: a call and a strategy in, whether pieces give the whole out."""
+"""Prove a strategy by running it: the call on pieces must give the results of the whole call.
+
+The word proof means an experiment on random operands here, not a derivation.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ Claims = Callable[[fx.Node, int], Sequence[Strategy]]
 
 @dataclass(frozen=True)
 class Trial:
-    """One execution: what was varied, and how far the joined results are off (0 is exact)."""
+    """One run of a call on pieces: what was varied, and the error of the joined results.
+
+    ``error`` and ``tolerance`` are in the unit of the ``method``.
+    """
 
     literals: str  # "given" or "random"
     pieces: str  # "even" or "uneven"
@@ -51,7 +57,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proof:
-    """Every trial of one strategy of one call on ``num`` ranks."""
+    """All trials of one strategy of one call on ``num`` ranks."""
 
     signature: Signature
     strategy: Strategy
@@ -78,7 +84,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Whole:
-    """One run of a call on whole operands, in double where the op exists in double."""
+    """One run of a call on whole operands, in float64 if the op has such a kernel."""
 
     signature: Signature
     operands: tuple[Tensor, ...]
@@ -98,11 +104,12 @@ def prove(
     claims: Claims = strategies,
     seeds: Sequence[int] = SEEDS,
 ) -> Proof:
-    """Run the call on whole operands and on pieces, with given and with random literals.
+    """Run the call on whole operands and on the pieces of a strategy, and compare the results.
 
-    Pieces are even, and uneven where the call on pieces is written as the call on the whole.
-    Literals are redrawn only where ``claims`` lists the strategy for the redrawn call as well: some
-    rules rest on a literal, such as ``masked_fill`` with 0.
+    The call runs with its own literals and with random ones. Pieces are even; where the call on
+    pieces has the same literals as the whole call, uneven pieces are tried as well. Random literals
+    are tried only if ``claims`` gives the strategy for the changed call too, since some rules need
+    a certain literal, such as ``masked_fill`` with 0.
     """
     signature = call if isinstance(call, Signature) else Signature.of(call)
     trials: list[Trial] = []
@@ -122,15 +129,15 @@ def _claimed(signature: Signature, num: int, claims: Claims) -> Sequence[Strateg
         return ()
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # the strategies of a call are proved in turn and share its whole run
 def _whole(signature: Signature, seed: int) -> Whole:
-    """The call's whole run, and how its results can be compared."""
+    """The whole run of a call, and the method to compare its results (see `Trial`)."""
     for exact in (signature.in_float64(), signature):
         with torch.random.fork_rng(devices=[]), suppress(Refused):
             torch.default_generator.manual_seed(seed)
             operands, results = whole_run(exact, seed)
             method = "moments" if is_random(exact, operands, results) else "values"
-            method = "shapes" if "empty" in exact.op else method
+            method = "shapes" if "empty" in exact.op else method  # uninitialised memory
             return Whole(exact, tuple(operands), tuple(results), method)
     whole_run(signature, seed)  # tells why it is refused
     raise AssertionError
@@ -139,9 +146,9 @@ def _whole(signature: Signature, seed: int) -> Whole:
 def _trials(
     signature: Signature, strategy: Strategy, num: int, seed: int, literals: str
 ) -> Iterator[Trial]:
-    """The even trial and, where the call on pieces reads as the whole's, the uneven one.
+    """The trial with even pieces and, if the call on pieces is unchanged, one with uneven pieces.
 
-    A rule claims even pieces only, so an op that refuses uneven ones disproves nothing.
+    A rule promises even pieces alone, so an op that refuses uneven pieces disproves nothing.
     """
     try:
         whole = _whole(signature, seed)
@@ -161,7 +168,7 @@ def _trials(
 def _trial(
     whole: Whole, strategy: Strategy, local: LocalCall, num: int, seed: int, varied: tuple[str, str]
 ) -> Trial:
-    """Cut the operands, run the pieces, join and compare."""
+    """Shard the operands, run the pieces, join the results and compare."""
     tensors = [*whole.operands, *whole.results]
     alike = all(layout.kind != "cut" for layout in strategy.outs)
     shares = cut_shares(tensors, [*strategy.ins, *strategy.outs], num, varied[1] == "uneven")
@@ -176,7 +183,7 @@ def _trial(
 def _compare(
     results: Sequence[Results], outs: Sequence[Layout], whole: Whole
 ) -> tuple[float, float]:
-    """The largest error of all results, and what is allowed."""
+    """The largest error of all results, and the allowed error."""
     measures = {"values": joined_error, "moments": moments_error, "shapes": shape_error}
     if any(len(local) != len(whole.results) for local in results):
         return float("inf"), 0.0

@@ -1,9 +1,10 @@
-"""How a call may be cut whose rows each rank has in an order of its own.
+"""Strategies of calls on permuted rows: each rank has sorted its own rows of the batch (MoE).
 
-Whole, rows lie as one sort of the whole batch put them; on a rank as a sort of its own rows did.
-What a call does to every row by itself it may do there too, places among rows count from the
-rank's first, and the counts of groups are parts of a sum. ``way_of`` says what a call does to rows
-in such an order, and gives nothing where it would mix orders or read where a row lies.
+In the whole graph one sort permutes the whole batch; on a rank a sort permutes the rank's own rows
+(see `partc/graph/rows.py`). A call that treats each row by itself may run on such shards. An index
+into the rows counts from the rank's first row, and the counts of groups are unfinished sums.
+``way_of`` gives the effect of a call on permuted rows; it gives None for a call that would mix two
+orders or that depends on a row's place.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from partc.rules.table import find
 
 aten = torch.ops.aten
 QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
-Known = Sequence[RowOrder | None]
-Lies = int | Layout  # the dim of the rows, or how what has none lies
+Known = Sequence[RowOrder | None]  # the row orders of a call's operands
+Lies = int | Layout  # the dim of a tensor's rows, or the layout of a tensor without rows
 
 
 @dataclass(frozen=True)
 class RowEffect:
-    """A call on rows in some order: how operands and results lie, and what the results are."""
+    """The effect of a call on permuted rows: layouts of operands and results, results' orders."""
 
     ins: tuple[Lies, ...]
     outs: tuple[Lies, ...]
     rows: tuple[RowOrder | None, ...]
 
     def layouts(self, known: Known, outer: int) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        """Operands' and results' layouts if the batch was cut with this ``outer`` factor."""
+        """The operands' and results' layouts if the batch is sharded with this ``outer`` factor."""
         ins, outs = (
             tuple(
                 cut(lies, outer, permuted=rows is not None) if isinstance(lies, int) else lies
@@ -48,12 +49,12 @@ class RowEffect:
 
 
 def rows_known(node: fx.Node) -> list[RowOrder | None]:
-    """What is known of a call's operands."""
+    """The row orders of a call's operands; None for an operand without one."""
     return [value(operand).rows for operand in tensor_args(node)]
 
 
 def way_of(node: fx.Node) -> RowEffect | None:
-    """What a call does to rows in an order of their own; None if it has to see the whole."""
+    """The effect of a call on permuted rows; None if the call needs the whole tensors."""
     known = rows_known(node)
     special = _SPECIAL.get(node.target)
     found = None if special is None else special(node, known)
@@ -64,7 +65,7 @@ def way_of(node: fx.Node) -> RowEffect | None:
 
 
 def alike(known: Known) -> tuple[RowOrder | None, ...]:
-    """The same with orders numbered as they come: calls of equal blocks know equal rows."""
+    """The row orders renumbered from 1 on, so that calls of equal blocks have equal orders."""
     numbers = {0: 0}
 
     def renumbered(rows: RowOrder) -> RowOrder:
@@ -77,7 +78,10 @@ def alike(known: Known) -> tuple[RowOrder | None, ...]:
 def own_ways(
     node: fx.Node, num: int, seen: Sequence[tuple[int, Layout]]
 ) -> Iterator[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
-    """The layouts of operands and results that the rules of this file allow on ``num`` ranks."""
+    """The layouts of operands and results that permuted rows allow on ``num`` ranks.
+
+    ``seen`` has layouts whose ``outer`` factors are tried beside ``outer=1``.
+    """
     way = way_of(node) if has_rows(node) else None
     if way is None:
         return
@@ -94,12 +98,12 @@ def own_ways(
 
 
 def has_rows(node: fx.Node) -> bool:
-    """Whether a call has to do with rows that were sorted."""
+    """Whether an operand or the result of a call has a row order."""
     return value(node).rows is not None or any(rows_known(node))
 
 
 def quotient(node: Any) -> tuple[fx.Node, int] | None:
-    """Dividend and divisor of a whole number divided by one that is known, rounded down."""
+    """The dividend and divisor of ``x // k`` with an integer ``k > 0``; None for other calls."""
     if not isinstance(node, fx.Node) or node.target not in QUOTIENTS:
         return None
     dividend, divisor = node.args[:2]
@@ -110,14 +114,14 @@ def quotient(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def ascends(sort: fx.Node) -> bool:
-    """Whether a sort is not the other way round."""
+    """Whether a sort is ascending."""
     flags = [*sort.args[1:], sort.kwargs.get("descending")]
     return not any(flag is True for flag in flags)
 
 
-# calls that know of orders -----------------------------------------------------------------------
+# calls that make, use or undo an order ------------------------------------------------------------
 def _sort(node: fx.Node, known: Known) -> RowEffect | None:
-    """Sorting the batch's rows makes an order: values in it, and places in the batch."""
+    """A sort of the batch's rows makes an order: its values are keys, its indices are places."""
     mine = value(node).rows  # the number of this order
     (rows,) = known
     shape = value(tensor_args(node)[0]).shape
@@ -138,7 +142,7 @@ def _inverse(node: fx.Node, known: Known) -> RowEffect | None:
 
 
 def _quotient(node: fx.Node, known: Known) -> RowEffect | None:
-    """Of ``k`` rows for each token, ``row // k`` is the token."""
+    """``places // k``: with ``k`` rows per token, the place of a row becomes that of its token."""
     found, rows = quotient(node), known[0]
     if found is None or rows is None or rows.kind != "places" or rows.of or rows.size % found[1]:
         return None
@@ -147,7 +151,7 @@ def _quotient(node: fx.Node, known: Known) -> RowEffect | None:
 
 
 def _pick(node: fx.Node, known: Known) -> RowEffect | None:
-    """``x[places]`` has the rows of ``x`` in the order of the places."""
+    """``x[places]`` puts the rows of ``x`` into the order of the places."""
     operands = tensor_args(node)
     indices: Any = node.args[1]  # or the dim, of index_select
     is_of_rows = indices == 0 if isinstance(indices, int) else len(indices) == 1
@@ -163,16 +167,16 @@ def _pick(node: fx.Node, known: Known) -> RowEffect | None:
 
 
 def _histogram(node: fx.Node, known: Known) -> RowEffect | None:
-    """How many rows each group has: keys in their order fall into groups one after the other."""
+    """A histogram of sorted keys (expert numbers) counts the rows of each group."""
     rows = known[0]
-    bounds = (*node.args[2:4], 0, 0)[:2]
+    bounds = (*node.args[2:4], 0, 0)[:2]  # equal bounds mean: the data's, which differ by rank
     if rows is None or rows.kind != "keys" or bounds[0] == bounds[1]:
         return None
     return RowEffect((rows.dim,), (U,), (RowOrder("counts", rows.order),))
 
 
 def _copied(node: fx.Node, known: Known) -> RowEffect | None:
-    """Counts, keys and places stay what they are in another type; a place is a whole number."""
+    """A cast keeps counts, keys and places, unless it makes places floating numbers."""
     rows, dtype = known[0], value(node).dtype
     if rows is None or rows.kind == "data" or (rows.kind == "places" and dtype.is_floating_point):
         return None
@@ -181,7 +185,7 @@ def _copied(node: fx.Node, known: Known) -> RowEffect | None:
 
 
 def _running_sum(node: fx.Node, known: Known) -> RowEffect | None:
-    """The running sum of counts is where groups end."""
+    """The running sum of counts gives the ends of groups."""
     rows = known[0]
     if rows is None or rows.kind != "counts" or len(value(node).shape) != 1:
         return None
@@ -189,7 +193,10 @@ def _running_sum(node: fx.Node, known: Known) -> RowEffect | None:
 
 
 def _grouped_mm(node: fx.Node, known: Known) -> RowEffect | None:
-    """Each row times its group's matrix, or a product of two sets of rows for each group."""
+    """Each row times its group's (expert's) matrix, or for each group a product of two row sets.
+
+    The second is the gradient of the experts' weights: an unfinished sum over the ranks' rows.
+    """
     operands = tensor_args(node)
     if len(operands) != 3 or known[2] is None or known[2].kind != "ends":
         return None
@@ -222,8 +229,10 @@ SORTS = tuple(target for target, way in _SPECIAL.items() if way is _sort)
 
 # all other calls ---------------------------------------------------------------------------------
 def _row_by_row(node: fx.Node, known: Known) -> RowEffect | None:
-    """What a rule's letter says of rows: a call that may be cut along them anywhere takes each by
-    itself.
+    """The effect of a call that treats each row by itself.
+
+    A call does so if its sharding rule has a letter for the dim of the rows: it may then be sharded
+    along the rows at any place.
     """
     from partc.rules.strategy import letter_cut  # it asks this file for its strategies
 
@@ -244,7 +253,7 @@ def _row_by_row(node: fx.Node, known: Known) -> RowEffect | None:
 
 
 def _as_data(rows: RowOrder) -> RowOrder:
-    """What becomes of keys in a call: they are keys no more."""
+    """The order of a result computed from keys: its rows are data, no keys any more."""
     return replace(rows, kind="data") if rows.kind == "keys" else rows
 
 
@@ -253,7 +262,7 @@ def _lies(layout: Layout) -> Lies:
 
 
 def mark(graph: fx.Graph) -> None:
-    """Note on every value what it has to do with the orders that sorts make."""
+    """Set ``Value.rows`` of every node of a graph: its relation to the orders that sorts make."""
     ways: dict[fx.Node, RowEffect] = {}
     order = 0
     for node in graph.nodes:

@@ -1,4 +1,7 @@
-"""A call without its graph: an fx node or a hand-written case in, something that can be run out."""
+"""A call without its graph: target, literals, and the shapes and dtypes of its operands.
+
+A signature is made from an fx node or by hand, can be run on tensors, and is a dictionary key.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ from partc.graph.graph_edits import run_fake
 from partc.plan.sharding import DTYPE_NAMES
 from partc.rules.table import name_of
 
-HUGE = 1e6  # beyond it a literal is a mask's "minus infinity" and means no number
+HUGE = 1e6  # a larger literal is a mask's "minus infinity", which must not be redrawn
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands in a Signature's arguments for its operand number ``index``."""
+    """The place of operand number ``index`` in a Signature's arguments."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape and dtype of an operand; ``high`` bounds the values of an integer one (0: unknown)."""
+    """The shape and dtype of an operand; integers are drawn below ``high`` (0: unknown)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -42,7 +45,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Signature:
-    """One call of an op: its target, its arguments with Operands for tensors, and the operands."""
+    """One call of an op: target, arguments with `Operand` in tensors' places, operands' specs."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
@@ -51,7 +54,7 @@ class Signature:
 
     @classmethod
     def of(cls, node: fx.Node) -> Signature:
-        """The call at a node of a joint graph; a repeated argument becomes operands of its own."""
+        """The signature of a node's call; a tensor that is given twice becomes two operands."""
         specs: list[Spec] = []
 
         def operand(arg: fx.Node) -> Operand:
@@ -65,7 +68,7 @@ class Signature:
 
     @classmethod
     def call(cls, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Signature:
-        """A case by hand, Specs in tensors' places: ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
+        """A signature by hand, Specs for tensors: ``call(aten.mm.default, f(4, 6), f(6, 8))``."""
         specs: list[Spec] = []
 
         def operand(arg: Any) -> Any:
@@ -94,12 +97,12 @@ class Signature:
         return f"{self.op}({', '.join(texts)})"
 
     def with_arguments(self, leaf: Callable[[Any], Any]) -> Signature:
-        """The same call with every leaf of its arguments mapped."""
+        """The call with a function applied to every leaf of its arguments."""
         args, kwargs = map_aggregate((self.args, dict(self.kwargs)), leaf)
         return replace(self, args=_frozen(args), kwargs=tuple(kwargs.items()))
 
     def with_random_literals(self, seed: int) -> Signature:
-        """The same call with other scalars: a rule that needs ``1e-6`` to be small must fail."""
+        """The call with random scalars, so that a rule fails that needs a scalar to be small."""
         draw = random.Random(seed)
         scalars = _scalar_arguments(self.target)
 
@@ -114,23 +117,23 @@ class Signature:
         return replace(self, args=args, kwargs=kwargs)
 
     def has_text_of(self, other: Signature) -> bool:
-        """Whether both calls read the same, operands of whatever shape."""
+        """Whether both calls have the same target and literals; operands' shapes may differ."""
         return (self.target, self.args, self.kwargs) == (other.target, other.args, other.kwargs)
 
     def in_float64(self) -> Signature:
-        """The same call with every floating dtype, operands and literals alike, made double."""
+        """The call with float64 for every floating dtype, of operands and among literals."""
         operands = tuple(replace(spec, dtype=_double(spec.dtype)) for spec in self.operands)
         return replace(self.with_arguments(_double), operands=operands)
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
-        """The results on these operands, as a list like ``graph.results_of``."""
+        """Run the call on tensors; the results as a list, as ``graph.results_of`` gives them."""
         return results_list(
             self.target(*self.filled(self.args, operands), **self._kwargs(operands))
         )
 
     @lru_cache(maxsize=256)  # noqa: B019 - a signature is a value, and is kept as its own key only
     def node(self) -> fx.Node:
-        """The call as the one op of a small joint graph, for code that works on nodes."""
+        """The call as the only op of a small graph, for code that needs a node."""
         graph, mode = fx.Graph(), fake_mode()
         placeholders = []
         for i, spec in enumerate(self.operands):
@@ -152,7 +155,7 @@ class Signature:
 
     @staticmethod
     def filled(arguments: Any, operands: Sequence[Any]) -> Any:
-        """Arguments with the operands in their places."""
+        """The arguments with ``operands`` in the places of their `Operand` entries."""
 
         def fill(arg: Any) -> Any:
             return operands[arg.index] if isinstance(arg, Operand) else arg
@@ -161,27 +164,27 @@ class Signature:
 
 
 def f(*shape: int) -> Spec:
-    """A float operand of a case."""
+    """The spec of a float32 operand."""
     return Spec(shape)
 
 
 def c(*shape: int) -> Spec:
-    """A complex operand of a case."""
+    """The spec of a complex64 operand."""
     return Spec(shape, torch.complex64)
 
 
 def i(*shape: int, high: int = 0) -> Spec:
-    """An integer operand of a case, with values below ``high``."""
+    """The spec of an int64 operand with values below ``high``."""
     return Spec(shape, torch.int64, high)
 
 
 def b(*shape: int) -> Spec:
-    """A boolean operand of a case."""
+    """The spec of a boolean operand."""
     return Spec(shape, torch.bool)
 
 
 def results_list(results: Any) -> list[Tensor | None]:
-    """One entry for a tensor, one each for a tuple, None where a result is absent."""
+    """Results as a list, with None for absent results; a single tensor gives a list of one."""
     if isinstance(results, Tensor):
         return [results]
     if not isinstance(results, list | tuple):
@@ -191,12 +194,12 @@ def results_list(results: Any) -> list[Tensor | None]:
 
 @cache
 def fake_mode() -> FakeTensorMode:
-    """The one mode whose fake tensors these small graphs hold."""
+    """The FakeTensorMode of all small graphs of signatures."""
     return FakeTensorMode()
 
 
 def _scalar_arguments(target: Callable[..., Any]) -> set[int | str]:
-    """Positions and names of the arguments that are numbers, not sizes, dims or counts."""
+    """The positions and names of the scalar arguments, which are no sizes, dims or counts."""
     if not isinstance(target, torch._ops.OpOverload):
         return set()
     arguments = enumerate(target._schema.arguments)
@@ -213,7 +216,7 @@ def _double(leaf: Any) -> Any:
 
 
 def _frozen(tree: Any) -> Any:
-    """Lists as tuples, so that a signature can be a dictionary key."""
+    """A tree with tuples for lists, so that a signature can be a dictionary key."""
     if isinstance(tree, (list, tuple)):
         return tuple(_frozen(item) for item in tree)
     return tree

@@ -1,4 +1,4 @@
-"""A call in, every way to cut it along one mesh axis out: ``strategies(node, num)``."""
+"""The strategies of a call: the layouts along one mesh axis that its op's rule allows."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Seen = Collection[tuple[int, Layout]]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to cut a call along one axis.
+    """One way to shard a call along one mesh axis: layouts of its operands and results.
 
-    ``variant`` says that the call is written differently on pieces: ``"window"`` (indices are
-    counted from this rank's first row) or ``"mean"`` (the sum divided by the whole's count).
+    For ``mm`` (``mk,kn->mn``), sharding ``k`` is ``cut 1, cut 0 -> U``. ``variant`` says that the
+    call on pieces differs: ``"window"`` (indices count from this rank's first row), ``"mean"`` (the
+    sum divided by the whole's count) or ``"local"`` (`local_batch_norm.py`).
     """
 
     ins: tuple[Layout, ...]  # one per entry of graph.tensor_args(node), same order
@@ -37,15 +38,15 @@ class Strategy:
 
 
 def has_rule(target: Any) -> bool:
-    """Whether the table knows how the op may be cut (perhaps not at all)."""
+    """Whether the table has a rule for the op, even if the rule allows no sharding."""
     return find(target) is not None
 
 
 def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
-    """Every way beside all-replicated to cut a call on one axis of ``num`` ranks, in a fixed order.
+    """All strategies of a call on an axis of ``num`` ranks but all-replicated, in a fixed order.
 
-    ``seen`` holds ``(position, layout)`` pairs, positions counting the operands and after them the
-    results: layouts whose ``outer`` factors are worth having here beside ``outer=1``.
+    ``seen`` has ``(position, layout)`` pairs; positions count the operands and then the results.
+    Strategies with the ``outer`` factors of these layouts are given beside those with ``outer=1``.
     """
     entry = find(node.target)
     if entry is None:
@@ -54,6 +55,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     view = _View(entry, call, *applied(entry, call), num)
     order = _operand_order(node, call)
     wishes = [(_wished(position, order, call), layout) for position, layout in seen]
+    # dict.fromkeys drops repeats and keeps the order, so that equal calls give equal lists.
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
     picked = [_by_operand(s, order) for s in found]
     picked += [Strategy(*layouts) for layouts in own_ways(node, num, list(seen))]
@@ -61,7 +63,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
 
 
 def _by_operand(found: Strategy, order: Sequence[int | None]) -> Strategy:
-    """A strategy by slot as one by operand."""
+    """Change a strategy from one layout per slot to one layout per operand."""
     ins = tuple(R if i is None else found.ins[i] for i in order)
     return Strategy(ins, found.outs, found.variant)
 
@@ -69,13 +71,16 @@ def _by_operand(found: Strategy, order: Sequence[int | None]) -> Strategy:
 def letter_cut(
     node: fx.Node, dims: Mapping[int, int]
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:
-    """Operands' and results' layouts where a call is cut along the one letter that these dims of
-    its operands are, each dim being that letter alone; None if there is no such cut.
+    """The operands' and results' layouts if a call is sharded along the letter of these dims.
+
+    ``dims`` maps positions of operands to dims, which must all be the same single letter of the
+    rule. None if they are not, or if the rule does not allow to shard the letter.
     """
     entry = find(node.target)
     if entry is None:
         return None
     call = whole_call(node)
+    # One rank, as the caller checks whether sizes divide: it knows the `outer` factor of the rows.
     view = _View(entry, call, *applied(entry, call), 1)
     order = _operand_order(node, call)
     letters = set()
@@ -86,6 +91,7 @@ def letter_cut(
     letter = letters.pop()
     if letters or len(letter) != 1 or letter[0] in view.factors.frozen:
         return None
+    # The rows have to be a dim by themselves in every tensor: no dim may mix them with others.
     tensors = [*view.factors.operands, *view.factors.results]
     if any(len(dim) > 1 and letter[0] in dim for dims_of in tensors for dim in dims_of):
         return None
@@ -94,7 +100,7 @@ def letter_cut(
 
 
 def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
-    """The rule's letters for a call, and their sizes; slots that it does not name stay whole."""
+    """The notation of a rule for a call, and its factors; slots without a term stay replicated."""
     notation = parse(entry.written(call))
     num = len(notation.operands)
     shapes = (*call.shapes, *[None] * num)[:num]
@@ -102,7 +108,7 @@ def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
 
 
 def _operand_order(node: fx.Node, call: Call) -> list[int | None]:
-    """The slot of every entry of ``tensor_args(node)``, None for a number among them."""
+    """The slot of every entry of ``tensor_args(node)``; None for a node that is a number."""
     free = list(enumerate(call.slots))
     order: list[int | None] = []
     for operand in tensor_args(node):
@@ -114,7 +120,8 @@ def _operand_order(node: fx.Node, call: Call) -> list[int | None]:
 
 
 def _wished(position: int, order: Sequence[int | None], call: Call) -> int:
-    """The slot of an operand position, or the number of slots plus the result's number."""
+    """A position in ``_View``'s numbering: an operand's slot, or the number of slots plus the
+    result's number; -1 for an operand that is a number."""
     if position < len(order):
         slot = order[position]
         return -1 if slot is None else slot
@@ -123,7 +130,7 @@ def _wished(position: int, order: Sequence[int | None], call: Call) -> int:
 
 @dataclass(frozen=True)
 class _View:
-    """A rule applied to one call on one axis of ``num`` ranks; layouts here are by slot."""
+    """A rule applied to one call on one axis of ``num`` ranks; its layouts are by slot."""
 
     rule: Rule
     call: Call
@@ -132,7 +139,7 @@ class _View:
     num: int
 
     def cuts(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
-        """One strategy per letter that may be cut and per outer factor worth having."""
+        """One strategy per letter that may be sharded and per wished ``outer`` factor."""
         for letter, size in self.factors.sizes.items():
             if letter in self.factors.frozen:
                 continue
@@ -141,7 +148,10 @@ class _View:
                     yield from self._cut(letter, outer)
 
     def _cut(self, letter: str, outer: int) -> Iterator[Strategy]:
-        """The strategy that cuts a letter, if what it leaves unfinished can be expressed."""
+        """The strategy that shards a letter, if its results can have the layouts that follow.
+
+        A result without the letter becomes an unfinished sum (or max, or mean).
+        """
         ins = [self._layout(dims, letter, outer) for dims in self.factors.operands]
         num = len(self.call.slots)
         ins = [*ins, *[R] * num][:num]
@@ -157,6 +167,8 @@ class _View:
             if outer > 1:
                 return
             variant = "window"
+        # An addend such as a bias must be an unfinished sum as well: added by every rank, a
+        # replicated addend would count once per rank.
         added = self.rule.added
         if added is not None and U in outs and self.call.slots[added] is not None:
             if ins[added] != R:
@@ -166,14 +178,14 @@ class _View:
             yield Strategy(tuple(ins), tuple(outs), variant)
 
     def _layout(self, dims: tuple[Dim, ...], letter: str, outer: int) -> Layout:
-        """How a tensor lies when a letter is cut."""
+        """The layout of a tensor with these dims if a letter is sharded."""
         for i, dim in enumerate(dims):
             if letter in dim:
                 return cut(i, outer * self.factors.before(dim, letter))
         return R
 
     def _outers(self, letter: str, wishes: Sequence[tuple[int, Layout]]) -> Iterator[int]:
-        """The outer factors that wished layouts mean for a letter."""
+        """The ``outer`` factors for a letter that follow from the wished layouts."""
         num = len(self.call.slots)
         operands = [*self.factors.operands, *[()] * num][:num]  # slots that the rule does not name
         tensors = [*operands, *self.factors.results]
@@ -185,7 +197,10 @@ class _View:
                 yield layout.outer // self.factors.before(dim, letter)
 
     def sums(self) -> Iterator[Strategy]:
-        """Unfinished sums in and out, per linear group; unfinished maxima through moves."""
+        """The strategies that pass an unfinished sum from a linear group of slots to the results.
+
+        Rules that only move elements (``moves``) also pass unfinished maxima.
+        """
         for group in self.rule.groups(self.call):
             for layout in (U, M) if self.rule.moves else (U,):
                 ins = tuple(layout if i in group else R for i in range(len(self.call.slots)))
@@ -194,16 +209,19 @@ class _View:
                     yield Strategy(ins, outs)
 
     def _passes(self, group: Sequence[int], layout: Layout) -> bool:
-        """Whether operands and results add up, and fractions are not cut off piece by piece."""
+        """Whether the dtypes allow to pass a sum or maximum; rounding each part is not allowed."""
         ins = [self.call.dtypes[i] for i in group]
         outs = [dtype for dtype in self.call.result_dtypes if dtype is not None]
         truncates = any(map(_has_fractions, ins)) and not all(map(_has_fractions, outs))
         return not truncates and all(_adds_up(dtype, layout) for dtype in (*ins, *outs))
 
     def unread(self, wishes: Sequence[tuple[int, Layout]]) -> Iterator[Strategy]:
-        """Any layout of an operand that is not read, the rest replicated; or results cut as it is.
+        """The strategies for an operand of which only shape and dtype matter (``zeros_like``).
 
-        The shape of a piece is read where no argument says how large the result is.
+        The operand may be an unfinished sum or maximum, and the results replicated. If an argument
+        gives the result's size, the operand may also be sharded, and the results replicated or
+        sharded like the operand. Without this argument the op takes the result's size from the
+        operand, so a sharded operand gives a sharded result (as the rule's letters say).
         """
         slot = self.rule.unread
         if slot is None:
@@ -217,7 +235,7 @@ class _View:
                 yield Strategy(ins, tuple(layout for _ in self.call.results))
 
     def _has_dim_of(self, slot: int, dim: int) -> bool:
-        """Whether the results have this dim of an operand as well."""
+        """Whether all results have a dim of the same number and size as this operand's dim."""
         sizes = [
             shape[dim : dim + 1] for shape in (self.call.shape(slot), *self.call.results) if shape
         ]
@@ -233,7 +251,10 @@ def _has_fractions(dtype: torch.dtype | None) -> bool:
 
 
 def _adds_up(dtype: torch.dtype | None, layout: Layout) -> bool:
-    """Bools and narrow integers cannot be added piece by piece, complex numbers have no maximum."""
+    """Whether a dtype allows unfinished sums or maxima.
+
+    Sums of bools or narrow integers overflow; complex numbers and bools have no maximum.
+    """
     if dtype is None or layout not in (U, M):
         return True
     if layout == M:

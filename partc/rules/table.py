@@ -1,4 +1,4 @@
-"""The table of rules: ``rule("aten.mm", "mk,kn->mn", linear="0|1")`` adds a line to it."""
+"""The table of sharding rules; ``rule("aten.mm", "mk,kn->mn", linear="0|1")`` adds one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Reduce = Literal["sum", "max", "mean"]
 
 @dataclass(frozen=True)
 class Windowed:
-    """How a call is written where indices are counted from this rank's first row.
+    """How to write a call whose indices point into a sharded dim, as in a sharded embedding.
 
-    ``target`` is the function to call instead, ``ignore`` the argument that names an index which
-    counts for nothing, ``outside`` the index that stands for "not on this rank".
+    Indices are changed to count from this rank's first row; an index into another rank's rows
+    becomes ``outside``. ``target`` is the function to call instead of the op (None: the op itself).
+    ``ignore`` is the argument that names an index to be skipped, such as ``ignore_index``.
     """
 
     target: Callable[..., Any] | None = None
@@ -30,21 +31,22 @@ class Windowed:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one op may be cut. ``notation`` and ``linear`` are texts, or functions of the call.
+    """The sharding rule of one op. ``notation`` and ``linear`` are texts, or functions of the call.
 
-    Of the fields with a default,
+    ``notation`` is in the language of `notation.py`. The fields with a default:
 
-    - ``linear`` names groups of slots that may be unfinished sums together, the other slots being
-      replicated: ``"0|1"`` each alone, ``"0+1"`` jointly, ``"all"`` all of them;
-    - ``added`` is the slot that is added to the result: it is unfinished wherever the result is;
-    - ``moves`` says that elements are only moved, so that an unfinished maximum stays one;
-    - ``reduce`` is what reduced a letter that is missing on the right;
-    - ``unread`` is a slot of which only shape and dtype matter;
-    - ``reshapes`` says that on pieces the call is a reshape to the result's local shape;
-    - ``sizes`` is the argument that is the result's shape;
-    - ``scales`` has arguments that are proportional to the sizes of letters;
-    - ``windowed`` says how it is called where indices point into a dim that is cut;
-    - ``contiguous`` names arguments whose strides the kernels do not look at.
+    - ``linear``: groups of slots that may be unfinished sums together while the other slots are
+      replicated: ``"0|1"`` is slot 0 or slot 1 alone, ``"0+1"`` both jointly, ``"all"`` all slots;
+    - ``added``: the slot that is added to the result (a bias): it is an unfinished sum if the
+      result is one;
+    - ``moves``: the op only moves elements, so that an unfinished maximum passes through;
+    - ``reduce``: the reduction over letters that the results do not have;
+    - ``unread``: a slot of which only shape and dtype matter;
+    - ``reshapes``: on pieces the call is a reshape to the result's local shape;
+    - ``sizes``: the argument that is the result's shape;
+    - ``scales``: arguments that are proportional to the sizes of letters;
+    - ``windowed``: how to write the call if its indices point into a sharded dim;
+    - ``contiguous``: arguments whose strides the kernels ignore, so that they must be contiguous.
     """
 
     notation: Written
@@ -60,7 +62,7 @@ class Rule:
     contiguous: tuple[str, ...] = ()
 
     def written(self, call: Call) -> str:
-        """The rule's letters for this call."""
+        """The rule's notation for this call, as text."""
         return self.notation(call) if callable(self.notation) else self.notation
 
     def groups(self, call: Call) -> list[list[int]]:
@@ -79,14 +81,18 @@ RULES: Registry[Rule] = Registry("rule")
 
 
 def rule(ops: str, notation: Written, **fields: Any) -> None:
-    """Add a rule for ops, named ``aten.add.Tensor`` or, with all overloads, ``aten.add``."""
+    """Add a rule for one or more ops, separated by blanks.
+
+    ``aten.add.Tensor`` names one overload, ``aten.add`` all overloads. ``fields`` are those of
+    `Rule`. UsageError if an op has a rule already.
+    """
     entry = Rule(notation, **fields)
     for name in ops.split():
         RULES.add(name, entry)
 
 
 def name_of(target: Any) -> str:
-    """``aten.add.Tensor`` of an ATen op, ``partc.ops.weight_grad`` of a function."""
+    """The name of an op in the table: ``aten.add.Tensor``, or ``partc.ops.weight_grad``."""
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
     module = str(target.__module__)
@@ -96,7 +102,11 @@ def name_of(target: Any) -> str:
 
 
 def find(target: Any) -> Rule | None:
-    """The rule of an op: its own, its packet's, or for elementwise ops the one for all of them."""
+    """The rule of an op, None if there is none.
+
+    The order of search: the overload's rule, the rule for all overloads, and for ops with torch's
+    pointwise tag the rule of elementwise ops.
+    """
     name = name_of(target)
     if name in RULES:
         return RULES[name]
@@ -109,17 +119,23 @@ def find(target: Any) -> Rule | None:
 
 
 def pointwise(call: Call) -> str:
-    """Every tensor has the same dims, broadcast; all results too."""
+    """Every tensor has the same dims, broadcast; all results too.
+
+    For two operands the notation is ``...,...->...``.
+    """
     return ",".join(["..."] * len(call.slots)) + "->" + ",".join(["..."] * len(call.results))
 
 
 def whole_only(call: Call) -> str:
-    """Nothing may be cut: the op mixes what its dims hold, or their sizes mean something."""
+    """Nothing may be cut: the op mixes what its dims hold, or their sizes mean something.
+
+    For a matrix and a vector the notation is ``__->_``: no dim has a letter.
+    """
     sides = (call.shapes, call.results)
     left, right = (",".join("_" * len(shape or ()) for shape in side) for side in sides)
     return f"{left}->{right}"
 
 
 def elementwise() -> Rule:
-    """The rule of elementwise ops of which no more is known."""
+    """The rule of elementwise ops that have no rule of their own."""
     return Rule(pointwise)

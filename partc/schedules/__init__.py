@@ -1,10 +1,12 @@
-"""Pipeline schedules: which stage computes what, in which order, on every pipeline rank.
+"""Pipeline schedules: the order of forwards and backwards of microbatches on every pipeline rank.
 
-In: numbers of ranks, microbatches and stages, seconds of each action. Out: a `Schedule`, and when
-everything runs. Start: `actions.py`, then `orders/gpipe.py`; `lower.py` adds sends and receives,
-`simulate.py` walks them. Never: a graph or torch.
+In: the numbers of pipeline ranks, microbatches and stages; the seconds of each forward and
+backward. Out: a `Schedule` (an order of actions per rank) and the start time of every action.
+Start: `actions.py`, then `orders/gpipe.py`; `lower.py` adds sends and receives, and `simulate.py`
+runs the result in simulated time. Never: a graph or torch.
 
-`timing` says when everything runs, `picture` draws it, `csv_form` reads and writes a user's own.
+`timing` gives the start and end of every action, `picture` draws them as a grid or an SVG, and
+`csv_form` reads and writes a user's schedule as CSV.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ __all__ = ["NAMES", "Action", "Needs", "Schedule", "make", "needs_of"]
 
 
 def needs_of(name: str) -> Needs:
-    """What a named schedule asks for; PlanError if there is no such schedule."""
+    """The requirements of a named schedule, such as its stages per rank; PlanError if unknown."""
     if name not in NAMES:
         raise PlanError(
             where=f"schedule={name!r}", what="no such schedule", why="",
@@ -28,10 +30,10 @@ def needs_of(name: str) -> Needs:
 
 
 def make(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """A named schedule for any number of ranks and microbatches from 1 on.
+    """Make a named schedule for at least one rank and at least one microbatch.
 
-    ``chunks`` are the stages per rank; None takes the schedule's usual number. PlanError if there
-    is no such schedule, or it does not take so many.
+    ``chunks`` is the number of stages per rank (Megatron's virtual stages); None takes the
+    schedule's usual number. PlanError if the schedule is unknown or cannot take that number.
     """
     needs = needs_of(name)
     for count, what in ((ranks, "pipeline ranks"), (microbatches, "microbatches")):

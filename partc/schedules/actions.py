@@ -1,8 +1,9 @@
-"""What a pipeline rank computes, in order: actions such as ``0F2``, and schedules made of them.
+"""Actions of a pipeline rank, such as ``0F2``, and schedules, which are orders of actions.
 
-The notation is that of torch's pipelining: stage, kind, microbatch. ``F`` is a stage's forward,
-``B`` its whole backward, ``I`` the part of the backward that the stage before waits for (the input
-gradient), ``W`` the rest (the weight gradients).
+An action is written as in torch.distributed.pipelining: stage, kind, microbatch, so ``0F2`` is the
+forward of stage 0 for microbatch 2. Kind ``F`` is a stage's forward and ``B`` its whole backward.
+A split backward is ``I`` (the gradient of the stage's input, which the previous stage waits for)
+and later ``W`` (the gradients of the stage's weights, which no other stage waits for).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read ``0F2``; PlanError says what is wrong with anything else."""
+        """Read an action such as ``0F2``; PlanError if the text is none."""
         found = _WRITTEN.fullmatch(text.strip())
         if not found:
             raise PlanError(
@@ -46,9 +47,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``orders[rank]`` has the rank's actions in order; ``rank_of[stage]`` says who runs a stage.
+    """The order of actions of every pipeline rank, ``orders[rank]``.
 
-    ``str`` gives one line per rank.
+    ``rank_of[stage]`` is the pipeline rank that runs a stage. ``str`` gives one line per rank, such
+    as ``0F0 0F1 0B0 0B1``.
     """
 
     name: str
@@ -66,11 +68,12 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of action that occur; with ``I`` and ``W`` backwards are split."""
+        """The kinds of the schedule's actions; ``I`` and ``W`` are among them if backwards are
+        split into input and weight gradients."""
         return frozenset(action.kind for order in self.orders for action in order)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages a rank runs, in the order of the model."""
+        """The stages that a rank runs, in the order of the model."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def __str__(self) -> str:
@@ -78,19 +81,27 @@ class Schedule:
 
 
 def looped(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages dealt out in turns: rank of stage ``s`` is ``s % ranks``."""
+    """The rank of every stage if stages are dealt out in turns: stage ``s`` on ``s % ranks``.
+
+    >>> looped(2, 2)
+    (0, 1, 0, 1)
+    """
     return tuple(s % ranks for s in range(ranks * chunks))
 
 
 def v_shaped(ranks: int) -> tuple[int, ...]:
-    """Two stages per rank, down and up again: the first rank has the first and the last stage."""
+    """The rank of every stage if stages go through the ranks and back: two stages per rank.
+
+    >>> v_shaped(2)
+    (0, 1, 1, 0)
+    """
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """PlanError unless every rank runs its own stages' actions, each exactly once.
+    """PlanError unless every rank runs the actions of its own stages, each exactly once.
 
-    Whether the order can run at all is for the simulator to say.
+    An order may pass and still deadlock; `timing.timeline` and `simulate.simulate` find that.
     """
     seen: set[Action] = set()
     for rank, order in enumerate(schedule.orders):

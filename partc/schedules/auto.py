@@ -1,7 +1,7 @@
-"""A schedule for costs as they are: the best of the named ones, of list scheduling, and better.
+"""Search a schedule for given costs: named schedules, list scheduling, then local improvement.
 
-For stages that are not alike, or forwards and backwards that take their own times, no published
-order is best. This one is never slower, under the given costs, than any named one that fits.
+No published schedule is best if stages differ, or if the times of F, I and W differ. Under the
+given costs, the schedule found is never slower than any named schedule that fits into memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from partc.schedules.improve import fits, improve, merge_whole_backwards
 from partc.schedules.list_order import Policy, due_as_in, list_schedule
 from partc.schedules.timing import Costs, Timeline, timeline
 
-_ACTIONS_IN_ALL = 1_500_000  # simulated in all where nobody says how many schedules to look at
+_ACTIONS_IN_ALL = 1_500_000  # simulated actions of the whole search, unless `evaluations` is given
 _FEWEST, _MOST = 3, 1000
 _REPLANS = 6
 
-# The best set of one, two, three ... policies over costs drawn by chance, with much and with little
-# memory: a small number of evaluations stops after them.
+# The best set of one, two, three ... policies over randomly drawn costs, with much and with little
+# memory. They stand first, since a search with few evaluations tries only the first policies.
 _FIRST = (
     Policy(age=1),
     Policy(age=0.5, fill=False, patience=0.5, pace=1),
@@ -49,17 +49,19 @@ def auto(
     memory_cap: float | Sequence[float] | None = None,
     evaluations: int | None = None,
 ) -> Schedule:
-    """The shortest schedule found for ``len(costs.forward)`` stages on so many pipeline ranks.
+    """The shortest schedule found for ``len(costs.forward)`` stages on ``ranks`` pipeline ranks.
 
-    ``rank_of[stage]`` fixes who runs a stage; without it stages are dealt out in turns or, with
-    two per rank, in a V if that is better. ``memory_cap`` is what a rank's activations may take at
-    most, one number or one per rank, in the unit of ``costs.activation``.
+    ``rank_of[stage]`` fixes the rank of every stage. Without ``rank_of``, stages are dealt out in
+    turns; with two stages per rank the V placement is tried as well. ``memory_cap`` limits the
+    memory of a rank's activations: one number or one per rank, in the unit of
+    ``costs.activation``.
 
-    Looks at all named schedules, at list schedules by several policies (``POLICIES``), replans the
-    best by its own times, and moves actions on its critical path: at most ``evaluations``
-    schedules beyond the named ones, by default fewer for longer schedules. Of equally long ones it
-    takes that with fewer split backwards, then with less memory. The same arguments always give
-    the same schedule. PlanError if nothing fits; it says the least cap that works.
+    The search tries all named schedules and list schedules by several policies (``POLICIES``). Then
+    it makes list schedules again with the best schedule's start times as due times, and at last
+    moves actions on the critical path. At most ``evaluations`` schedules are tried beyond the
+    named ones; the default is smaller for longer schedules. Of equally long schedules the one with
+    fewer split backwards wins, then the one with less memory. The same arguments always give the
+    same schedule. PlanError if nothing fits; the message has the least memory cap that works.
     """
     placements = [tuple(rank_of)] if rank_of is not None else _placements(costs, ranks)
     caps = _caps(memory_cap, ranks)
@@ -70,6 +72,7 @@ def auto(
         actions = 3 * len(costs.forward) * microbatches
         evaluations = min(max(_ACTIONS_IN_ALL // actions, _FEWEST), _MOST)
 
+    # Half of the evaluations are for list schedules, the rest for improving the best schedule.
     policies = POLICIES[: max(1, (evaluations + 1) // 2 // len(possible))]
     made = (
         schedule
@@ -88,10 +91,11 @@ def auto(
 
 
 def least_cap(costs: Costs, rank_of: Sequence[int]) -> list[float]:
-    """Per rank the least memory any schedule needs: one microbatch in all of the rank's stages.
+    """Per rank, the least memory that any schedule needs: one microbatch's activations in all of
+    the rank's stages.
 
-    It holds all of them when it turns around at the last stage; one after the other, microbatches
-    need no more.
+    All these activations are alive when the microbatch starts its backward at the last stage.
+    Microbatches that run one after the other need no more.
     """
     held = [0.0] * (max(rank_of) + 1)
     for rank, activation in zip(rank_of, costs.activation, strict=True):
@@ -120,7 +124,7 @@ def _caps(memory_cap: float | Sequence[float] | None, ranks: int) -> list[float]
 
 
 def _named(rank_of: tuple[int, ...], ranks: int, microbatches: int) -> Iterator[Schedule]:
-    """All that train and place the stages this way."""
+    """All named schedules that have backwards and that place the stages as ``rank_of`` does."""
     chunks = len(rank_of) // ranks
     for name, needs in NAMES.items():
         least, most = needs.chunks
@@ -137,7 +141,10 @@ def _worth(run: Timeline) -> tuple[float, int, float]:
 
 
 def _replanned(run: Timeline, caps: Sequence[float], rounds: int) -> Timeline:
-    """List scheduling again, with everything due when it started: what fills gaps moves ahead."""
+    """Repeat list scheduling with every action due at its last start time; the best timeline.
+
+    Actions that fit into an idle gap move ahead; the others keep their order.
+    """
     schedule, best = run.schedule, run
     for _ in range(rounds):
         again = list_schedule(

@@ -1,8 +1,9 @@
-"""Orders from building blocks: number the steps, repeat one microbatch's block, fill in ``W``.
+"""Orders from building blocks: repeat the block of one microbatch, then fill in ``W``.
 
-A building block says in which slot of time each rank runs each pass of one microbatch; every
-following microbatch does the same some slots later (Qi et al., arXiv 2405.15362). How long a
-microbatch lives on a rank then decides what the rank holds.
+A building block gives the time slot of every forward and backward of one microbatch on every rank.
+Every following microbatch runs the same block six slots later (Qi et al., arXiv 2405.15362). A
+rank's memory follows from the block: the longer a microbatch stays on a rank, the more microbatches
+the rank holds at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SLOTS = 6  # between one microbatch and the next: two stages, each with F, I and
 
 
 def numbered(steps: Iterable[tuple[int, str]]) -> Order:
-    """Give the steps (stage and kind) of a rank their microbatches, counted from 0 for each.
+    """Number a rank's steps (stage, kind): the n-th step of a stage and kind is microbatch n.
 
     >>> " ".join(map(str, numbered([(0, "F"), (0, "F"), (0, "B"), (0, "B")])))
     '0F0 0F1 0B0 0B1'
@@ -33,16 +34,21 @@ def numbered(steps: Iterable[tuple[int, str]]) -> Order:
 
 
 def first_microbatches(orders: Iterable[Order], microbatches: int) -> Orders:
-    """Leave out later microbatches; what can run with them can run without."""
+    """The orders without the actions of microbatches from ``microbatches`` on.
+
+    Orders that can run stay runnable, since no microbatch needs a later one.
+    """
     return [tuple(a for a in order if a.microbatch < microbatches) for order in orders]
 
 
 def v_block(ranks: int, down: int, up: int, turns: tuple[int, int, int]) -> Block:
-    """A V's block: its passes take ``down`` slots from rank to rank on the way down, ``up`` back.
+    """The building block of a V placement: two stages per rank, through the ranks and back.
 
-    ``turns`` are the slots from a pass to the next one on the rank where the way turns: forwards
-    at the last rank, forward to backward at the first, backwards at the last. No two passes may
-    fall into one slot modulo ``SLOTS``, which is what ``turns`` are chosen for.
+    From one rank to the next, a microbatch takes ``down`` slots on the way to the last rank and
+    ``up`` slots on the way back. ``turns`` are the slots between two passes on the rank where the
+    microbatch turns: forward to forward at the last rank, forward to backward at the first, and
+    backward to backward at the last. ``turns`` must be such that no two passes of a rank fall into
+    the same slot modulo ``SLOTS``: the microbatches of the repeated block would collide.
     """
     first = [down * rank for rank in range(ranks)]
     second = [first[-1] + turns[0] + up * (ranks - 1 - rank) for rank in range(ranks)]
@@ -58,7 +64,7 @@ def v_block(ranks: int, down: int, up: int, turns: tuple[int, int, int]) -> Bloc
 
 
 def repeated(block: Block, microbatches: int) -> Orders:
-    """The block for every microbatch, ``SLOTS`` later each: the orders of ``F`` and ``I``."""
+    """The orders of ``F`` and ``I`` if each microbatch runs the block ``SLOTS`` after the last."""
     orders = []
     for passes in block:
         timed = [
@@ -73,12 +79,12 @@ def repeated(block: Block, microbatches: int) -> Orders:
 def fill_weights(
     orders: Sequence[Order], rank_of: Sequence[int], microbatches: int, limit: int
 ) -> Orders:
-    """Squeeze orders of ``F`` and ``I``, and put each ``W`` where its rank would idle.
+    """Add the ``W`` actions to orders of ``F`` and ``I``: each ``W`` where its rank would idle.
 
-    All passes are taken to last one slot. A rank runs the next pass of its order as soon as it
-    can; else the oldest ``W`` that is left. It holds at most ``limit`` stage activations, from
-    ``F`` to ``W``: a forward that would be one more lets a ``W`` go first. The limit must be one
-    that the orders can keep when each ``W`` follows its ``I``.
+    Every action lasts one slot. A rank runs the next action of its order as soon as its inputs are
+    there, else the oldest ``W`` that is left. A rank holds at most ``limit`` stage activations,
+    each from ``F`` to ``W``: a forward beyond the limit waits until a ``W`` has run. The orders
+    must be able to keep the limit if each ``W`` directly follows its ``I``.
     """
     late = len(rank_of) * microbatches * 6  # later than any slot
     done = {

@@ -1,6 +1,6 @@
-"""Static checks of rank programs: nothing is read early, and both ends mean the same message.
+"""Static checks of rank programs: no value is read early, and both ends mean the same message.
 
-Whether ranks can block each other is for the simulator to say.
+These checks do not find deadlocks; `simulate.py` does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _STARTED_BY = {RECEIVED: RECEIVE, SENT: SEND, FINISHED: START}
 
 
 def check_programs(programs: Sequence[RankProgram]) -> None:
-    """CheckError unless a program that finishes also computes from the right values.
+    """CheckError unless every program, if it finishes, computes from the right values.
 
-    Each rank reads a value after its own action made it or after it waited for it, sends what it
-    has made, and starts and waits for each transfer once; sender and receiver of a communicator
-    have the same messages in the same order.
+    Each rank reads a value only after an action of its own made the value or after a wait received
+    it; sends only values that it has made; and starts and waits for each transfer once. The sender
+    and the receiver of a communicator have the same messages in the same order.
     """
     for program in programs:
         _check_owner(program)
@@ -42,7 +42,7 @@ def check_programs(programs: Sequence[RankProgram]) -> None:
 
 
 def _check_owner(program: RankProgram) -> None:
-    """A rank computes its own stages, and has one end of what it transfers."""
+    """A rank computes only its own stages and takes part only in transfers that it is an end of."""
     wiring = program.wiring
     for index, (code, number) in enumerate(program.events):
         row = number // wiring.microbatches
@@ -60,7 +60,7 @@ def _check_owner(program: RankProgram) -> None:
 
 
 def _check_waits(program: RankProgram) -> None:
-    """Every transfer and action stands once, its wait behind its start."""
+    """Every action and transfer occurs once, and every transfer's wait comes after its start."""
     at: dict[tuple[int, int], int] = {}
     for index, event in enumerate(program.events):
         if event in at:
@@ -83,7 +83,7 @@ def _check_waits(program: RankProgram) -> None:
 
 
 def _check_reads(program: RankProgram) -> None:
-    """What an action computes from is there when it stands in the program's order."""
+    """Every action comes after the actions and waits that give it its inputs."""
     wiring = program.wiring
     made = bytearray(wiring.num_actions)
     there = bytearray(wiring.num_messages)
@@ -103,7 +103,7 @@ def _check_reads(program: RankProgram) -> None:
 
 
 def _missing(wiring: Wiring, number: int, made: bytearray, there: bytearray) -> str:
-    """The first value that the action needs and the rank does not have, '' if it has all."""
+    """The first value that the action needs and the rank does not have yet; '' if there is none."""
     count = wiring.microbatches
     row, microbatch = divmod(number, count)
     stage, kind = divmod(row, 4)
@@ -120,7 +120,7 @@ def _missing(wiring: Wiring, number: int, made: bytearray, there: bytearray) -> 
 
 
 def _check_pairs(programs: Sequence[RankProgram]) -> None:
-    """What one end sends, the other receives, in the same order."""
+    """The sends of one end are the receives of the other, in the same order."""
     wiring = programs[0].wiring
     routes = {
         row: (channel, *wiring.route(row * wiring.microbatches))

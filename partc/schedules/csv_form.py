@@ -1,8 +1,8 @@
 """A schedule as CSV, in the compute-only form of torch's pipelining: one row per rank.
 
 Cells are actions such as ``0F2``; empty cells (torch's bubbles) are left out. Torch's overlapped
-pairs, ``(0F1;3B0)OVERLAP_F_B``, are read as their parts in turn, since partc places what overlaps
-itself. What is written is read back as the same schedule, by torch as well.
+pair ``(0F1;3B0)OVERLAP_F_B`` is read as ``0F1`` and then ``3B0``, since partc decides by itself
+which transfers overlap. A written file reads back as the same schedule, in partc and in torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def write_csv(schedule: Schedule) -> str:
-    """One line per rank.
+    """The schedule as CSV text with one line per rank.
 
     >>> write_csv(Schedule("s", ((Action(0, "F", 0), Action(0, "B", 0)),), (0,), 1))
     '0F0,0B0\\n'
@@ -32,7 +32,7 @@ def write_csv(schedule: Schedule) -> str:
 
 
 def load_csv(path: Path) -> Schedule:
-    """The schedule in a file, named after it; PlanError if it cannot be read."""
+    """The schedule in a CSV file, with the file's name as its name; PlanError if unreadable."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -44,10 +44,10 @@ def load_csv(path: Path) -> Schedule:
 
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule of the rows; each stage belongs to the rank in whose row it stands.
+    """The schedule of CSV text; row ``r`` has the actions of rank ``r``, and so gives its stages.
 
-    PlanError, with row and column, for anything that is not an action of computing, or if stages or
-    microbatches are missing, stand twice or on two ranks.
+    PlanError names the row and column of a cell that is no action (sends and receives are none).
+    PlanError as well if stages or microbatches are missing, occur twice, or occur on two ranks.
     """
     rows = list(csv.reader(io.StringIO(text)))
     while rows and not any(cell.strip() for cell in rows[-1]):
@@ -79,7 +79,7 @@ def _cell(cell: str, line: int, column: int) -> list[Action]:
 
 
 def _ranks(orders: tuple[tuple[Action, ...], ...], name: str) -> tuple[int, ...]:
-    """The rank of every stage: the first row that has it, as `check_schedule` finds a second."""
+    """The rank of every stage: the first row with the stage (`check_schedule` refuses a second)."""
     found: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for action in order:

@@ -1,8 +1,8 @@
-"""Why rank programs cannot finish, in words: who waits for whom, at which event.
+"""Explain a deadlock of rank programs: which rank waits for which other rank, at which event.
 
-Whoever waits, waits for one other, so that a circle is found by going on until a waiter comes up
-again. networkx's find_cycle would want all waits as a graph first, and does not tell of the waits
-that end without a circle.
+Every waiting rank or queue waits for exactly one other, so following the waits until a waiter comes
+up again finds the cycle. networkx's find_cycle would need a graph of all waits first, and does not
+report a chain of waits that ends without a cycle (a transfer that the other rank never starts).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from partc.schedules.queues import NOTHING, RECEIVING, SENDING, TOGETHER, Queue,
 
 
 class Stuck(NamedTuple):
-    """A run in which nobody can go on: ``done`` has the number of events behind each rank."""
+    """A simulated run in which no rank can go on; ``done[rank]`` events of each rank have run."""
 
     programs: Sequence[RankProgram]
     done: Sequence[int]
     queues: Queues
 
 
-# What waits: a rank's computing, or a rank's queue of a communicator (index).
+# A waiter is (rank, None), a rank's computing, or (rank, i), its queue of communicator i.
 Waiter = tuple[int, int | None]
 
 
 class _Reason(NamedTuple):
     text: str
-    because_of: Waiter | None  # None: what it waits for never comes
+    because_of: Waiter | None  # None: the awaited transfer never comes
 
 
 def explain(stuck: Stuck) -> CheckError:
-    """Follow the waits from the first stuck rank until one comes up again, or none is left."""
+    """The error that names the cycle of waits, or the chain of waits for a transfer that never
+    comes; found by following the waits from the first stuck rank."""
     waiter: Waiter | None = _first(stuck)
     reasons: dict[Waiter, str] = {}
     while waiter is not None and waiter not in reasons:
@@ -81,7 +82,7 @@ def _first(stuck: Stuck) -> Waiter:
 
 
 def _reason(stuck: Stuck, waiter: Waiter) -> _Reason:
-    """Why it waits, and for whom."""
+    """Why a waiter waits, and the waiter that it waits for."""
     rank, channel = waiter
     if channel is not None:
         return _why_queued(stuck, stuck.queues.of[channel][rank])
@@ -97,7 +98,7 @@ def _reason(stuck: Stuck, waiter: Waiter) -> _Reason:
 
 
 def _why_queued(stuck: Stuck, queue: Queue) -> _Reason:
-    """Why the first transfer of a queue does not run: somebody has not come to it."""
+    """Why the first transfer of a queue does not run: another rank is not ready for it."""
     operation, queues = queue.first, stuck.queues
     missing = next(
         other for other in queues.parties(operation)
@@ -114,7 +115,7 @@ def _why_queued(stuck: Stuck, queue: Queue) -> _Reason:
 
 
 def _name(stuck: Stuck, rank: int, operation: int) -> str:
-    """A transfer by its start in its rank's program: ``rank 0's 0SEND_F1 (event 3)``."""
+    """A transfer, named by its start in its rank's program: ``rank 0's 0SEND_F1 (event 3)``."""
     number, role = divmod(operation, 3)
     code = {SENDING: SEND, RECEIVING: RECEIVE, TOGETHER: START}[role]
     program = stuck.programs[rank]

@@ -1,7 +1,7 @@
-"""How much memory a pipeline rank holds during a step.
+"""The memory that a pipeline rank holds over time: activations and messages.
 
-Tensors are allocated and freed in program order, as by a caching allocator: the order of a rank's
-events alone decides the peak, their times only when it is reached.
+Tensors are allocated and freed in program order, as torch's caching allocator does. So the order of
+a rank's events alone decides the peak; the times of the events decide only when the peak occurs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ Curve = list[tuple[float, float]]  # (time, held from then on)
 
 
 def memory_curve(program: RankProgram, costs: StepCosts, ends: Sequence[float]) -> Curve:
-    """Activations, received messages and sends under way that a rank holds, at every change.
+    """The memory of a rank's activations, received messages and pending sends, at every change.
 
-    A received message has its memory from the posting of its receive to the end of the action that
-    reads it (from then on a stage's input is part of its ``activation``), a sent one from the end
-    of its action until its send is waited for. An activation is there from the start of ``F`` to
-    the end of ``B`` or ``I``, ``waiting`` from there to the end of ``W``.
+    A received message counts from the posting of its receive to the end of the action that reads
+    the message (from then on a stage's input is part of its ``activation``). A sent message counts
+    from the end of the action that makes it to the wait for its send. An activation counts from
+    the start of ``F`` to the end of ``B`` or ``I``; after ``I``, ``waiting`` counts until ``W``
+    ends.
     """
     wiring, count = program.wiring, program.wiring.microbatches
     sizes = costs.of_messages(wiring, costs.message) if costs.message else []
@@ -49,13 +50,16 @@ def memory_curve(program: RankProgram, costs: StepCosts, ends: Sequence[float]) 
 
 
 def _freed(costs: StepCosts, stage: int, kind: int) -> float:
-    """What an action frees at its end; after I only what W needs is left."""
+    """The memory that an action frees at its end; ``I`` leaves what the stage's ``W`` reads."""
     activation, waiting = costs.activation[stage], costs.waiting[stage]
     return (0.0, activation, activation - waiting, waiting)[kind]
 
 
 def _messages_read(program: RankProgram) -> list[int]:
-    """The row of the messages that an action reads, by ``4 * stage + kind``; -1 for none."""
+    """Per ``4 * stage + kind``, the row (``2 * stage + way``) of the message that the action reads.
+
+    -1 where the action reads no message.
+    """
     stages = program.wiring.stages
     rows = []
     for stage in range(stages):

@@ -1,7 +1,8 @@
 """Local improvement of a schedule: move actions on the critical path within their rank's order.
 
-Goes in: when everything runs, and how much memory each rank may use. Comes out: the same for
-orders that are at least as good. Only numbers decide, no clock: the result is always the same.
+The input is a timeline and a memory cap per rank; the result is a timeline that is at least as
+good and keeps the caps. The search is limited by a number of evaluations, not by a clock, so the
+same input always gives the same result.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from partc.schedules.timing import Timeline, timeline
 
 
 def fits(run: Timeline, caps: Sequence[float]) -> bool:
-    """Whether no rank holds more than its cap, up to rounding."""
+    """Whether no rank's peak memory is above its cap, up to rounding."""
     pairs = zip(run.peaks, caps, strict=True)
     return all(peak <= cap * (1 + ROUNDING) for peak, cap in pairs)
 
 
 def improve(run: Timeline, caps: Sequence[float], evaluations: int) -> Timeline:
-    """Take the first better neighbour until there is none or ``evaluations`` were looked at.
+    """Go to the first better neighbour until there is none or ``evaluations`` have been tried.
 
-    Better is a shorter step, or one as short whose ranks are done earlier. A step can only become
-    shorter if its critical path does, so only actions on it move: past each other, or a weight
-    gradient from it into a later bubble of its rank.
+    A schedule is better if its step is shorter, or equally long and its ranks finish earlier. A
+    step becomes shorter only if its critical path does, so only actions of the critical path move:
+    before their predecessor, or, for a weight gradient, into a later bubble of the rank.
     """
     left = evaluations
     while left > 0:
@@ -44,10 +45,10 @@ def improve(run: Timeline, caps: Sequence[float], evaluations: int) -> Timeline:
 
 
 def merge_whole_backwards(run: Timeline) -> Schedule:
-    """Write ``B`` for an ``I`` and its ``W`` wherever they stand together and nobody would wait.
+    """Merge an ``I`` and the ``W`` directly behind it into ``B`` wherever that delays no action.
 
-    The stage before gets its gradient later, at the end of ``B``; that is free where it starts its
-    own backward no earlier than that. No action starts at another time afterwards.
+    With ``B`` the previous stage gets its gradient only at the end of ``W``. That costs nothing if
+    the previous stage starts its backward no earlier. So all start times stay as they are.
     """
     schedule, costs = run.schedule, run.costs
     starts = _by_action(schedule, run.starts)
@@ -82,7 +83,7 @@ def _length(run: Timeline) -> tuple[float, float]:
 
 
 def _neighbours(run: Timeline) -> Iterator[Schedule]:
-    """Schedules in which one action of the critical path stands elsewhere."""
+    """All schedules that differ by one moved action of the critical path."""
     for rank, at in _critical_path(run):
         order = run.schedule.orders[rank]
         if at and not _bound(order[at - 1], order[at]):
@@ -93,14 +94,14 @@ def _neighbours(run: Timeline) -> Iterator[Schedule]:
 
 
 def _bound(first: Action, second: Action) -> bool:
-    """Whether two neighbours have to stay in order, or nothing is gained by the other one."""
+    """Whether swapping two neighbouring actions of a rank is impossible or useless."""
     if first.stage != second.stage:
         return False
     return first.kind == second.kind or first.microbatch == second.microbatch
 
 
 def _bubbles_after(run: Timeline, rank: int, at: int) -> Iterator[int]:
-    """Positions, after taking out the action, at which the rank idles before its next action."""
+    """The positions, counted without the action, of the rank's later bubbles and of its end."""
     starts, ends = run.starts[rank], run.ends[rank]
     for position in range(at + 1, len(starts) - 1):
         if starts[position + 1] > ends[position]:
@@ -118,7 +119,8 @@ def _moved(schedule: Schedule, rank: int, source: int, target: int) -> Schedule:
 
 
 def _critical_path(run: Timeline) -> Iterator[tuple[int, int]]:
-    """From the last end back: (rank, position) of what each action had to wait for."""
+    """The (rank, position) of the critical path's actions, from the last to end back to a start at
+    time 0."""
     schedule = run.schedule
     places = {a: (r, i) for r, order in enumerate(schedule.orders) for i, a in enumerate(order)}
     transfer = transfers(run.costs, schedule.rank_of)
@@ -141,7 +143,10 @@ def _critical_path(run: Timeline) -> Iterator[tuple[int, int]]:
 def _arrival(
     places: dict[Action, tuple[int, int]], transfer: Sequence[float], action: Action
 ) -> tuple[int, int]:
-    """What an action that did not start right after its predecessor waited for."""
+    """The place of the neighbouring stage's action that an action waited for.
+
+    Called for actions that did not start directly after their rank's previous action.
+    """
     stage, kind, microbatch = action
     if kind == "F":
         return places[Action(stage - 1, "F", microbatch)]

@@ -1,7 +1,8 @@
-"""List scheduling: orders made by letting every rank, whenever it is free, start what is most due.
+"""List scheduling: whenever a rank is free, the rank starts its most urgent ready action.
 
-Goes in: costs, who runs a stage, how much memory each rank may use, and a policy that says what
-is due when. Comes out: a schedule that fits the memory. Time is nearly linear in the actions.
+The input: costs, the rank of every stage, a memory cap per rank, and a policy that gives every
+action a due time. The result: a schedule that keeps the caps. The work is nearly linear in the
+number of actions.
 """
 
 from __future__ import annotations
@@ -14,28 +15,29 @@ from typing import Literal, NamedTuple
 from partc.schedules.actions import Action, Kind, Schedule
 from partc.schedules.timing import Costs, Timeline
 
-ROUNDING = 1e-9  # sums of the same memory in another order may differ by so much of the cap
+ROUNDING = 1e-9  # of a cap: sums of the same numbers in another order differ by rounding
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a free rank starts first.
+    """How a free rank chooses its next action: the ready action with the least due time.
 
-    An action is due ``age`` times the slowest rank's time per microbatch for every microbatch
-    before it, less the longest path from it to the end of its microbatch (its upward rank, as in
-    HEFT). So age 0 looks at the critical path alone, and a large one at the oldest microbatch.
+    The due time of an action of microbatch ``i`` is ``age * i * T``, less the longest path from the
+    action to the end of its microbatch (the upward rank of HEFT); ``T`` is the slowest rank's time
+    per microbatch. So age 0 looks at the critical path alone, and a large age prefers the oldest
+    microbatch.
     """
 
     age: float = 1
     backward_first: bool = False  # any input gradient before any forward
     fill: bool = True  # weight gradients only where nothing else can run
-    patience: float = 0  # of an action's time: how long to leave a rank idle for a more urgent one
-    pace: float = 0  # a new microbatch every so many times the slowest rank's time: saves memory
-    split: bool = True  # backwards in two parts
+    patience: float = 0  # a rank idles up to this share of an action's time for a more urgent one
+    pace: float = 0  # a new microbatch every `pace` times the slowest rank's time: saves memory
+    split: bool = True  # backwards in two parts, I and W
 
 
 class Due(NamedTuple):
-    """When an action is due, per stage and microbatch; only the order of the numbers counts."""
+    """The due times of F, I and W by ``[stage][microbatch]``; only their order matters."""
 
     f: list[list[float]]
     i: list[list[float]]
@@ -43,7 +45,7 @@ class Due(NamedTuple):
 
 
 class _Coming(NamedTuple):
-    """A forward or input gradient that will be ready for a rank, and when it is due."""
+    """A forward or input gradient that will be ready for a rank at ``time``, with its due time."""
 
     time: float
     due: float
@@ -59,11 +61,11 @@ def list_schedule(
     policy: Policy,
     due: Due | None = None,
 ) -> Schedule:
-    """Make the orders of all ranks; ``caps[rank]`` must hold one microbatch of all its stages.
+    """Make a schedule; ``caps[rank]`` must hold one microbatch's activations of all its stages.
 
-    Microbatches pass every stage in their order. A forward starts only if afterwards all unfinished
-    microbatches can still be finished one after the other (the banker's algorithm), so ranks never
-    run out of memory half-way and wait for each other. ``due`` replaces what the policy says.
+    Every stage runs the microbatches in their order. A forward starts only if, afterwards, all
+    unfinished microbatches can still finish one after the other (the banker's algorithm). So ranks
+    never deadlock because their memory is full. ``due`` replaces the policy's due times.
     """
     due = due or due_by_policy(costs, rank_of, microbatches, policy)
     run = _Run(costs, rank_of, microbatches, caps, policy, due)
@@ -73,7 +75,7 @@ def list_schedule(
 
 
 class _Run:
-    """Simulated time: what every stage has started, and what is on its way to it."""
+    """A run in simulated time: the actions that every stage has started, and those coming up."""
 
     def __init__(
         self,
@@ -86,11 +88,13 @@ class _Run:
     ) -> None:
         stages, ranks = len(rank_of), len(caps)
         self.costs, self.rank_of = costs, rank_of
+        # Half of the rounding that `improve.fits` allows, which adds up in another order.
         self.caps = [cap * (1 + ROUNDING / 2) for cap in caps]
         self.microbatches, self.policy = microbatches, policy
         self.stages_of = [[s for s in range(stages) if rank_of[s] == r] for r in range(ranks)]
         self.transfer = transfers(costs, rank_of)
-        # A stage that would hold more between I and W than before keeps its backward whole.
+        # A stage that would hold more between I and W than before I keeps its backward whole: the
+        # caps are checked at forwards only, so an I must never raise a rank's memory.
         self.splits = [
             policy.split and costs.waiting[s] <= costs.activation[s] for s in range(stages)
         ]
@@ -103,11 +107,11 @@ class _Run:
         self.busy = [False] * ranks
         self.coming: list[list[_Coming]] = [[] for _ in range(ranks)]
         self.orders: list[list[Action]] = [[] for _ in range(ranks)]
-        # (time, rank, stage, kind): the kind is ready for the rank, or the rank is "free" again.
+        # (time, rank, stage, kind): an action of the kind is ready, or the rank is "free" again.
         self.events: list[tuple[float, int, int, Kind | Literal["free"]]] = []
 
     def until_done(self) -> None:
-        """All that happens at one time is noted before any rank decides."""
+        """Run to the end; a rank decides only after all events of the same time are noted."""
         events = self.events
         for microbatch in range(self.microbatches):
             heappush(events, (self.pace * microbatch, self.rank_of[0], 0, "F"))
@@ -132,7 +136,7 @@ class _Run:
             coming.remove(next(c for c in coming if c.stage == stage and c.kind == kind))
 
     def start_next(self, rank: int, now: float) -> None:
-        """Start what is most due of all that can run; nothing if it pays to wait."""
+        """Start the rank's most urgent ready action; start none if waiting is better."""
         due = self.due
         best, best_due = None, float("inf")
         for stage in self.stages_of[rank]:
@@ -155,7 +159,7 @@ class _Run:
         self.start(rank, *best, now)
 
     def better_wait(self, rank: int, stage: int, kind: str, due: float, now: float) -> bool:
-        """Whether something more urgent comes before a good part of this action would be done."""
+        """Whether a more urgent action becomes ready within ``patience`` times this one's time."""
         until = now + self.policy.patience * self.takes(stage, kind)
         return any(c.time < until and c.due < due for c in self.coming[rank])
 
@@ -203,7 +207,7 @@ class _Run:
             self.coming[rank].append(_Coming(time, rows[stage][microbatch], stage, kind))
 
     def admits(self, rank: int, stage: int) -> bool:
-        """Whether memory allows the stage's next forward, now and until all have come back."""
+        """Whether the rank's memory allows the stage's next forward without a later deadlock."""
         cap, activation = self.caps[rank], self.costs.activation
         held = self.held[rank] + activation[stage]
         if held + self.one_microbatch[rank] <= cap:
@@ -211,11 +215,11 @@ class _Run:
         return held <= cap and self.leaves_way(rank, stage)
 
     def leaves_way(self, rank: int, stage: int) -> bool:
-        """Whether every older microbatch could still run all its forwards here.
+        """Whether every older microbatch could still run all its forwards on this rank.
 
-        It may count on what older ones than itself hold: they finish first. What waits for ``W``
-        does not matter, since a ``W`` can always run. Of the microbatches that are next at the
-        same stage the oldest needs most, so one per stage is looked at.
+        The activations of still older microbatches are not counted, since those finish first and
+        free them. Memory that waits for ``W`` is not counted, since a ``W`` can always run. Of all
+        microbatches that come next at one stage the oldest needs most, so one per stage is checked.
         """
         activation, own = self.costs.activation, self.stages_of[rank]
         new = self.f[stage]
@@ -232,7 +236,10 @@ class _Run:
 
 
 def due_by_policy(costs: Costs, rank_of: Sequence[int], microbatches: int, policy: Policy) -> Due:
-    """From the longest path to the end of a microbatch, and the slowest rank's time for one."""
+    """The policy's due times: age times the slowest rank's time, less the longest path to the end.
+
+    See `Policy` for the formula.
+    """
     stages, transfer = len(rank_of), transfers(costs, rank_of)
     step = policy.age * slowest_rank(costs, rank_of)
 
@@ -248,7 +255,7 @@ def due_by_policy(costs: Costs, rank_of: Sequence[int], microbatches: int, polic
         below += costs.forward[stage] + transfer[stage]
         forward[stage] = -below
     weight_grad = [-cost for cost in costs.weight_grad]
-    later = below + step * microbatches  # no more lies between any two actions of a kind
+    later = below + step * microbatches  # at least the distance of any two due times
     if policy.backward_first:
         input_grad = [due - later for due in input_grad]
     if policy.fill:
@@ -257,7 +264,10 @@ def due_by_policy(costs: Costs, rank_of: Sequence[int], microbatches: int, polic
 
 
 def due_as_in(timeline: Timeline) -> Due:
-    """Every action when it starts there, so that only what fills gaps changes its place."""
+    """Due times that are the start times of a timeline.
+
+    List scheduling with them keeps the timeline's order, but for actions that fit into gaps.
+    """
     schedule = timeline.schedule
     table = {
         kind: [[0.0] * schedule.microbatches for _ in range(schedule.stages)] for kind in "FIW"
@@ -272,14 +282,14 @@ def due_as_in(timeline: Timeline) -> Due:
 
 
 def transfers(costs: Costs, rank_of: Sequence[int]) -> list[float]:
-    """The time from each stage to the next, which is none on the same rank."""
+    """The transfer time from each stage to the next; 0 where both are on the same rank."""
     after = [*rank_of[1:], rank_of[-1]]
     pairs = zip(costs.transfer, rank_of, after, strict=True)
     return [time if rank != other else 0 for time, rank, other in pairs]
 
 
 def slowest_rank(costs: Costs, rank_of: Sequence[int]) -> float:
-    """The most computing any rank has for one microbatch."""
+    """The longest computing time of any rank for one microbatch, over all its stages."""
     busy = [0.0] * (max(rank_of) + 1)
     rows = zip(rank_of, costs.forward, costs.input_grad, costs.weight_grad, strict=True)
     for rank, *times in rows:

@@ -1,27 +1,28 @@
-"""A schedule in, what every rank does out: receives, sends and collectives put around its actions.
+"""Lower a schedule to rank programs: add receives, sends and collectives around the actions.
 
-Transfers between two stages are a *channel*: a one-way queue of messages of one shape. The receiver
-keeps ``ahead`` receives posted beyond the last message that it took; the sender goes on once it has
-started a send, and waits for its oldest only when more than ``bound`` are under way. Stages next to
-each other on one rank hand their values over without a message.
+The messages from one stage to a neighbouring stage form a *channel*: a one-way queue of messages of
+one shape. The receiver keeps ``ahead`` receives posted beyond the last message that it took. The
+sender starts a send and goes on; it waits for its oldest send only when more than ``bound`` sends
+are under way. Neighbouring stages on the same rank hand their values over without a message.
 
-Which transfers share a communicator, that is a queue:
+A communicator is a queue of transfers. There are two ways to share communicators:
 
 ``channel`` (default)
-    Every channel has its own. No transfer ever stands behind one of another stage or way, so no
-    order among channels has to be kept: a rank may take from them in any order, and each of them is
-    a plain queue in the generated program, if both its stages run the microbatches in one order
-    (``RankProgram.in_order``; all named schedules do). A rank has four for each of its stages.
+    Every channel has a communicator of its own. A transfer never waits behind a transfer of another
+    channel, so a rank may take messages from its channels in any order. In the generated program a
+    channel is a plain queue if both its stages run the microbatches in the same order
+    (``RankProgram.in_order``; all named schedules do). A rank has up to four communicators for each
+    of its stages.
 ``pair``
-    One for each ordered pair of ranks, thus four on a rank however many stages it has, looped or V.
-    NCCL keeps buffers for each communicator and a device has few hardware queues
-    (CUDA_DEVICE_MAX_CONNECTIONS, 8 unless set), so this is for many stages on a rank. Receives are
-    posted in the order in which the sender sends, which both sides know from the schedule. Where a
-    rank needs a later message first, as in zb-v and dualpipe-v, it receives the ones before it as
-    well and keeps them: it is not ``in_order``.
+    Each ordered pair of ranks has one communicator, so a rank has four, however many stages it has
+    (looped or V). NCCL keeps buffers for each communicator, and a device has few hardware queues
+    (CUDA_DEVICE_MAX_CONNECTIONS, 8 unless set), so ``pair`` is for many stages per rank. Receives
+    are posted in the order of the sends, which both ranks know from the schedule. In zb-v and
+    dualpipe-v a rank needs a later message first: then the rank also receives the earlier messages
+    and keeps them, and its program is not ``in_order``.
 
-With one stage on a rank the two are the same. Every named schedule takes the same time with both
-in simulation; ``pair`` then holds fewer posted receives.
+With one stage per rank both ways are the same. In simulation every named schedule takes the same
+time with both; ``pair`` holds fewer posted receives.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ def lower(
     costs: Costs | None = None,
     collectives: Sequence[Collective] = (),
 ) -> tuple[RankProgram, ...]:
-    """The program of every pipeline rank; the schedule has passed ``check_schedule``.
+    """The program of every pipeline rank, for a schedule that has passed ``check_schedule``.
 
-    Without ``bound`` a communicator gets the least that loses no time (``windows.py``) at the
-    actions' ``costs``, all equal unless given. If the orders of the actions can be run at all, the
-    programs finish: where ``bound`` is too small for that, a communicator gets more.
+    ``ahead`` and ``bound`` are explained at the top of this file. Without ``bound``, every
+    communicator gets the least bound that loses no time at the actions' ``costs`` (`windows.py`);
+    without ``costs``, all actions take the same time. Where ``bound`` is so small that a schedule
+    which can run would deadlock, a communicator gets a larger bound.
     """
     wiring = wire(
         schedule.rank_of, schedule.microbatches, communicators=communicators,
@@ -83,7 +85,7 @@ def lower(
 
 
 def _steps(schedule: Schedule, rank: int, wiring: Wiring) -> Steps:
-    """Each action's number, the message it takes and the message it makes."""
+    """Per action of the rank: its number, the message that it reads, the message that it makes."""
     count, channels = schedule.microbatches, wiring.channels
     steps = []
     for stage, kind, microbatch in schedule.orders[rank]:
@@ -103,7 +105,7 @@ def _steps(schedule: Schedule, rank: int, wiring: Wiring) -> Steps:
 
 
 class _Rank:
-    """Writes one rank's events."""
+    """Writes the events of one rank."""
 
     def __init__(self, rank: int, traffic: Traffic, wiring: Wiring) -> None:
         self.rank, self.traffic, self.wiring = rank, traffic, wiring
@@ -137,7 +139,7 @@ class _Rank:
         return self.written
 
     def _take(self, message: int) -> None:
-        """Wait for a message, then post the next receive, so that it runs beside the computing."""
+        """Wait for a message, then post the next receive, which overlaps the coming action."""
         channel, place = self.traffic.channel(message), self.traffic.place[message]
         self._post(channel, place + 1)
         self.written.append((RECEIVED, message))
@@ -163,10 +165,12 @@ class _Rank:
             self.written.extend((SENT, m) for m in self.traffic.order[channel][first:sent])
 
     def _starts(self) -> dict[int, list[int]]:
-        """After which of its actions the rank starts which collectives."""
+        """The numbers of the collectives to start, by the index of the action before them."""
         wiring = self.wiring
         starts: dict[int, list[int]] = {}
-        latest: dict[int, int] = {}  # of a communicator: a later collective may not go before
+        # Per communicator, the index of its latest collective: all members have to start the
+        # collectives of a communicator in the order of declaration, so later ones go no earlier.
+        latest: dict[int, int] = {}
         for number, collective in enumerate(wiring.collectives):
             if self.rank in collective.members:
                 channel = wiring.collective_channels[number]
@@ -176,7 +180,8 @@ class _Rank:
         return dict(sorted(starts.items()))
 
     def _last(self, collective: Collective) -> int:
-        """The rank's last action that a collective follows, one beyond all if it has none."""
+        """Index of this rank's last action that the collective waits for; the number of actions
+        if there is none."""
         steps, kinds = self.traffic.steps[self.rank], "F" if collective.after == "F" else "BIW"
         for index in reversed(range(len(steps))):
             action = self.wiring.action(steps[index][0])

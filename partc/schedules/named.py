@@ -1,4 +1,4 @@
-"""The registry of named schedules: a name, how its orders are made, what it asks for."""
+"""The registry of named schedules, such as ``1f1b``: how orders are made, stages per rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ MakeOrders = Callable[[int, int, int], Orders]  # (ranks, microbatches, chunks)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a named schedule asks for.
+    """What a named schedule needs: its function, stages per rank, split backwards, placement.
 
-    ``chunks`` are the stages per rank it takes, least and most (None: any number). ``split`` says
-    whether it has backwards in two parts, ``I`` and ``W``.
+    ``orders`` makes the orders of all ranks. ``chunks`` has the least and the most stages per rank
+    (most None: any number). ``split`` says whether backwards are split into ``I`` and ``W``.
+    ``placement`` says which rank runs a stage: ``looped`` or ``v`` (see `actions.py`).
     """
 
     orders: MakeOrders
@@ -28,7 +29,7 @@ class Needs:
 
     @property
     def usual_chunks(self) -> int:
-        """The stages per rank when nobody asks for a number."""
+        """The stages per rank if the user gives no number."""
         return self.chunks[0]
 
     def rank_of(self, ranks: int, chunks: int) -> tuple[int, ...]:
@@ -40,7 +41,7 @@ NAMES: Registry[Needs] = Registry("schedule")
 
 
 def schedule(name: str, **needs: Any) -> Callable[[MakeOrders], MakeOrders]:
-    """A decorator that names the function below it as a schedule; ``needs`` are fields of Needs.
+    """A decorator that registers a function as a named schedule; ``needs`` are fields of Needs.
 
     ::
 

@@ -11,17 +11,17 @@ from partc.schedules.timing import Timeline
 COLOURS = {"F": (111, 168, 255), "I": (95, 200, 150), "W": (244, 178, 102), "B": (200, 150, 235)}
 MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradients", "B": "backward"}
 ROW, GAP, LEFT, TOP = 26, 6, 70, 56  # pixels: a rank's row, between rows, around the boxes
-WIDEST = 1800  # pixels for the whole time, of which a box wants 30
+WIDEST = 1800  # pixels for the whole time; up to this the shortest action is 30 pixels wide
 NARROWEST = 720  # pixels for title and legend
 MOST_SLOTS = 1 << 16  # of a grid; with one action far shorter than all others it is rounded
 
 
 def grid(timeline: Timeline, columns: int = 64) -> str:
-    """One row per rank and one column per slot of time; longer ones lose their middle.
+    """A timeline as text: one row per rank, one column per slot of time.
 
-    A slot is as long as the shortest action. Longer ones are drawn out with ``-``, idle slots are
-    dots, and times that are no multiple of a slot are rounded, so that a picture of uneven stages
-    is only roughly to scale::
+    A slot is as long as the shortest action. Longer actions are drawn out with ``-``, idle slots
+    are dots. Times that are no multiple of a slot are rounded, so a picture of uneven stages is
+    only roughly to scale. A grid of more than ``columns`` slots is shown without its middle::
 
         1f1b: 2 ranks, 2 microbatches, bubble 33.3%, a column is 1
         rank 0 holds 2 | 0F0 0F1 .   0B0---- 0B1----
@@ -66,10 +66,11 @@ def _row(timeline: Timeline, rank: int, slot: float, cell: int) -> str:
 
 
 def svg(timeline: Timeline) -> str:
-    """Boxes for actions, coloured by kind, paler for later stages of a rank, with microbatches.
+    """A timeline as an SVG: one row per rank, one box per action, a time axis below.
 
-    A time axis stands below. Boxes too narrow for a number have it as a tooltip, like all others.
-    The size grows with the actions, by some 200 bytes each.
+    A box has its kind's colour, paler for later stages of a rank, and the number of its microbatch
+    if the box is wide enough. Every box has its action (``0F2``) as a tooltip. The SVG grows by
+    some 200 bytes per action.
     """
     schedule = timeline.schedule
     longest = timeline.makespan or 1
@@ -125,7 +126,7 @@ def _boxes(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
 
 
 def time_axis(longest: float, scale: float, y: int) -> Iterator[str]:
-    """A line with about a mark per 80 pixels, at round times."""
+    """The SVG lines of a time axis with marks at round times, at least 80 pixels apart."""
     yield f'<path class="line" d="M{LEFT} {y}H{LEFT + longest * scale:.1f}"/>'
     power = 10 ** floor(log10(80 / scale))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step * scale >= 80)

@@ -1,16 +1,16 @@
-"""What a pipeline rank does in a step, in order: computing, and starts of and waits for transfers.
+"""Rank programs: a pipeline rank's events in a step (actions, starts and waits of transfers).
 
-Event by event, in the notation of torch's pipelining:
+The events, in the notation of torch.distributed.pipelining:
 
-    0F2           compute, see ``actions.py``
-    1RECV_F2      post the receive of what stage 0's forward of microbatch 2 makes for stage 1
-    1WAIT_RECV_F2 the computing waits until it is there
-    0SEND_F2      start sending it;  0WAIT_SEND_F2 waits until it has left
+    0F2           compute an action, see ``actions.py``
+    1RECV_F2      post stage 1's receive of the output of 0F2
+    1WAIT_RECV_F2 wait until that output has arrived
+    0SEND_F2      start to send the output of 0F2;  0WAIT_SEND_F2 waits until it has left
     START(loss)   start a collective of the step;  WAIT(loss) waits for it
 
-A *start* puts a transfer into its communicator's queue, behind the computing that stands before it;
-the queue works beside the computing, one transfer after another. Both NCCL (a stream for each
-communicator) and gloo (threads) keep to this.
+A *start* puts a transfer into its communicator's queue. The transfer begins after the computing
+before the start is done and after all earlier transfers of the queue. Queues run beside the
+computing. Both NCCL (a stream for each communicator) and gloo (threads) work this way.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ COMPUTE, RECEIVE, RECEIVED, SEND, SENT, START, FINISHED = range(7)
 FORWARD, BACKWARD = 0, 1  # which way a message goes: to the next stage or to the one before
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
-# Thousands of microbatches make millions of events, so an event is a code and a number: of an
-# action (Wiring.number), of a message (Wiring.message) or of a collective.
+# An event is a code and the number of an action (Wiring.number), of a message (Wiring.message) or
+# of a collective. Plain integers, since thousands of microbatches make millions of events.
 Event = tuple[int, int]
 
 Sharing = Literal["channel", "pair", "both"]
@@ -40,7 +40,10 @@ _COLLECTIVE = re.compile(r"(START|WAIT)\((.+)\)")
 
 
 class Communicator(NamedTuple):
-    """A process group; its transfers run in one queue on every member. Messages go between two."""
+    """A process group whose transfers run in one queue on every member, one after the other.
+
+    A communicator of messages has two members.
+    """
 
     name: str
     members: tuple[int, ...]
@@ -48,14 +51,15 @@ class Communicator(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """Something that all ``members`` do together once a step.
+    """A collective that the pipeline ranks in ``members`` run together once a step.
 
-    It starts on a member after the member's last forward (``after="F"``) or last backward of
-    ``stages``, and where a member runs none of them, with the end of its step. One without
-    ``stages`` closes the step: a rank takes these one after the other. Ranks of other
-    pipelines are not members, since they run the same program: the reduction of a stage's gradients
-    over ``dp`` has one member. Collectives of one ``communicator`` start in the order of their
-    declaration on every rank; without a name a collective has one of its own.
+    A member starts the collective after its last forward (``after="F"``) or last backward of
+    ``stages``; a member that runs none of ``stages`` starts it at the end of its step. A collective
+    without ``stages`` closes the step: a rank runs all closing collectives one after the other, at
+    the very end. Only ranks of this pipeline are members: the data-parallel replicas of a pipeline
+    run the same program, so a reduction of a stage's gradients over ``dp`` has one member.
+    Collectives of the same ``communicator`` start on every rank in the order of their declaration;
+    None gives a collective a communicator of its own.
     """
 
     name: str
@@ -67,12 +71,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Who runs which stage, and through which communicator a stage's values go.
+    """The rank of every stage, and the communicator of every message and collective.
 
-    ``channels[message // microbatches]`` is the index of a message's communicator, -1 where the
-    next stage is on the same rank; ``collective_channels`` are those of ``collectives``. A lowered
-    program has the receives that each communicator keeps posted ahead of the last message taken,
-    and the sends that may be under way after a new one, in ``ahead`` and ``bounds``.
+    ``channels[message // microbatches]`` is the index of a message's communicator; -1 where the
+    neighbouring stage is on the same rank or does not exist. ``collective_channels`` has the index
+    of each collective's communicator. `lower` sets ``ahead``, the receives posted ahead of the last
+    message taken, and ``bounds``, per communicator the sends that may be under way after a new one.
     """
 
     rank_of: tuple[int, ...]
@@ -100,7 +104,7 @@ class Wiring:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     def number(self, action: Action) -> int:
-        """The number that stands for an action."""
+        """The number of an action: ``(4 * stage + kind) * microbatches + microbatch``."""
         return (4 * action.stage + KINDS.index(action.kind)) * self.microbatches + action.microbatch
 
     def action(self, number: int) -> Action:
@@ -108,28 +112,28 @@ class Wiring:
         return Action(row // 4, KINDS[row % 4], microbatch)
 
     def message(self, stage: int, way: int, microbatch: int) -> int:
-        """The number of what ``stage`` makes for the next stage or for the one before."""
+        """The number of a stage's message to the next (FORWARD) or previous (BACKWARD) stage."""
         return (2 * stage + way) * self.microbatches + microbatch
 
     def channel(self, event: Event) -> int:
-        """The index of a transfer's communicator."""
+        """The index of the communicator of a transfer, given by its start or wait."""
         code, number = event
         if code in (START, FINISHED):
             return self.collective_channels[number]
         return self.channels[number // self.microbatches]
 
     def route(self, message: int) -> tuple[int, int]:
-        """The ranks a message comes from and goes to."""
+        """The ranks that send and receive a message."""
         stage, way = divmod(message // self.microbatches, 2)
         return self.rank_of[stage], self.rank_of[stage + (1 if way == FORWARD else -1)]
 
     def made(self, message: int) -> str:
-        """The value in words of the schedule: ``0F2`` is what that action makes."""
+        """A message as the action that makes the message, for example ``0F2``."""
         row, microbatch = divmod(message, self.microbatches)
         return f"{row // 2}{'FB'[row % 2]}{microbatch}"
 
     def text(self, event: Event) -> str:
-        """An event in the notation above."""
+        """An event as text, in the notation at the top of this file."""
         code, number = event
         if code == COMPUTE:
             return str(self.action(number))
@@ -143,7 +147,8 @@ class Wiring:
         return f"{stage}{_WORDS[code]}_{'FB'[way]}{microbatch}"
 
     def event(self, text: str) -> Event:
-        """Read an event back; PlanError if it is none, or speaks of what there is not."""
+        """Read an event from text; PlanError if the text is no event, or if the event's stage,
+        microbatch, collective or message does not exist."""
         if found := _COLLECTIVE.fullmatch(text):
             names = [collective.name for collective in self.collectives]
             if found[2] not in names:
@@ -171,9 +176,9 @@ class Wiring:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """A rank's events in order; ``str`` is the line ``parse_programs`` reads.
+    """The events of one pipeline rank in order; ``str`` is a line that ``parse_programs`` reads.
 
-    ``lines`` has the source text of events, by index, for messages.
+    ``lines`` has the generated source line of some events, by event index, for error messages.
     """
 
     rank: int
@@ -183,7 +188,7 @@ class RankProgram:
 
     @property
     def in_order(self) -> bool:
-        """Whether each communicator's messages are taken in the order in which they arrive."""
+        """Whether the rank takes each communicator's messages in the order of their receives."""
         posted: dict[int, deque[int]] = defaultdict(deque)
         for event in self.events:
             if event[0] == RECEIVE:
@@ -203,12 +208,12 @@ class RankProgram:
         return f"event {index}, {self.wiring.text(self.events[index])}{self.line(index)}"
 
     def line(self, index: int) -> str:
-        """``, at 'put(y)'`` where the source line of an event is known, else nothing."""
+        """``, at 'put(y)'`` if the source line of the event is known, else ''."""
         return f", at {self.lines[index].strip()!r}" if index in self.lines else ""
 
 
 def parse_programs(text: str, wiring: Wiring) -> tuple[RankProgram, ...]:
-    """Programs from one line per rank; PlanError says which word is no event."""
+    """Read rank programs from text, one line per rank; PlanError names a word that is no event."""
     return tuple(
         RankProgram(rank, tuple(wiring.event(word) for word in line.split()), wiring)
         for rank, line in enumerate(text.splitlines())
@@ -222,11 +227,11 @@ def wire(
     communicators: Sharing = "channel",
     collectives: Sequence[Collective] = (),
 ) -> Wiring:
-    """Give every transfer its communicator.
+    """Give every message and collective its communicator.
 
-    ``channel``: one for each stage boundary and way. ``pair``: one for each ordered pair of ranks.
-    ``both``: one for each two ranks, where the ways block each other; ``lower`` does not use it,
-    it is there to examine programs that do.
+    ``channel``: one for each stage boundary and direction. ``pair``: one for each ordered pair of
+    ranks. ``both``: one for both directions between two ranks, which therefore block each other;
+    `lower` never uses ``both``, which exists to examine programs that were written that way.
     """
     rank_of = tuple(rank_of)
     made = _Communicators()

@@ -1,4 +1,4 @@
-"""The communicators of all ranks as queues of started transfers, which run as soon as they can."""
+"""The simulator's communicators: queues of started transfers, each run as soon as it can."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from partc.schedules.step_costs import StepCosts
 NOT_YET = -1.0
 NOTHING = -1
 
-# A transfer as one end sees it is a number: thrice the message or collective, plus one of these.
+# An operation is one end of a transfer, as a number: 3 * (message or collective) + one of these.
 SENDING, RECEIVING, TOGETHER = range(3)
 _ROLES = {
     SEND: SENDING, SENT: SENDING, RECEIVE: RECEIVING, RECEIVED: RECEIVING,
@@ -25,12 +25,12 @@ _ROLES = {
 
 
 def operation(code: int, number: int) -> int:
-    """The transfer that an event starts or waits for."""
+    """The operation (one end of a transfer) that an event starts or waits for."""
     return 3 * number + _ROLES[code]
 
 
 class Queue:
-    """One rank's end of one communicator."""
+    """One rank's queue of the operations of one communicator."""
 
     __slots__ = ("channel", "free", "head", "rank", "ready", "started")
 
@@ -39,16 +39,16 @@ class Queue:
         self.started: list[int] = []  # operations in order; those before head are over
         self.ready: list[float] = []  # when the computing before each start was done
         self.head = 0
-        self.free = 0.0  # when the last one was over
+        self.free = 0.0  # when the last operation was over
 
     @property
     def first(self) -> int:
-        """The operation whose turn it is, NOTHING if all are over."""
+        """The first operation that is not over yet; NOTHING if all are over."""
         return self.started[self.head] if self.head < len(self.started) else NOTHING
 
 
 class Queues:
-    """All queues, and which operations have run; ``begin`` and ``end`` are by operation."""
+    """The queues of all ranks and communicators; ``begin[op]`` and ``end[op]`` are times."""
 
     def __init__(self, wiring: Wiring, num_ranks: int, costs: StepCosts) -> None:
         self.wiring, self.count = wiring, wiring.microbatches
@@ -65,7 +65,7 @@ class Queues:
         self.woken: list[int] = []  # ranks whose operation has ended since
 
     def _ends(self, row: int) -> tuple[Queue, ...]:
-        """The sender's and the receiver's queue of a stage's messages one way."""
+        """The sender's and the receiver's queue of a row (``2 * stage + way``) of messages."""
         channel = self.wiring.channels[row]
         if channel < 0:
             return ()
@@ -76,7 +76,7 @@ class Queues:
         return [queue for members in self.of for queue in members.values()]
 
     def start(self, rank: int, operation: int, now: float) -> None:
-        """Put an operation into its queue; it may begin at ``now``."""
+        """Put a rank's operation into its queue; the operation may begin from ``now`` on."""
         number, role = divmod(operation, 3)
         if role == TOGETHER:
             queue = self.of[self.wiring.collective_channels[number]][rank]
@@ -90,17 +90,17 @@ class Queues:
                 self._run(operation, parties)
 
     def parties(self, operation: int) -> tuple[Queue, ...]:
-        """The queues that have to come to an operation together."""
+        """The queues whose ranks take part in an operation: both ends, or all members."""
         number, role = divmod(operation, 3)
         if role == TOGETHER:
             return tuple(self.of[self.wiring.collective_channels[number]].values())
         return self.ends[number // self.count]
 
     def answers(self, operation: int, other: int) -> bool:
-        """Whether ``other``, on another member's queue, is the other end of an operation.
+        """Whether ``other``, first in another member's queue, is the other end of an operation.
 
-        Messages are matched by their places in the queues alone, as NCCL and gloo do: which
-        microbatch is in them, they do not know.
+        NCCL and gloo match sends and receives by their places in the queues alone, since they do
+        not know which microbatch a message belongs to. The simulator does the same.
         """
         if operation % 3 == TOGETHER:
             return other == operation
@@ -120,5 +120,5 @@ class Queues:
                 self.woken.append(queue.rank)
 
     def unfinished(self) -> bool:
-        """Whether a started transfer has not run."""
+        """Whether some started transfer has not run."""
         return any(queue.first != NOTHING for queue in self.everyone())

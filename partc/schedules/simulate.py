@@ -1,10 +1,10 @@
-"""Rank programs and costs in, the time line of a step out, or the cycle of waits that prevents it.
+"""Simulate the rank programs of a step at given costs: the time of every event, or the deadlock.
 
-A transfer between two ranks is a rendezvous without a buffer: it begins when both ends have come to
-it, each at the head of its communicator's queue on its rank, where the order is that of the starts.
-A collective begins when all members have. Computing goes in program order, and waits where the
-program says so. Transfers of different communicators do not slow each other down. The work is
-linear in the number of events.
+A transfer between two ranks is a rendezvous without a buffer: the transfer begins when it is first
+in its communicator's queue on both ranks. A queue has the transfers in the order of their starts. A
+collective begins when it is first in the queues of all members. Computing runs in program order and
+stops at the program's waits. Transfers of different communicators do not slow each other down. The
+work is linear in the number of events.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _WAITS = frozenset((RECEIVED, SENT, FINISHED))
 
 
 class Simulated:
-    """The time line of a step from its start; times and memory in the units of the costs."""
+    """The simulated times and memory of a step, in the units of its costs; time 0 is the start."""
 
     def __init__(self, run: _Run) -> None:
         self.programs, self.costs, self.queues = run.programs, run.costs, run.queues
-        self.ends = run.ends  # per rank: when each event is behind the computing
-        self.busy = run.busy  # per rank: computing
-        self.exposed = run.exposed  # per rank: the computing waits while the transfer runs
+        self.ends = run.ends  # per rank and event: when the computing goes on behind the event
+        self.busy = run.busy  # per rank: time in which it computes
+        self.exposed = run.exposed  # per rank: time in which it waits while its transfer runs
 
     @cached_property
     def makespan(self) -> float:
-        """Until the last computing and the last transfer are over."""
+        """The time until the last action and the last transfer are over."""
         computing = [ends[-1] for ends in self.ends if ends]
         return max(computing + [queue.free for queue in self.queues.everyone()], default=0.0)
 
@@ -45,7 +45,10 @@ class Simulated:
         return [1 - busy / self.makespan for busy in self.busy]
 
     def working(self) -> Iterator[tuple[float, int]]:
-        """How long so many ranks are at work at once: computing, or moving what they wait for."""
+        """Intervals of the step as (length, number of ranks at work).
+
+        A rank is at work while it computes and while a transfer that it waits for runs.
+        """
         changes = sorted(
             change
             for rank in range(len(self.programs))
@@ -58,7 +61,7 @@ class Simulated:
             yield there - here, num
 
     def _spans(self, rank: int) -> Iterator[tuple[float, float]]:
-        """When a rank is at work."""
+        """The (begin, end) of every span in which a rank is at work."""
         before = 0.0
         for (code, number), end in zip(self.programs[rank].events, self.ends[rank], strict=True):
             if end > before:
@@ -69,14 +72,14 @@ class Simulated:
 
     @cached_property
     def peaks(self) -> list[float]:
-        """Per rank, the most that activations, posted receives and sends under way hold at once."""
+        """Per rank, the peak memory of activations, posted receives and sends under way."""
         return [
             max((held for _, held in self.memory(rank)), default=0.0)
             for rank in range(len(self.programs))
         ]
 
     def memory(self, rank: int) -> Curve:
-        """How many bytes a rank holds from when on, in time order."""
+        """A rank's memory over time: (time, memory from then on), in time order."""
         return memory_curve(self.programs[rank], self.costs, self.ends[rank])
 
     def __str__(self) -> str:
@@ -88,9 +91,9 @@ class Simulated:
 
 
 def simulate(programs: Sequence[RankProgram], costs: StepCosts) -> Simulated:
-    """Run the programs of all ranks; CheckError names who waits for whom if they cannot finish.
+    """Run the programs of all ranks in simulated time; CheckError explains a deadlock.
 
-    They may be of any origin, but must hold their own rank's events (``check_programs``).
+    The programs may be written by hand, but each must have passed ``check_programs``.
     """
     run = _Run(programs, costs)
     ready = list(range(len(programs)))
@@ -104,7 +107,7 @@ def simulate(programs: Sequence[RankProgram], costs: StepCosts) -> Simulated:
 
 
 class _Run:
-    """How far the computing of every rank has come, and when."""
+    """The state of a simulation: the events that every rank has done, and their times."""
 
     def __init__(self, programs: Sequence[RankProgram], costs: StepCosts) -> None:
         self.programs, self.costs = list(programs), costs
@@ -118,7 +121,7 @@ class _Run:
         self.exposed = [0.0] * len(programs)
 
     def advance(self, rank: int) -> None:
-        """Do a rank's events until one waits for a transfer that cannot end yet."""
+        """Run a rank's events up to a wait for a transfer that cannot end yet."""
         events, ends, queues = self.programs[rank].events, self.ends[rank], self.queues
         now = ends[-1] if ends else 0.0
         busy = exposed = 0.0

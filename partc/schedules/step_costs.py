@@ -1,4 +1,4 @@
-"""What a pipeline step costs beside its computing: messages, collectives, links."""
+"""The costs of a pipeline step: actions, and also messages, collectives and links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partc.schedules.timing import Costs, Row
 
 
 class Link(NamedTuple):
-    """A connection between two ranks, one way."""
+    """A connection between two ranks in one direction: latency (s) and bandwidth (bytes/s)."""
 
     latency_s: float
     bytes_per_s: float
@@ -22,10 +22,11 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts(Costs):
-    """``Costs``, and ``message[s]``: the memory of one message between stages ``s`` and ``s + 1``.
+    """``Costs`` of the actions, and the costs of messages and collectives.
 
-    ``collectives`` has the time of each by name, 0 where it is missing. Times are in one unit and
-    memory is in one; the trace takes them as seconds and bytes.
+    ``message[s]`` is the memory of one message between stages ``s`` and ``s + 1``.
+    ``collectives[name]`` is the time of a collective, 0 for a missing name. All times share one
+    unit and all memory shares one unit; `step_trace.py` reads them as seconds and bytes.
     """
 
     message: Row = ()
@@ -40,8 +41,11 @@ class StepCosts(Costs):
         links: Sequence[Link] | None = None,
         collectives: Mapping[str, float] | None = None,
     ) -> StepCosts:
-        """Add messages to ``costs``; with ``links``, one per stage boundary, these set its transfer
-        times from the messages' bytes."""
+        """Add messages and collectives to ``costs``.
+
+        ``links`` has one link per stage boundary; if given, the transfer times are the times of the
+        messages' bytes on these links.
+        """
         message = tuple(message or (0.0,) * len(costs.forward))
         given = {entry.name: getattr(costs, entry.name) for entry in fields(Costs)}
         if links is not None:
@@ -50,12 +54,12 @@ class StepCosts(Costs):
         return cls(**given, message=message, collectives=dict(collectives or {}))
 
     def of_actions(self) -> list[float]:
-        """The time of an action, by ``4 * stage + kind``."""
+        """The time of every action for one microbatch, by ``4 * stage + kind`` (F, B, I, W)."""
         rows = zip(self.forward, self.input_grad, self.weight_grad, strict=True)
         return [time for f, i, w in rows for time in (f, i + w, i, w)]
 
     def of_messages(self, wiring: Wiring, per_boundary: Row) -> list[float]:
-        """What ``transfer`` or ``message`` says of a message, by ``2 * stage + way``."""
+        """A cost per stage boundary (``transfer`` or ``message``), by ``2 * stage + way``."""
         return [
             per_boundary[stage if way == FORWARD else stage - 1] if channel >= 0 else 0.0
             for row, channel in enumerate(wiring.channels)

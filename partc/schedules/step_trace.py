@@ -1,4 +1,4 @@
-"""The time line of a simulated step as JSON for chrome://tracing or Perfetto."""
+"""The timeline of a simulated step as JSON for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _KINDS = {SEND: "send", RECEIVE: "recv", START: "collective"}
 
 
 def chrome_trace(step: Simulated) -> str:
-    """A process for each rank, with a row for its computing and for each of its communicators.
+    """The JSON text of a step: one process per rank, rows for computing and each communicator.
 
-    Names are ``partc::<kind>::<site>``, such as ``partc::F::0F2`` or ``partc::send::0F2``.
+    Boxes are named ``partc::<kind>::<site>``, such as ``partc::F::0F2`` or ``partc::send::0F2``.
     """
     events = [event for program in step.programs for event in _rank(step, program)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

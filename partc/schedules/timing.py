@@ -1,7 +1,7 @@
-"""When every action of a schedule runs, how long the step takes and what each rank holds at most.
+"""The timeline of a schedule: start and end of every action, makespan, and peak memory per rank.
 
-Each rank runs its actions in the given order, each as soon as what it needs is there. Transfers
-take time but nobody's computing time. Nothing is rounded: whole numbers in give whole numbers out.
+Each rank runs its actions in the given order, each action as soon as its inputs are there.
+Transfers take time, but no rank's computing time. Costs that are integers give integer times.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ _NOT_YET = -1.0  # every real time is at least 0, and comparing numbers is cheap
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs, per stage; times in one unit, memory in one unit, as you like.
+    """The costs of one microbatch per stage; any unit of time and any unit of memory.
 
-    A whole backward takes ``input_grad + weight_grad``. ``transfer[s]`` is the time from stage
-    ``s`` to ``s + 1`` and the same way back; between stages of one rank it does not count. A stage
-    holds ``activation`` from the start of its forward to the end of ``B`` or ``I``, and
-    ``waiting`` from there to the end of ``W``; without backwards it holds nothing.
+    A whole backward ``B`` takes ``input_grad + weight_grad``. ``transfer[s]`` is the transfer time
+    from stage ``s`` to ``s + 1`` and of the gradient back; 0 between stages on the same rank.
+    A stage holds ``activation`` memory from the start of its forward to the end of ``B`` or ``I``,
+    and ``waiting`` memory from the end of ``I`` to the end of ``W``. A schedule without backwards
+    holds no memory.
     """
 
     forward: Row
@@ -45,7 +46,7 @@ class Costs:
         activation: float = 1,
         waiting: float | None = None,
     ) -> Costs:
-        """The same for all stages; without ``waiting`` the whole activation waits for ``W``."""
+        """Equal costs for all stages; without ``waiting``, ``W`` needs the whole activation."""
         waiting = activation if waiting is None else waiting
         per_stage = (forward, input_grad, weight_grad, transfer, activation, waiting)
         return cls(*((cost,) * stages for cost in per_stage))
@@ -53,7 +54,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``starts[rank][i]`` and ``ends[rank][i]`` belong to ``schedule.orders[rank][i]``."""
+    """A schedule with the start and end of every action, in the time unit of the costs.
+
+    ``starts[rank][i]`` and ``ends[rank][i]`` are the times of ``schedule.orders[rank][i]``.
+    """
 
     schedule: Schedule
     costs: Costs
@@ -63,12 +67,12 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start of any rank to the last end."""
+        """The length of the step: the last end of any rank."""
         return max((row[-1] for row in self.ends if row), default=0)
 
     @cached_property
     def busy(self) -> Row:
-        """Computing time per rank."""
+        """The time in which each rank computes."""
         pairs = zip(self.starts, self.ends, strict=True)
         return tuple(sum(ends) - sum(starts) for starts, ends in pairs)
 
@@ -79,14 +83,14 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of all ranks' time; with even stages every rank has the same."""
+        """The idle fraction of all ranks' time, ``1 - sum(busy) / (makespan * ranks)``."""
         return _idle(sum(self.busy), self.makespan * self.schedule.ranks)
 
 
 def timeline(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run the orders in their earliest times; PlanError shows the cycle of waits if they cannot.
+    """Run a schedule with every action as early as possible; PlanError shows a cycle of waits.
 
-    Linear in the number of actions. The schedule should have passed ``check_schedule``.
+    The work is linear in the number of actions. The schedule must have passed ``check_schedule``.
     """
     run = _Run(schedule, costs)
     ready = list(range(schedule.ranks))
@@ -99,7 +103,7 @@ def timeline(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Run:
-    """The state of a run: how far every rank has come, and who waits for what."""
+    """The state of a run: the actions that every rank has done, and the ranks that wait."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         stages, ranks = schedule.stages, schedule.ranks
@@ -107,7 +111,8 @@ class _Run:
         self.starts: list[list[float]] = [[] for _ in range(ranks)]
         self.ends: list[list[float]] = [[] for _ in range(ranks)]
         self.held, self.peaks = [0.0] * ranks, [0.0] * ranks
-        # Per stage and microbatch. Only a neighbouring stage waits, hence one waiter is enough.
+        # By stage and microbatch. Only the neighbouring stage's rank waits for an action's result,
+        # so one waiting rank per action is enough.
         self.forward_end = [[_NOT_YET] * schedule.microbatches for _ in range(stages)]
         self.backward_end = [[_NOT_YET] * schedule.microbatches for _ in range(stages)]
         self.forward_waiter: list[dict[int, int]] = [{} for _ in range(stages)]
@@ -120,8 +125,9 @@ class _Run:
         ]
 
     def advance(self, rank: int) -> list[int]:
-        """Run a rank until it must wait; the ranks that waited for something it has run."""
+        """Run a rank until it must wait; return the ranks that waited for one of its actions."""
         order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
+        # Local names, since the loop runs once per action and attributes are slower to read.
         forward_end, backward_end = self.forward_end, self.backward_end
         forward_waiter, backward_waiter = self.forward_waiter, self.backward_waiter
         costs, transfer, last = self.costs, self.transfer, self.schedule.stages - 1
@@ -178,7 +184,7 @@ def _idle(busy: float, whole: float) -> float:
 
 
 def _deadlock(schedule: Schedule, done: list[int]) -> PlanError:
-    """Follow who waits for whom until a rank comes up again, or until nobody runs the action."""
+    """The error that names the cycle of waits, or the awaited action that no rank ever runs."""
     rank = next(r for r, order in enumerate(schedule.orders) if done[r] < len(order))
     chain: list[int] = []
     steps: dict[int, str] = {}
@@ -203,7 +209,7 @@ def _deadlock(schedule: Schedule, done: list[int]) -> PlanError:
 
 
 def _missing(schedule: Schedule, action: Action, done: list[int]) -> Action:
-    """What a blocked action waits for."""
+    """The action that a blocked action waits for."""
     stage, kind, microbatch = action
     own_backward_next = stage + 1 == schedule.stages
     if kind == "F":

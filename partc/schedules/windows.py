@@ -1,14 +1,15 @@
-"""How many sends may be under way on each communicator, so that limited queues cost nothing.
+"""The number of sends that may be under way on each communicator, so that limits cost no time.
 
-A sender that waits for its oldest send waits for its peer to post a receive, and the peer posts
-only a few ahead. That can cost time: in ``looped-bfs`` rank 0 takes what the last rank sends only
-after all its forwards of a chunk, so one run with unlimited queues tells how many are needed.
+A sender at its limit waits for its oldest send, and so for the receiver's post of that receive; the
+receiver posts only a few receives ahead. This wait can cost time: in ``looped-bfs`` rank 0 takes
+the messages of the last rank only after all its forwards of a stage. So one run with unlimited
+queues finds the limits that cost no time.
 
-And it can block a sound order for good: rank 0 waits to be rid of the fourth forward while rank 1
-waits for another chunk's value, which rank 0 would make next. As in bounded execution of process
-networks (Parks, Bounded Scheduling of Process Networks, 1995) the schedule is run through with the
-limited queues; whenever nobody can go on and somebody waits for a send, the smallest such queue
-grows by one. What runs with unlimited queues then runs with these.
+A limit can also deadlock a sound schedule: rank 0 waits for its fourth send to be received, while
+rank 1 waits for a message of another stage, which rank 0 would make next. So the schedule is run
+with the limited queues; whenever no rank can go on and some rank waits for a send, the smallest of
+these queues grows by one (Parks, Bounded Scheduling of Process Networks, 1995). A schedule that
+runs with unlimited queues therefore runs with the final limits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Steps = list[tuple[int, int, int]]  # action, message it takes, message it makes
 
 
 class Traffic:
-    """All ranks' steps, and the order of the messages in each communicator: that of its sender."""
+    """The steps of all ranks, and each communicator's messages in the order of their sends."""
 
     def __init__(self, wiring: Wiring, steps: Sequence[Steps]) -> None:
         self.wiring, self.steps = wiring, steps
@@ -48,11 +49,12 @@ class Traffic:
 def send_bounds(
     traffic: Traffic, lengths: Sequence[float], *, ahead: int, bound: int | None
 ) -> list[int]:
-    """The number of sends that may be under way after a send, per communicator; ``bound`` or more.
+    """Per communicator, the number of sends that may still be under way after a new send.
 
-    Without ``bound``, at least one and as many as lose no time if an action takes what ``lengths``
-    says (by ``4 * stage + kind``). An order of actions that cannot finish gets the bounds of as far
-    as it comes.
+    ``bound`` is the least such number for every communicator. Without ``bound``, a communicator
+    gets the least number, at least 1, that loses no time if actions take ``lengths``, by
+    ``4 * stage + kind``. If the orders of actions deadlock anyway, the bounds are those at the
+    deadlock.
     """
     channels = range(len(traffic.order))
     if bound is None:
@@ -69,7 +71,10 @@ def send_bounds(
 
 
 def _under_way(sent: Sequence[float], posted: Sequence[float]) -> int:
-    """The least number of sends under way with which no send waits for a receive's posting."""
+    """The least number of sends under way with which no sender waits for a receive to be posted.
+
+    ``sent`` and ``posted`` are the times of sends and receives by their places in the queue.
+    """
     bound = 0
     for place, now in enumerate(sent):
         while place >= bound and (place - bound >= len(posted) or posted[place - bound] > now):
@@ -78,7 +83,7 @@ def _under_way(sent: Sequence[float], posted: Sequence[float]) -> int:
 
 
 class _Run:
-    """A run of the actions with queues as ``lower`` writes them, where messages take no time."""
+    """A run of the actions with limited queues as `lower` uses them; messages take no time."""
 
     def __init__(
         self, traffic: Traffic, lengths: Sequence[float], ahead: int, bounds: list[int]
@@ -94,12 +99,12 @@ class _Run:
         self.ready = list(range(ranks))
 
     def finish(self) -> None:
-        """Run until nobody can go on."""
+        """Run until no rank can go on."""
         while self.ready:
             self._advance(self.ready.pop())
 
     def widen(self) -> bool:
-        """Let the smallest queue that somebody waits for grow; False if nobody waits for one."""
+        """Raise the least bound of all queues that a sender waits for; False if no sender waits."""
         waiting = [(self.bounds[c], c, rank) for rank, c in enumerate(self.full) if c != NONE]
         if waiting:
             _, channel, rank = min(waiting)
@@ -108,7 +113,7 @@ class _Run:
         return bool(waiting)
 
     def _advance(self, rank: int) -> None:
-        """Run a rank as far as it comes."""
+        """Run a rank's steps up to a message that is missing or a queue that is full."""
         steps, count = self.traffic.steps[rank], self.traffic.wiring.microbatches
         for index in range(self.done[rank], len(steps)):
             action, takes, makes = steps[index]
@@ -123,7 +128,7 @@ class _Run:
             self.done[rank] = index + 1
 
     def _take(self, rank: int, message: int) -> bool:
-        """Wait for a message, False if it has not been sent."""
+        """Wait for a message; False if the message has not been sent yet."""
         channel, place = self.traffic.channel(message), self.traffic.place[message]
         sent = self.sent[channel]
         self._post(channel, place + 1, self.now[rank])
@@ -150,9 +155,9 @@ class _Run:
             self.ready.append(receiver)
 
     def _put(self, rank: int, message: int) -> bool:
-        """Wait until few enough sends are under way, False if too many are."""
+        """Wait until the sends under way keep the bound; False if a receive is still missing."""
         channel = self.traffic.channel(message)
-        oldest = len(self.sent[channel]) - self.bounds[channel]  # has to be received, and before it
+        oldest = len(self.sent[channel]) - self.bounds[channel]  # so many have to be received first
         if len(self.posted[channel]) < oldest:
             self.full[rank] = channel
             return False

@@ -1,8 +1,8 @@
-"""The rules themselves: one file for each family of ops.
+"""The sharding rules of ATen's ops: one file for each family of ops.
 
-In: a call's dims and arguments. Out: lines such as `rule("aten.mm", "mk,kn->mn")` in the table.
-Start: `matmul.py`, then `pointwise.py`; a file here adds its rules when it is imported, and all
-files here are. Never: a mesh, a plan or a pass.
+In: a call's shapes and arguments. Out: rules such as `rule("aten.mm", "mk,kn->mn")` in the table.
+Start: `matmul.py`, then `pointwise.py`; a file adds its rules when it is imported, and importing
+this package imports all files here. Never: a mesh, a plan or a pass.
 """
 
 from importlib import import_module

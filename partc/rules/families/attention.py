@@ -1,18 +1,26 @@
-"""Rules of fused attention: cut by sample, by head and, without causal mask, by query."""
+"""Rules of fused attention: sharded by sample, by head and, without a causal mask, by query.
+
+A causal mask compares the places of queries and keys, so a rank with some of the queries would
+compare wrong places.
+"""
 
 from __future__ import annotations
 
 from partc.rules.call import Call, Shape, parameters
 from partc.rules.table import name_of, rule
 
-WHOLE = "=b=h=q"  # a result that every rank holds whatever is cut: random state, offsets
+WHOLE = "=b=h=q"  # a result that stays replicated whatever is sharded: random state, offsets
 QUERIES = {"query", "out", "grad_out", "grad_out_"}
 KEYS = {"key", "value"}
 MASKS = {"attn_mask", "attn_bias"}
 
 
 def _terms(call: Call) -> dict[str, str]:
-    """The terms of queries, keys and statistics; several query heads may share a key head."""
+    """The terms of queries, keys and statistics, by kind of argument.
+
+    In grouped-query attention several query heads share a key head: then the heads of the queries
+    are ``(h n)`` and those of the keys ``h``.
+    """
     shapes = dict(zip(_names(call), call.shapes, strict=True))
     query, key = shapes["query"] or (), shapes["key"] or ()
     heads = "h" if query[1] == key[1] else f"(h {query[1] // max(key[1], 1)})"
@@ -28,7 +36,7 @@ def _names(call: Call) -> list[str]:
 
 
 def _term(name: str, shape: Shape | None, terms: dict[str, str]) -> str:
-    """The term of one argument."""
+    """The term of one argument, by its name and its number of dims."""
     if name in QUERIES | MASKS:
         return terms["query"]
     if name in KEYS:
@@ -44,7 +52,11 @@ def _ins(call: Call, terms: dict[str, str]) -> str:
 
 
 def attention(call: Call) -> str:
-    """Result, then statistics of each query, then what does not depend on the cut."""
+    """Result, then statistics of each query, then what does not depend on the cut.
+
+    The statistics are the logsumexp of each query's scores. The last results (random state, sizes)
+    are replicated whatever is sharded.
+    """
     terms = _terms(call)
     rest = ["_" * len(shape or ()) + WHOLE for shape in call.results]
     known = [terms["query"], *(terms[f"rank{len(s)}"] for s in call.results[1:2] if s is not None)]
@@ -52,7 +64,10 @@ def attention(call: Call) -> str:
 
 
 def attention_backward(call: Call) -> str:
-    """Gradients of query, key, value, perhaps mask; those of keys are sums over the queries."""
+    """Gradients of query, key, value, perhaps mask; those of keys are sums over the queries.
+
+    So sharding the queries over tp gives the gradients of keys and values as ``{U:tp}``.
+    """
     terms = _terms(call)
     results = [terms["query"], terms["key"], terms["key"]]
     for bias in call.results[3:]:

@@ -1,4 +1,7 @@
-"""Rules of convolution, pooling and resampling: cut by sample and channel, never in space."""
+"""Rules of convolution, pooling and resampling: sharded by sample and channel, never in space.
+
+A kernel reads neighbouring places, which another rank would have.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ for num_dims, space in enumerate(("_", "__", "___"), start=1):
         linear="0",
         sizes="input_size",
     )
-    if num_dims == 1:  # torch computes these as if of two dims
+    if num_dims == 1:  # torch computes the ops below on one dim as on two dims
         continue
     rule(f"aten._adaptive_avg_pool{num_dims}d", f"{one}->{one}", linear="0")
     rule(f"aten.avg_pool{num_dims}d_backward", of_two, linear="0")

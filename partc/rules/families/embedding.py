@@ -1,4 +1,8 @@
-"""Rules of table look-ups: cut by column, by index, or by row with a window of indices."""
+"""Rules of embeddings: sharded by column, by index, or by row with a window of indices.
+
+A table sharded by row (a vocabulary-parallel embedding) gives zeros for indices into other ranks'
+rows, so that the result is an unfinished sum.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules of ops that make tensors: a rank makes its piece, unless values depend on the place."""
+"""Rules of ops that make tensors: a rank makes its own piece, unless values depend on the place.
+
+``zeros`` may be sharded; ``arange`` may not, since its values depend on their places.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def filled_like(call: Call) -> str:
 
 
 def picked(call: Call) -> str:
-    """One result of an op with several: it lies as the op left it."""
+    """One result of an op with several: it lies as the op left it.
+
+    A getitem node has the layout of the result that it picks.
+    """
     letters = "".join(dims(len(call.results[0] or ())))
     return f"{letters}->{letters}"
 

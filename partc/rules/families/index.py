@@ -1,4 +1,7 @@
-"""Rules of ops that pick or place elements by index. Dims that indices point into stay whole."""
+"""Rules of ops that pick or place elements by index, such as ``x[i]``, gather and scatter.
+
+A dim that indices point into is not sharded, since an index may point to another rank's piece.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ BROADCAST = "ABCDEFGH"  # letters of the dims that index tensors share
 
 
 def _index_terms(call: Call, num: int) -> tuple[list[str], list[str], list[str]]:
-    """Of ``x[i, :, j]`` with ``num`` index slots: letters of x, of each index, of the result."""
+    """The letters of ``x[i, :, j]`` with ``num`` index slots: of x, of each index, of the result.
+
+    As in numpy, the dims of adjacent indices take the place of the indexed dims; the dims of
+    indices with a gap between them come first.
+    """
     letters = dims(call.rank())
     shapes = call.shapes[1 : 1 + num]
     used = [i for i, shape in enumerate(shapes) if shape is not None]
@@ -44,7 +51,11 @@ def pick(call: Call) -> str:
 
 
 def place(call: Call) -> str:
-    """``x[i, :, j] = values`` or, if indices may be cut, ``+= values``."""
+    """``x[i, :, j] = values`` or, if indices may be cut, ``+= values``.
+
+    Ranks with some of the indices each add their part, so ``+=`` gives an unfinished sum. A plain
+    assignment has no such sum, so its indices are not sharded.
+    """
     if _is_masked(call):
         return whole_only(call)
     operand, indices, values = _index_terms(call, len(call.slots) - 2)
@@ -55,7 +66,11 @@ def place(call: Call) -> str:
 
 
 def place_is_linear(call: Call) -> str:
-    """Both what is placed and what is under it; what is added alone only onto an unfinished sum."""
+    """The linear slots of ``index_put``: the tensor and the values jointly.
+
+    The values alone may not be an unfinished sum, since the tensor under them would then be counted
+    once per rank.
+    """
     return f"0+{len(call.slots) - 1}"
 
 
@@ -73,12 +88,15 @@ def index_add(call: Call) -> str:
 
 
 def index_copy(call: Call) -> str:
-    """As ``index_add``, but later places overwrite earlier ones."""
+    """As ``index_add``, but later places overwrite earlier ones.
+
+    So the indices are not sharded: the last one to write a place may be on any rank.
+    """
     return index_add(call).replace("I", "!I")
 
 
 def _aligned(call: Call, slots: Sequence[int]) -> list[str]:
-    """Letters of the dims in which all these tensors have one size; the others may not be cut."""
+    """Letters for the dims in which all these tensors have equal sizes; ``_`` for other dims."""
     shapes = [call.shape(i) for i in slots]
     return [
         letter if len({shape[i] for shape in shapes}) == 1 else "_"
@@ -87,7 +105,10 @@ def _aligned(call: Call, slots: Sequence[int]) -> list[str]:
 
 
 def gather(call: Call) -> str:
-    """``a V, a I@V -> a I``: along ``dim`` the elements may lie on other ranks."""
+    """``a V, a I@V -> a I``: along ``dim`` the elements may lie on other ranks.
+
+    If ``V`` is sharded, a rank gives zeros for elements of other ranks: an unfinished sum.
+    """
     if not call.rank() or not call.rank(1):
         return whole_only(call)
     dim, letters = call.dim(), _aligned(call, (0, 1))
@@ -96,7 +117,10 @@ def gather(call: Call) -> str:
 
 
 def scatter(call: Call, letter: str = "_") -> str:
-    """``a _, a _, a _ -> a _``; ``src`` may be absent."""
+    """``a _, a _, a _ -> a _``; ``src`` may be absent.
+
+    ``letter`` is the letter of the scattered elements along ``dim`` (``_``: not sharded).
+    """
     if not call.rank() or not call.rank(1):
         return whole_only(call)
     filled = [i for i, shape in enumerate(call.shapes) if shape is not None]
@@ -114,7 +138,7 @@ def scatter_add(call: Call) -> str:
 
 
 def scatter_is_linear(call: Call) -> str:
-    """Writing a constant but 0 would write it once per rank."""
+    """Linear only for the constant 0: another one would be written by every rank, and summed."""
     return "0" if call["value"] == 0 else ""
 
 

@@ -1,4 +1,4 @@
-"""Rules of decompositions, solvers and the like: of many matrices each may stand elsewhere."""
+"""Rules of matrix decompositions and solvers: only batch dims are sharded, never a matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules of losses. A sum over cut samples or classes is unfinished; a mean may not be cut."""
+"""Rules of losses: with reduction "sum", sharding samples or classes leaves an unfinished sum.
+
+A mean is not sharded, since a rank's mean divides by the rank's own count.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from partc.rules.call import Call
 from partc.rules.table import Windowed, rule, whole_only
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
-CLASSES = Windowed(ignore="ignore_index", outside=-100)
+CLASSES = Windowed(ignore="ignore_index", outside=-100)  # -100 is torch's default ignore_index
 
 
 def nll(call: Call) -> str:
-    """``nvxy, nxy @v, v -> ,``: the loss and the weight of the targets that count."""
+    """``nvxy, nxy @v, v -> ,``: the loss and the weight of the targets that count.
+
+    n are samples, v classes, x and y places; with reduction "none" the loss has the dims ``nxy``.
+    """
     samples = "n" + "xyz"[: call.rank() - 2]
     scores = f"nv{samples[1:]}"
     if call["reduction"] == MEAN:

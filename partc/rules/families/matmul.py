@@ -1,4 +1,8 @@
-"""Rules of matrix products. Cutting the summed letter ``k`` leaves an unfinished sum."""
+"""Rules of matrix products. Sharding the summed letter ``k`` leaves an unfinished sum.
+
+For ``mk,kn->mn`` on axis tp: sharding ``n`` is column parallelism (``f32[8,16@tp]``), sharding
+``k`` is row parallelism (``f32[8,16]{U:tp}``, which an all_reduce finishes).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,19 @@ def matmul(call: Call) -> str:
 
 
 def linear(call: Call) -> str:
-    """With a bias ``k`` stays whole: ``passes.split_bias`` makes it an addition of its own."""
+    """With a bias ``k`` stays whole: ``passes.split_bias`` makes it an addition of its own.
+
+    With ``k`` sharded every rank would add the bias, so that it counts once per rank.
+    """
     return "...k,nk->...n" if call["bias"] is None else "...!k,nk,n->...n"
 
 
 def grouped_mm(call: Call) -> str:
-    """Rows belong to groups whose ends ``offs`` holds, so rows and groups stay whole."""
+    """Rows belong to groups whose ends ``offs`` holds, so rows and groups stay whole.
+
+    In a mixture of experts a group is the rows of one expert. ``rules/rows.py`` has the strategies
+    for ranks that have sorted their own rows by expert.
+    """
     left = "!gmk" if call.rank(0) == 3 else "!mk"
     right = "!gkn" if call.rank(1) == 3 else "kn"
     if call.rank(0) == 2 and call.rank(1) == 2:

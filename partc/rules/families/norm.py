@@ -1,4 +1,4 @@
-"""Rules of normalisations: what is normalised together stays whole."""
+"""Rules of normalisations: dims that share a mean and a variance are not sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def layer_norm_backward(call: Call) -> str:
 
 
 def batch_norm(call: Call, training: bool = True) -> str:
-    """By channel; by sample where no statistics are taken. Absent ones are empty tensors."""
+    """By channel; by sample where no statistics are taken. Absent ones are empty tensors.
+
+    In training a batch norm's statistics need all samples, so ``b`` is frozen (``!b``). In
+    evaluation, statistics that the op does not compute are results of size 0.
+    """
     training = call.arguments.get("training", call.arguments.get("train", training))
     shape = call.shape(0)
     batch = "!b" if training else "b"

@@ -1,5 +1,7 @@
-"""Rules of elementwise ops. Any op with torch's ``pointwise`` tag has one; here stand those that
-are linear in some operands, so that unfinished sums may pass, and those without the tag.
+"""Rules of elementwise ops that are linear in an operand, or that lack torch's pointwise tag.
+
+Any other op with torch's ``pointwise`` tag has the rule of `table.elementwise`. A linear op may
+read an unfinished sum and give one: ``f32[8]{U:tp} * 2 -> f32[8]{U:tp}``.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from partc.rules.table import pointwise, rule
 
 
 def masked(call: Call) -> str:
-    """Filling with anything but 0 would fill once per rank."""
+    """Linear only for the value 0: another one would be filled in by every rank, and summed."""
     return "0" if _is_zero(call["value"]) else ""
 
 
 def where(call: Call) -> str:
-    """Linear in both branches together, or in one beside a constant 0."""
+    """The linear slots of ``where``: both branches jointly, or one if the other is constant 0."""
     branches = [(slot, call[name]) for slot, name in ((1, "self"), (2, "other"))]
     tensors = [slot for slot, branch in branches if isinstance(branch, fx.Node)]
     constants = [branch for _, branch in branches if not isinstance(branch, fx.Node)]
@@ -26,12 +28,12 @@ def where(call: Call) -> str:
 
 
 def quotient(call: Call) -> str:
-    """Linear in the numerator unless the result is rounded."""
+    """The linear slot of a division: the numerator, unless the result is rounded."""
     return "" if call.arguments.get("rounding_mode") else "0"
 
 
 def power(call: Call) -> str:
-    """Only the first power is linear."""
+    """The linear slot of a power: only exponent 1 is linear."""
     return "0" if call["exponent"] == 1 else ""
 
 

@@ -1,4 +1,7 @@
-"""Rules of ops along named dims: reductions, softmax, scans, sorting."""
+"""Rules of ops along some dims: reductions, softmax, scans, sorting.
+
+A sum or a maximum may be sharded along a reduced dim and is then unfinished; a softmax may not.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,15 @@ def reduction(call: Call, frozen: bool = False) -> str:
 
 
 def frozen_reduction(call: Call) -> str:
-    """As ``reduction``, the reduced dims whole: what they give on pieces does not add up."""
+    """As ``reduction``, the reduced dims whole: what they give on pieces does not add up.
+
+    For example a variance or an argmax of the whole is no sum of those of the pieces.
+    """
     return reduction(call, frozen=True)
 
 
 def along(call: Call, reduced: Collection[int]) -> str:
-    """All tensors have the same dims, of which ``reduced`` stay whole."""
+    """The notation of an op whose tensors all have the same dims; ``reduced`` are not sharded."""
     text = "".join("_" if i in reduced else x for i, x in enumerate(dims(call.rank())))
     ins = ",".join(text if shape else "" for shape in call.shapes)
     return f"{ins}->{','.join([text] * len(call.results))}"
@@ -46,7 +52,7 @@ def fourier(call: Call) -> str:
 
 
 def along_last(num: int) -> Written:
-    """Elementwise but for the last ``num`` dims."""
+    """The notation of ops that are elementwise but for the last ``num`` dims, which stay whole."""
     return lambda call: along(call, range(call.rank() - num, call.rank()))
 
 

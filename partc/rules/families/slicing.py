@@ -1,7 +1,8 @@
-"""Rules of ops that take parts of a dim or join them: slice, select, split, cat, pad.
+"""Rules of ops that take parts of a dim or join parts: slice, select, split, cat, pad.
 
-A dim that is taken apart at multiples of ``N`` is ``(3 N)``: cutting ``N`` cuts every part alike,
-as the three parts of a fused q, k, v weight.
+A dim whose parts are multiples of a unit N is written ``(3 N)``. Sharding ``N`` shards every part
+in the same way, such as the three parts of a fused q, k, v weight: ``split: a (3 N) -> a (1 N),
+a (2 N)``.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from partc.rules.table import rule
 SCALED = {
     "start": "N",
     "end": "NP",
-}  # bounds that shrink with the part, or with what is taken stepwise
+}  # a slice's bounds scale with the unit N of its parts, or with the length P of a stepped slice
 
 
 def term(letters: list[str], dim: int, factor: str) -> str:
-    """The term in which one dim is replaced."""
+    """The term of a tensor with these letters, with another factor in one dim."""
     return " ".join([*letters[:dim], factor, *letters[dim + 1 :]])
 
 
 def parts(size: int, unit: int) -> str:
-    """A dim of so many units of ``N``; ``_`` where there is no unit."""
+    """A dim of ``size`` entries as units of ``N``: ``12, 4 -> (3 N)``; ``_`` for unit 1."""
     return "_" if unit <= 1 else f"({size // unit} N)"
 
 
 def part(call: Call, whole: int, taken: int) -> tuple[str, str]:
-    """The factors of a sliced dim and of what the slice takes of it."""
+    """The factors of a slice's dim in the operand and in the result.
+
+    ``whole`` and ``taken`` are the dim's sizes in both; they are ``_`` if no shard is possible.
+    """
     step = int(call["step"])
     if taken == whole:
         return "N", "N"
@@ -41,7 +45,7 @@ def part(call: Call, whole: int, taken: int) -> tuple[str, str]:
 
 
 def first(call: Call, whole: int, taken: int) -> int:
-    """Where a slice begins in the whole, its bounds being the whole's or one piece's."""
+    """The place in the whole where a slice begins; the call's bounds may be a local call's."""
     start, end = int(call["start"] or 0), call["end"]
     if start == 0:
         return 0
@@ -103,7 +107,7 @@ def split(call: Call) -> str:
 
 
 def _asked_for(call: Call) -> list[int]:
-    """The sizes of all pieces by the arguments, of those too that nobody reads."""
+    """The sizes of all parts by the call's arguments, also of parts that no node reads."""
     if "split_sizes" in call.arguments:
         return list(call["split_sizes"])
     whole = call.shape(0)[call.dim()]
@@ -113,7 +117,11 @@ def _asked_for(call: Call) -> list[int]:
 
 
 def cat(call: Call) -> str:
-    """``a (1 N), a (2 N) -> a (3 N)``; an empty list of old days has one dim and no letters."""
+    """``a (1 N), a (2 N) -> a (3 N)``; an empty list of old days has one dim and no letters.
+
+    torch.cat accepts an operand of shape [0] beside operands of any number of dims and ignores it;
+    older code starts its lists with such a tensor.
+    """
     result = call.results[0] or ()
     letters, dim = dims(len(result)), call["dim"] % len(result)
     joined = [shape or () for shape in call.shapes]
@@ -149,7 +157,7 @@ def pad(call: Call) -> str:
 
 
 def pad_is_linear(call: Call) -> str:
-    """Padding with anything but zeros would pad once per rank."""
+    """Linear only for padding with 0: another value would be padded by every rank, and summed."""
     return "0" if call["value"] == 0 else ""
 
 

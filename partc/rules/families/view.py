@@ -1,4 +1,4 @@
-"""Rules of ops that only arrange elements anew: reshapes, permutations, expansions."""
+"""Rules of ops that only rearrange or repeat elements: reshapes, permutations, expansions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def reshape(call: Call) -> str:
 
 
 def regroup(old: Shape, new: Shape) -> str:
-    """The letters of a reshape.
+    """The notation of a reshape from one shape to another: ``[12,4] -> [2,6,4]``.
 
-    A border is a number of blocks before a dim. Between borders that divide each other lies a
-    factor; where they do not (``[4,6] -> [6,4]``) no cut of the one shape is one of the other.
+    A border is the product of the sizes before a dim. Two neighbouring borders, of either shape,
+    enclose a common factor if they divide all other borders or are divided by them. Where borders
+    do not divide each other (``[4,6] -> [6,4]`` has 4 and 6), no shard of the one shape is a shard
+    of the other.
     """
     borders = sorted({*_borders(old), *_borders(new)} - {0})
     clean = {b for b in borders if all(max(a, b) % min(a, b) == 0 for a in borders)}
@@ -34,12 +36,12 @@ def regroup(old: Shape, new: Shape) -> str:
 
 
 def _borders(shape: Shape) -> list[int]:
-    """The number of blocks before each dim and after the last."""
+    """The products of the sizes before each dim, and of all sizes: ``[2,6,4] -> 1, 2, 12, 48``."""
     return [prod(shape[:i]) for i in range(len(shape) + 1)]
 
 
 def _grouped(shape: Shape, factors: dict[int, str]) -> str:
-    """A term: every dim as the factors inside it, ``_`` where one of its borders is not shared."""
+    """The term of a shape: every dim as the common factors inside; ``_`` for a dim without."""
     terms = []
     for start, end in pairwise(_borders(shape)):
         inside = [letter for border, letter in factors.items() if start <= border < end]

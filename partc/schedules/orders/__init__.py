@@ -1,8 +1,8 @@
-"""The named schedules, one per file, each with its grid and its paper.
+"""The named schedules, one per file, each with its paper and its bubble formula.
 
 In: the numbers of pipeline ranks, of microbatches and of stages per rank. Out: every rank's order
 of forwards and backwards. Start: `gpipe.py`, the simplest; a file here registers itself by
-`@schedule("name")`. Never: a graph, torch, or another schedule's file.
+`@schedule("name")`. Never: costs, a graph or torch.
 """
 
 from importlib import import_module

@@ -2,14 +2,15 @@
 
 Source: DeepSeek-V3 (arXiv 2412.19437) and the DualPipe repository, cut in half as by Qi et al. Use
 it when a forward and a backward of different microbatches can hide each other's communication, as
-with expert parallelism. Here the two of a pair stand next to each other, forward first; what
-overlaps inside them is the business of the program that runs them.
+with expert parallelism. Here the forward and the backward of a pair stand next to each other,
+forward first; the generated program decides which of their transfers overlap.
 
-The published idle time is ``(p - 1) (F&B + B - 3 W)`` on ``p`` ranks (there ``PP / 2``), with
-``F&B`` the time of a pair that starts when both may and has its results at its end only. It holds
-exactly for ``F = I``. With the two one after the other, as here, a forward's result is there before
-its pair ends: the idle time is ``(p - 1) (F + I - W)`` if ``W <= I <= F <= B``. Every rank holds at
-most ``2 p + 1`` stage activations (``PP + 1``). For all this ``m >= 2 p`` is needed.
+The published idle time is ``(p - 1) (F&B + B - 3 W)`` on ``p`` ranks (``PP / 2`` in the paper).
+``F&B`` is the time of a pair that starts when both may start and gives both results at its end. The
+formula is exact for ``F = I``. Here the two run one after the other, so the forward's result is
+there before the pair ends: the idle time is ``(p - 1) (F + I - W)`` if ``W <= I <= F <= B``. Every
+rank holds at most ``2 p + 1`` stage activations (``PP + 1``). All formulas need ``m >= 2 p``
+microbatches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from partc.schedules.named import schedule
 
 @schedule("dualpipe-v", chunks=(2, 2), split=True, placement="v")
 def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
-    """The orders of all ranks; fewer than ``2 p`` microbatches run as the first of so many."""
+    """The orders of all ranks; ``m < 2 p`` microbatches are the first ``m`` of ``2 p``."""
     assert chunks == 2
     enough = max(microbatches, 2 * ranks)
     all_of_them = [_numbered(_steps(rank, ranks, enough)) for rank in range(ranks)]
@@ -32,9 +33,9 @@ def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[int, str]]:
-    """The passes of one rank; a ``W`` is that of the oldest ``I`` which still wants one.
+    """The actions (stage, kind) of one rank; a ``W`` belongs to the oldest ``I`` without a ``W``.
 
-    ``down`` is the rank's stage on the way to the last rank, ``up`` the one on the way back.
+    ``down`` is the rank's stage on the way to the last rank, ``up`` its stage on the way back.
     """
     down, up = rank, 2 * ranks - 1 - rank
     behind = ranks - 1 - rank  # ranks between this one and the turn

@@ -1,8 +1,9 @@
 """Forward only: for evaluation and inference; no backward follows.
 
-Bubble ``(p - 1) / (v m + p - 1)`` of the time if ``m >= p``, for ``v`` stages per rank.
-No activations are held, as no backward needs them. Several stages per rank take turns as in
-interleaved 1F1B: a microbatch leaves the pipeline early, and few are under way at a time.
+The bubble is ``(p - 1) / (v m + p - 1)`` of the time if ``m >= p``, for ``p`` ranks, ``m``
+microbatches and ``v`` stages per rank. No activations are held, as no backward needs them. With
+several stages per rank, microbatches go through in rounds as in interleaved 1F1B: so a microbatch
+leaves the pipeline early, and few are under way at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards.
 
 Source: Huang et al., GPipe (arXiv 1811.06965). Use it when activations are recomputed or small, or
-as the baseline: nothing is simpler, and every rank turns round once only.
+as the baseline: every rank changes from forwards to backwards only once.
 
 Bubble ``(p - 1) / (m + p - 1)`` of the time, for ``p`` ranks and ``m`` microbatches; every rank
 holds the activations of all ``m`` microbatches::

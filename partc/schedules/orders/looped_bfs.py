@@ -4,9 +4,9 @@ Source: Lamy-Poirier, Breadth-First Pipeline Parallelism (arXiv 2211.05953). Use
 parameters (ZeRO-3): a stage's weights are gathered once per pass instead of once per microbatch,
 and its gradients are reduced while the stage before still runs.
 
-Bubble ``(p - 1) / (v m + p - 1)`` of the time if ``m >= p``, for ``v`` stages per rank; every rank
-holds the activations of all ``m`` microbatches. Backwards go from the last microbatch to
-the first.
+The bubble is ``(p - 1) / (v m + p - 1)`` of the time if ``m >= p``, for ``p`` ranks, ``m``
+microbatches and ``v`` stages per rank. Every rank holds the activations of all ``m`` microbatches.
+Backwards run from the last microbatch to the first.
 """
 
 from __future__ import annotations

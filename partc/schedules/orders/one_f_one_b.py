@@ -1,9 +1,10 @@
 """1F1B: as soon as a rank has its first backward, forwards and backwards alternate.
 
 Source: Narayanan et al., PipeDream-Flush (arXiv 2006.09503); Megatron-LM (arXiv 2104.04473). Use it
-by default: as fast as GPipe, and what a rank holds does not grow with the microbatches.
+by default: as fast as GPipe, and a rank's memory does not grow with the number of microbatches.
 
-Bubble ``(p - 1) / (m + p - 1)`` of the time; rank ``r`` holds ``min(m, p - r)`` microbatches::
+The bubble is ``(p - 1) / (m + p - 1)`` of the time, for ``p`` ranks and ``m`` microbatches; rank
+``r`` holds the activations of ``min(m, p - r)`` microbatches::
 
     1f1b: 3 ranks, 4 microbatches, bubble 33.3%, a column is 1
     rank 0 holds 3 | 0F0 0F1 0F2 .   .   .   .   0B0---- 0F3 0B1---- .   0B2---- .   0B3----
@@ -28,7 +29,7 @@ def orders(ranks: int, microbatches: int, chunks: int = 1) -> Orders:
 
 
 def alternating(ahead: int, microbatches: int, backward: str) -> list[str]:
-    """Kinds of a rank's actions if ``ahead`` forwards come before forward and backward alternate.
+    """The kinds of a rank's actions: ``ahead`` forwards first, then forward and backward in turns.
 
     >>> "".join(alternating(1, 3, "B"))
     'FFBFBB'

@@ -3,13 +3,14 @@
 Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362). Use it when
 activations are what keeps a larger model or batch out of memory.
 
-A microbatch takes two slots per rank down and one up, so its lives on a rank's two stages add up to
-about ``6 p`` slots: as one starts every six, a rank holds ``(p + 2) // 2`` microbatches at most.
-With equal times ``T`` of forward, input and weight gradient (of half a rank's layers each, so 1F1B
-idles ``6 (p - 1) T``), ``m >= p`` and ``p > 1`` the idle time is ``3 (p - 1) T``, the published
-half, and ``T`` less if ``p`` is odd. For even ``p`` the V turns three slots later, as two passes
-would fall into one slot otherwise. With unequal times ranks may wait at every microbatch, not only
-at both ends: ask `timeline`.
+A microbatch takes two slots per rank on the way to the last rank and one slot on the way back. So
+the times that its activations stay on a rank's two stages add up to about ``6 p`` slots. A
+microbatch starts every six slots, so a rank holds at most ``(p + 2) // 2`` microbatches. Let
+forward, input gradient and weight gradient all take ``T`` (each for half of a rank's layers, so
+1F1B idles ``6 (p - 1) T``). Then for ``m >= p`` and ``p > 1`` the idle time is ``3 (p - 1) T``, the
+published half, and ``T`` less if ``p`` is odd. For even ``p`` the V turns three slots later, since
+two passes would fall into one slot otherwise. With unequal times, ranks may wait at every
+microbatch, not only at the start and the end; `timing.timeline` gives the numbers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """V-Min: two stages per rank in a V, a third of the activations of 1F1B.
 
 Source: Qi et al., Pipeline Parallelism with Controllable Memory (arXiv 2405.15362). Use it when
-V-Half still does not fit: it suffers most from unequal times, as every pass waits for the one
-before, at every microbatch.
+V-Half still does not fit. V-Min loses most from unequal times, as every pass waits for the
+previous one, at every microbatch.
 
-A microbatch takes one slot per rank both ways, the least there is, so its lives on a rank's two
-stages add up to about ``4 p`` slots: as one starts every six, a rank holds ``(p + 4) // 3``
-microbatches at most. With equal times ``T`` of forward, input and weight gradient (of half a rank's
-layers each, so 1F1B idles ``6 (p - 1) T``), ``m >= p`` and ``p > 1`` the idle time is
-``(4 p - 5) T``, and ``2 T`` more if 3 divides ``p``: the published two thirds within one ``T``. The
-V then turns two slots later, as two passes would fall into one slot otherwise.
+A microbatch takes one slot per rank in both directions, the least possible. So the times that its
+activations stay on a rank's two stages add up to about ``4 p`` slots. A microbatch starts every six
+slots, so a rank holds at most ``(p + 4) // 3`` microbatches. Let forward, input gradient and weight
+gradient all take ``T`` (each for half of a rank's layers, so 1F1B idles ``6 (p - 1) T``). Then for
+``m >= p`` and ``p > 1`` the idle time is ``(4 p - 5) T``: the published two thirds within one
+``T``. If 3 divides ``p`` the V turns two slots later, since two passes would fall into one slot
+otherwise, and the idle time is ``2 T`` more.
 """
 
 from __future__ import annotations

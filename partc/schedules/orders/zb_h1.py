@@ -4,8 +4,9 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 
 1F1B when backwards can be split: nothing but the order changes.
 
 With times ``W <= F, I`` and ``m >= p`` a rank idles ``(p - 1) (F + I - W)``, a third of the
-``(p - 1) (F + I + W)`` of 1F1B when the three are equal. A rank holds at most ``p`` microbatches,
-as the first rank does in 1F1B; later ranks put that off to have weight gradients left at the end::
+``(p - 1) (F + I + W)`` of 1F1B if F, I and W take equal times. A rank holds at most ``p``
+microbatches, as the first rank does in 1F1B; later ranks delay weight gradients, which then fill
+the idle time at the end::
 
     zb-h1: 3 ranks, 4 microbatches, bubble 14.3%, a column is 1
     rank 0 holds 3 | 0F0 0F1 0F2 .   .   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3

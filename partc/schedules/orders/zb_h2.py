@@ -4,9 +4,9 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 
 is memory for twice the activations of 1F1B.
 
 With times ``W <= F, I`` a rank idles ``(p - 1) (F + I - 2 W)`` between its own first start
-and its own end: not at all when the three are equal. (The ``p - 1`` slots by which the last rank
-starts later remain, unless the next step follows without a barrier.) A rank holds at most ``2 p -
-1`` microbatches. For this ``m >= 2 p - 1`` is needed; fewer microbatches leave a bubble::
+and its own end: not at all if F, I and W take equal times. (The ``p - 1`` slots by which the last
+rank starts later remain, unless the next step follows without a barrier.) A rank holds at most
+``2 p - 1`` microbatches. All this needs ``m >= 2 p - 1``; fewer microbatches leave a bubble::
 
     zb-h2: 3 ranks, 4 microbatches, bubble 14.3%, a column is 1
     rank 0 holds 4 | 0F0 0F1 0F2 0F3 .   0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 .

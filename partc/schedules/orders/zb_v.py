@@ -4,11 +4,11 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 
 in arXiv 2405.15362. Use it when links carry twice the transfers of 1F1B easily and forward, input
 gradient and weight gradient take about the same time.
 
-When the three are equal no rank idles between its own first start and its own end, for
-``m >= 2 p - 1``; what remains of the makespan is the ``p - 1`` slots by which the last rank starts
-later. Fewer microbatches take the building block of arXiv 2405.15362 instead: from ``m = p`` on the
-makespan has the same ``p - 1`` idle slots, if not all at the ends. Every rank holds at most
-``2 p`` stage activations, which are ``p`` microbatches.
+If these times are equal and ``m >= 2 p - 1``, no rank idles between its own first start and its own
+end; the only idle time is the ``p - 1`` slots by which the last rank starts later. With fewer
+microbatches the order comes from the building block of arXiv 2405.15362 instead: from ``m = p`` on
+a rank also idles ``p - 1`` slots, but not all of them at the ends. Every rank holds at most ``2 p``
+stage activations, the memory of ``p`` microbatches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def orders(ranks: int, microbatches: int, chunks: int = 2) -> Orders:
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[int, str]]:
-    """The passes of one rank: ``down`` is its stage on the way to the last rank, ``up`` back."""
+    """The actions (stage, kind) of one rank.
+
+    ``down`` is the rank's stage on the way to the last rank, ``up`` its stage on the way back.
+    """
     down, up = rank, 2 * ranks - 1 - rank
     after = ranks - rank  # ranks from here to the turn, this one included
     yield from [(down, "F")] * (2 * after - 1)
