@@ -1,8 +1,8 @@
 """Formulas for a pipeline's stages, bubble, exposed messages and microbatches in flight.
 
-The formulas assume even stages; ``tests/search/test_estimate.py`` compares them with simulated schedules.
-A schedule without a formula is simulated with even stages. A turn is the forward and backward of
-one microbatch on one stage.
+The formulas assume even stages; ``tests/search/test_estimate.py`` compares them with simulated
+schedules. A schedule without a formula is simulated with even stages. A turn is the forward and
+backward of one microbatch on one stage.
 """
 
 from __future__ import annotations
