@@ -37,7 +37,8 @@ def graph_pass(*, after: str, why: str = "") -> Callable[[Function], Function]:
         why: what the table says of it; without it the first line of the docstring.
 
     The function asks by the names of its parameters for ``graph`` (a ``partc.graph.Graph``),
-    ``plan`` and ``mesh``. It returns a Graph, a Plan, or None if it changed the graph in place.
+    ``plan``, ``mesh`` or ``stages``. It returns what it changed: a Graph, a Plan, the list of the
+    stages' graphs, or a dict of these by name; None if it changed the graph in place.
 
     Raises:
         UsageError: two functions have the same name. Whether ``after`` exists is looked at when a

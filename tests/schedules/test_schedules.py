@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import doctest
 import random
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 from textwrap import indent
 from typing import Any
 
@@ -13,10 +16,10 @@ import pytest
 import torch.distributed.pipelining.schedules as reference
 
 from partc.errors import PlanError
-from partc.schedules import NAMES, blocks, csv_form, make
+from partc.schedules import NAMES, blocks, csv_form, make, orders
 from partc.schedules.actions import Schedule, check_schedule
 from partc.schedules.csv_form import read_csv, write_csv
-from partc.schedules.orders import gpipe, interleaved, one_f_one_b, zb_h1, zb_h2
+from partc.schedules.orders import interleaved, one_f_one_b
 from partc.schedules.picture import grid, svg
 from partc.schedules.timing import Costs, Timeline, timeline
 from tests.schedules.orders import actions_of, dependencies, run, torch_rows
@@ -174,14 +177,13 @@ def test_grid(name: str, golden: Golden) -> None:
 
 
 def test_docstrings_show_what_is_made() -> None:
-    for module, name in [
-        (gpipe, "gpipe"),
-        (one_f_one_b, "1f1b"),
-        (zb_h1, "zb-h1"),
-        (zb_h2, "zb-h2"),
-    ]:
-        assert module.__doc__
-        assert indent(grid(run(name, 3, 4)), "    ") in module.__doc__
+    shown = []
+    for info in iter_modules(orders.__path__):
+        text = import_module(f"{orders.__name__}.{info.name}").__doc__ or ""
+        for name in re.findall(r"^    (\S+): 3 ranks, 4 microbatches, bubble", text, re.MULTILINE):
+            assert indent(grid(run(name, 3, 4)), "    ") in text
+            shown.append(name)
+    assert {"gpipe", "1f1b", "zb-h1", "zb-h2"} <= {*shown}
     for module in (blocks, csv_form, interleaved, one_f_one_b):
         tried = doctest.testmod(module)
         assert tried.attempted > 0
