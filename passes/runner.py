@@ -67,7 +67,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of a pass: how long, the calls before and after, and the graphs' texts if kept."""
+    """One run of a pass, for a dump: how long, the calls before and after, the graphs' texts."""
 
     name: str
     seconds: float
@@ -174,7 +174,8 @@ def run(state: State, first: str, last: str = "") -> State:
 
 
 def _run_one(state: State, row: int, each: Pass) -> None:
-    begun, before = perf_counter(), _num_calls(state, each)
+    noted = state.table.keep_texts and each.on_graph  # a dump alone reads counts, times and texts
+    begun, before = perf_counter(), _num_calls(state) if noted else 0
     names = _parameters(each.run)
     if state.stages and "graph" in names and "stages" not in names:
         whole = state.graph
@@ -189,8 +190,9 @@ def _run_one(state: State, row: int, each: Pass) -> None:
     if each.on_graph:
         for graph in _graphs(state):
             check_sound(graph, each)
-    texts = tuple(map(str, _graphs(state))) if state.table.keep_texts and each.on_graph else ()
-    state.ran[row] = Ran(each.name, seconds, before, _num_calls(state, each), texts)
+    if noted:
+        texts = tuple(map(str, _graphs(state)))
+        state.ran[row] = Ran(each.name, seconds, before, _num_calls(state), texts)
 
 
 def _apply(state: State, each: Pass, names: tuple[str, ...]) -> None:
@@ -231,9 +233,7 @@ def _graphs(state: State) -> list[Graph]:
     return state.stages or [state.graph]
 
 
-def _num_calls(state: State, each: Pass) -> int:
-    if not each.on_graph:
-        return 0
+def _num_calls(state: State) -> int:
     return sum(node.op == "call_function" for graph in _graphs(state) for node in graph.fx.nodes)
 
 
