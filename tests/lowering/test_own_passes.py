@@ -58,9 +58,10 @@ def loss_of(model, x, target):
 
 
 def setup():
-    return nn.Linear(16, 16), (torch.randn(8, 16), torch.randn(8, 16)), loss_of
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    return model, (torch.randn(8, 16), torch.randn(8, 16)), loss_of
 """
-COMPILE = ["compile", "tests.example_program:cli_target", "--mesh", "tp=2", "--plan", "megatron"]
+COMPILE = ["compile", "train:setup", "--mesh", "tp=2", "--plan", "megatron"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Package:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[{GROUP}]\ntheirs = {entry}\n")
         (self.folder / f"{MODULE}.py").write_text(BEGIN + "".join(passes))
+        (self.folder / "train.py").write_text(TRAIN)
 
     def partc(self, *words: str, code: int = 0) -> str:
         """What a command prints, in a process that finds the package; of an error its JSON."""
@@ -113,7 +115,6 @@ def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
         "name": "multiply_by_powers", "only": "", "leaves": "local graph",
         "why": "a product takes less time than a quotient", "where": MODULE, "optional": True,
     }  # fmt: skip
-    (package.folder / "train.py").write_text(TRAIN)
     train = ["compile", "train:setup", "--mesh", "dp=2", "--plan", "ddp"]
     package.partc(*train, "--out", "with", "--dump", "dump")
     package.partc(*train, "--out", "without", "--disable", "multiply_by_powers")
@@ -204,7 +205,12 @@ def test_a_pass_that_breaks_the_graph_is_named(package: Package, mistake: str) -
     assert says in parts["why"]
     assert "--disable" in parts["do"]
     assert not (package.folder / "build").exists()
+
+
+def test_a_pass_that_breaks_the_graph_may_be_left_out(package: Package) -> None:
+    package.write(BROKEN["raises"][0])
     package.partc(*COMPILE, "--out", "build", "--disable", "broken")
+    assert (package.folder / "build").exists()
 
 
 def test_a_pass_that_breaks_the_meaning_is_refused_by_the_proof(package: Package) -> None:
