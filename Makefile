@@ -14,8 +14,8 @@ make PYTHON=/path/to/python
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# workers wait for the processes of their tests, so that three fill two cores
-SUITE := $(BIN)/python -m pytest -n 3 --dist loadfile
+# workers wait for the processes of their tests, so that three fill two cores; conftest.py has the order
+SUITE := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: check
 	$(SUITE)

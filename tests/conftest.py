@@ -7,6 +7,7 @@ import ast
 import gc
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import unified_diff
 from pathlib import Path
@@ -16,6 +17,10 @@ import pytest
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
 GARBAGE = 50_000  # new objects between two runs of the garbage collector; graphs are many objects
+LONGEST = (  # files whose tests wait for processes; one of them that came last would run alone
+    "tests/lowering/test_own_passes.py", "tests/codegen/test_compiled.py",
+    "tests/measure/test_calibrate.py", "tests/test_packaging.py", "tests/docs/test_blocks.py",
+)  # fmt: skip
 collect_ignore = ["golden"]  # golden sources are named after their tests, so they look like tests
 
 
@@ -37,6 +42,17 @@ def compute_in_one_thread() -> None:
     """
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, then files with many tests before those with few."""
+    tests = Counter(file_of(item) for item in items)
+    items.sort(key=lambda item: (file_of(item) not in LONGEST, -tests[file_of(item)]))
+
+
+def file_of(item: pytest.Item) -> str:
+    """The file of a test from the root of the checkout, with slashes."""
+    return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_finish() -> None:
