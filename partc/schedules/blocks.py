@@ -105,6 +105,8 @@ def fill_weights(
                     held[rank] += 1
                 else:
                     pending[rank].append(action)
+            # No other rank waits for a W, so it costs nothing in a slot that the order leaves idle.
+            # Where memory holds a forward up, it is also what frees the memory.
             elif pending[rank]:
                 action = pending[rank].popleft()._replace(kind="W")
                 held[rank] -= 1

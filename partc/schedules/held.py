@@ -38,6 +38,7 @@ def memory_curve(program: RankProgram, costs: StepCosts, ends: Sequence[float]) 
                 curve.append((ends[index - 1] if index else 0.0, held))
             held -= _freed(costs, stage, kind)
             source = read[row]
+            # A value from a stage on the same rank is no message: no receive was posted for it.
             if source >= 0 and source * count + microbatch in posted:
                 held -= sizes[source]
             curve.append((ends[index], held))

@@ -140,6 +140,7 @@ class _Run:
         due = self.due
         best, best_due = None, float("inf")
         for stage in self.stages_of[rank]:
+            # Of equal due times I wins, which other ranks wait for, then W, which frees memory.
             started = self.i[stage]
             if started < self.ready_i[stage]:
                 when = due.i[stage][started]
@@ -227,6 +228,8 @@ class _Run:
             oldest = self.f[later]
             if oldest >= new:
                 continue
+            # What this stage's oldest microbatch has yet to run here, the new forward, and (below)
+            # what it and younger ones hold already: they free nothing before it is through.
             needs = sum(activation[s] for s in own[position:]) + activation[stage]
             for s in own:
                 needs += activation[s] * max(0, self.f[s] - max(oldest, self.i[s]))

@@ -129,6 +129,8 @@ class _Rank:
         self._wait_for_sends()
         mine = [number for numbers in starts.values() for number in numbers]
         last = len(self.traffic.steps[self.rank])
+        # All ranks have to start the closing collectives in one order: they come last, one by one,
+        # behind those that were started beside the actions or at the end of the step.
         closing = [number for number in mine if not self.wiring.collectives[number].stages]
         others = [number for number in mine if number not in closing]
         late = [number for number in starts.get(last, ()) if number not in closing]

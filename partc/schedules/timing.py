@@ -150,6 +150,8 @@ class _Run:
                 if microbatch in forward_waiter[stage]:
                     woken.append(forward_waiter[stage].pop(microbatch))
             elif kind == "W":
+                # Only a later action of this rank would make it, so no other rank wakes this one:
+                # `timeline` then reports a deadlock.
                 if backward_end[stage][microbatch] < 0:
                     break
                 now = start + costs.weight_grad[stage]

@@ -99,6 +99,8 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
     held_back: list[int] = []
 
     def admit(node: fx.Node) -> None:
+        # A filler that starts a transfer is not held back: the sooner it starts, the more of it
+        # is hidden.
         starts = node.target in collectives.COLLECTIVES
         if node in fillers and not starts:
             heapq.heappush(held_back, place[node])
@@ -111,6 +113,7 @@ def _ordered(segment: list[fx.Node], fillers: set[fx.Node], clock: _Clock) -> It
             admit(node)
         rank, first = ready[0] if ready else (_REST, len(segment))
         at_wait = not ready or (_waits(segment[first]) and clock.is_late(segment[first]))
+        # With no wait left to hide, a filler that is held back only keeps its operands in memory.
         in_place = not waits and rank == _REST and held_back and held_back[0] < first
         take_filler = held_back and (at_wait or in_place)
         index = heapq.heappop(held_back) if take_filler else heapq.heappop(ready)[1]

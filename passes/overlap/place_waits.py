@@ -61,6 +61,8 @@ def _wait_late(graph: Graph, node: fx.Node, phased: bool) -> None:
     with graph.fx.inserting_before(first):
         waited = graph.fx.call_function(collectives.wait, (node,))
     made_by = value(node)
+    # The wait takes the reader's module only inside of one block: a wait for another block's value
+    # would make this block differ from its equals, which share one printed text.
     beside = first.op != "output" and innermost_block(first) == innermost_block(node)
     at = value(first) if beside and not phased and not picks else made_by
     set_value(waited, replace(made_by, module=at.module, phase=at.phase))

@@ -116,6 +116,8 @@ def _backward_stage(node: fx.Node, wish: int, last: int) -> int:
         return wish
     if lowest > flowing:
         raise _apart(node, lowest, flowing)
+    # The forward's stage is unknown or cannot have all operands. `lowest` to `flowing` can.
+    # At `lowest` no saved value has to be sent for it; gradients go to earlier stages anyway.
     return flowing if saved is None else saved
 
 

@@ -116,6 +116,7 @@ def leaving(
             continue
         block, known = list_member(name), value(made)
         if block[0] and list_member(known.module) == block:
+            # Made inside of the block that owns the parameter, so it is final when that is done.
             blocks.append(name)
         elif start and known.phase == final and place[made] < place[start] and not block[0]:
             first.append(name)

@@ -148,6 +148,7 @@ def _crossings(
         if phases[node] == "S" and max(readers) > stage_of(node):
             raise _read_elsewhere(node, max(readers))
         if phases[node] == "F":
+            # Ranks send to their neighbours alone: the stages in between pass a value on.
             for number in range(stage_of(node), max(readers)):
                 ahead.setdefault(number, []).append(node)
         elif phases[node] == "B" and min(readers) >= 0:
@@ -177,6 +178,7 @@ class _Stage:
         wanted = {o for node in calls for o in node.all_input_nodes}
         news = self.local.outputs.buffers  # a buffer is placed where it is written, read or not
         wanted |= {self.local.buffers[name] for name, new in news.items() if new in calls}
+        # Inputs that the stage does not read are placed too: every rank's `step` takes the batch.
         for node in self.local.fx.nodes:
             if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
                 self._place(node)

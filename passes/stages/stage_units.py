@@ -39,6 +39,8 @@ def stage_units(graph: Graph, plan: Plan, *, optimizer: str = "adamw") -> list[l
     mesh = plan.mesh
     ranks = mesh.without_pipeline().num_ranks
     cutting = {axis for cuts in plan.inputs.values() for axis in cuts} | set(plan.scatter)
+    # Only axes that shard batch or sequence make activations smaller; computing is divided by all
+    # ranks of a stage, whatever their axes shard.
     pieces = plan.microbatches * prod(size for name, size in mesh.axes if name in cutting)
     turns = plan.microbatches * ranks
     state = {

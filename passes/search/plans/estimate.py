@@ -93,6 +93,7 @@ class Estimator:
         ranks = [_together(one.of_rank(each, rank)) for rank in range(one.pp)]
         slowest = max(ranks, key=lambda rank: rank.turn)
         count = one.microbatches
+        # The pipeline fills and drains: the slowest rank waits for one stage of each other rank.
         others = (sum(rank.turn for rank in ranks) - slowest.turn) / one.chunks
         grads = (sum(rank.weight_grads for rank in ranks) - slowest.weight_grads) / one.chunks
         bubble = bubble_s(one, others, grads)
@@ -215,6 +216,8 @@ class Estimator:
         # gradients that are summed once per step leave in the backward of its last microbatch
         turns = one.microbatches * one.pp > 1
         once_per_step = one.data != "fsdp" and turns
+        # When each stream is done: `now` computing, `shared` FSDP's gathers and reductions,
+        # `between` sums over hsdp's copies, `behind` sums that only the last microbatch starts.
         now = shared = between = waited = behind = last = 0.0
         moved = sum(gathers)
         arrives = accumulate(gathers) if once else iter(())
@@ -239,6 +242,7 @@ class Estimator:
                     between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
             return _Waits(waited + self._slowed(moved - waited), 0.0)
+        # What is left of the last microbatch's sums is paid once a step, not once a microbatch.
         late = min(last, max(0.0, behind - now))
         late += self._slowed(last - late)
         if once_per_step:

@@ -109,6 +109,8 @@ class CallWays:
         shapes = [value(o).shape for o in tensor_args(node)]
         results = [None if r is None else tuple(r.shape) for r in results_of(node)]
         rows = []
+        # All axes at once, not axis by axis: two axes may each divide a dim and not both together,
+        # and the work that one leaves is what the other divides.
         for chosen in product(*options):
             every = {**others, **dict(zip(axes, chosen, strict=True))}
             ins = [self._number(every, i, "ins") for i in range(len(shapes))]

@@ -85,6 +85,7 @@ def _stated(
     gathered = [a for name, known in stored.items() for a in known if used[name][a] == R]
     gather = {axis: life for axis in axes if axis in gathered}
     plan = base.changed(params=stored, gather={**gather, **base.gather})
+    # Only parameters that are used otherwise than their storage and `gather` say need an entry.
     odd = [n for n, lies in used.items() if Sharding.of(lies, values.graph.mesh)
            != Sharding.of(plan.used(n), values.graph.mesh)]  # fmt: skip
     # A printed entry is a pattern that fits all equal blocks: the others then need their own.

@@ -87,6 +87,7 @@ def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float, fl
     computed, parts = 0.0, [net.constant]
     for bucket in buckets:
         scope = sorted({r for ranks, _ in bucket for r in ranks})
+        # Dims are counted within the scope, so that the buckets of equal layers have equal keys.
         place = {r: i for i, r in enumerate(scope)}
         key = tuple([(table, tuple([place[r] for r in ranks])) for ranks, table in bucket])
         made = known.get(key)
@@ -96,6 +97,7 @@ def run_order(net: Network, order: Sequence[int]) -> tuple[Assignment, float, fl
             made = known[key] = len(store)
             spread = spread_out([(store[table], dims) for table, dims in key], shape)
             store.append(_least(spread, shape))
+        # What is left depends on the other variables: it waits for the next of them to go.
         if len(scope) > 1:
             buckets[scope[1]].append((tuple(scope[1:]), made))
         else:
