@@ -31,8 +31,9 @@ from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import Stages, stage_ways
-from partc.plan import COMPILERS, Plan
+from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh, MeshLike
+from partc.plan.plan_text import COMPILERS
 from partc.plan.sharding import dtype_name
 from partc.printing import in_pieces
 from partc.program import Program
