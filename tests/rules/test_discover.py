@@ -17,6 +17,7 @@ from partc.errors import RuleError
 from partc.plan.sharding import M, R, U, cut
 from partc.rules import Strategy, has_rule, strategies
 from partc.rules.discover import discover, strategies_for
+from partc.rules.explain_rule import explain_rule
 from partc.rules.isolate import answers_of
 from partc.rules.signature import Signature, Spec, b, f, i
 from partc.rules.table import name_of
@@ -235,6 +236,17 @@ def test_a_program_has_what_was_found() -> None:
     name = ops[0].split(".")[1].strip("_")
     assert re.search(rf"{name}.*f64\[.*@dp.*\]", program.source())
     partc.verify(program, model, (x,), loss=loss).check()
+
+
+def test_what_is_known_of_an_op() -> None:
+    (known,) = explain_rule("partc_test::gated_rows")
+    assert str(known) == (
+        "partc_test.gated_rows.default: no rule; an experiment on "
+        "partc_test.gated_rows.default(f32[12,24], f32[12,24], 0.4) with 2 ranks found\n"
+        "  cut 0, cut 0 -> cut 0"
+    )
+    assert [each.how for each in explain_rule("partc_test.whole_only")] == ["none"]
+    assert [each.how for each in explain_rule("aten.add")] == ["written", "elementwise"]
 
 
 def test_a_result_that_nobody_reads_is_no_other_call() -> None:
