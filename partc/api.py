@@ -24,6 +24,7 @@ from partc.machines.objective import Objective, objective_of
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.prefetch import prefetches
+from partc.passes.own_passes import check_replay, passes_noted
 from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.choose_plan import AUTO_PLAN, Choice, can_search
 from partc.passes.search.plans.infeasible import too_large
@@ -113,7 +114,8 @@ def compile(
 
     Raises:
         TraceError: the model cannot be traced, for example where it asks for a tensor's value.
-        PlanError: the plan, a schedule or the mesh contradicts itself or the model.
+        PlanError: the plan, a schedule or the mesh contradicts itself or the model; or other passes
+            run than those with which the plan was made.
         ShardingError: something cannot be sharded as the plan says.
         RuleError: ``strict``, and an op without a rule.
         MemoryLimitError: the predicted peak of a rank is beyond ``memory_bytes``.
@@ -152,6 +154,7 @@ def compile(
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)
     rows = table(left_out=disable, keep_texts=dump is not None)
+    check_replay(wanted, rows)
     if dump is not None:
         check_folder(dump)
     job = _Job(Traced.of(model, inputs, loss), rows, strict)
@@ -329,7 +332,7 @@ def compile_pipeline(state: State) -> Iterator[State]:
 
 def program_of(state: State) -> Program:
     """What was printed, with all that is known of it."""
-    plan, made = state.plan, state.made
+    plan, made = state.plan.changed(**passes_noted(state)), state.made
     graph: Graph = made["joint"]
     staged: Stages | None = made.get("staged")
     order = staged.step.schedule if staged else None

@@ -12,7 +12,7 @@ WRITTEN = ("[0-9][0-9]-*.txt",)
 
 
 def write_dump(states: Sequence[State], folder: str | Path) -> None:
-    """Write ``44-insert_collectives.txt`` and its like into a folder, which only an earlier dump
+    """Write ``NN-insert_collectives.txt`` and its like into a folder, which only an earlier dump
     may be in; of a pipeline a file for each stage, once there are stages. The number is the pass's
     in the table. UsageError if the folder has other files.
     """

@@ -30,6 +30,7 @@ class When:
 
 
 ALWAYS = When("", lambda state: True)
+OTHERS = "other_passes"  # of what passes made: users' passes that ran, with their modules
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,8 @@ def _run_one(state: State, row: int, each: Pass) -> None:
     else:
         _apply(state, each, names)
     seconds = perf_counter() - begun
+    if not each.own:
+        state.made[OTHERS] = {**state.made.get(OTHERS, {}), each.name: each.where}
     if each.on_graph:
         for graph in _graphs(state):
             check_sound(graph, each)

@@ -18,6 +18,7 @@ from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.plan_text import (
     escape,
     list_lines,
+    pass_lines,
     plan_error,
     quote,
     read_fields,
@@ -72,7 +73,9 @@ class Plan:
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
     block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
-    the values that the pattern stands for.
+    the values that the pattern stands for. ``other_passes`` are passes of users' packages that took
+    part in the compile which wrote the plan, and ``left_out`` passes of partc that did not; both
+    are comments at the head of the text.
     """
 
     mesh: Mesh | None = None
@@ -98,6 +101,8 @@ class Plan:
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
     apart: frozenset[str] = field(default=frozenset(), compare=False)
+    other_passes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str, where: str = "plan") -> Plan:
@@ -199,7 +204,9 @@ class Plan:
 
     def __str__(self) -> str:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
-        lines = [f'preset = "{self.preset}"'] if self.preset else []
+        lines = pass_lines("other_passes", self.other_passes)
+        lines += pass_lines("left_out", self.left_out)
+        lines += [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from partc.errors import PlanError
@@ -16,6 +17,8 @@ from partc.plan.sharding import Layout, cut
 
 COMPILERS = ("none", "inductor")  # of the computing between two transfers
 RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
+# Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
+PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
 _FIELDS = {
     "mesh",
     "preset",
@@ -71,7 +74,20 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
-    return {**table, "mesh": mesh, **lists}
+    return {**table, "mesh": mesh, **lists, **_read_passes(text)}
+
+
+def _read_passes(text: str) -> dict[str, tuple[str, ...]]:
+    """The fields that stand as comments at the head of a plan's text."""
+    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    lines = [(name, line.removeprefix(sign)) for line in head for name, sign in PASS_SIGNS
+             if line.startswith(sign)]  # fmt: skip
+    return {name: tuple(listed.split(", ")) for name, listed in lines}
+
+
+def pass_lines(name: str, passes: Sequence[str]) -> list[str]:
+    """The comment that says which passes a plan was made with or without; none for no passes."""
+    return [dict(PASS_SIGNS)[name] + ", ".join(passes)] if passes else []
 
 
 def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
