@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -162,18 +162,18 @@ def compile(
         with no_collecting():
             return job.program(Mesh.of(mesh), wanted, microbatches, aim)
     finally:
-        if dump is not None and job.latest:
+        if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     """What is compiled; every attempt has a graph of its own, as the passes change it."""
 
     step: Traced
     table: Table
     strict: bool
-    latest: list[State] = field(default_factory=list)  # the attempt that a dump shows, if any
+    latest: State | None = None  # the attempt that a dump shows
 
     def program(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
@@ -250,7 +250,7 @@ class _Job:
     def _note(self, state: State) -> None:
         """Keep what a dump is written of."""
         if self.table.keep_texts:
-            self.latest[:] = [state]
+            self.latest = state
 
     def _placed(self, state: State, mesh: Mesh, plan: Plan) -> State:
         """The state of a graph that is to be compiled for this mesh with this plan."""

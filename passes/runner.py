@@ -160,8 +160,8 @@ class State:
     def asked(self, names: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
         """What a function's parameters of these names are given; those with defaults may miss."""
         known = {
-            "graph": self.graph, "local": self.graph, "plan": self.plan, "mesh": self.mesh,
-            "stages": self.stages, "table": self.table, **self.made,
+            "graph": self.graph, "plan": self.plan, "mesh": self.mesh, "stages": self.stages,
+            "table": self.table, **self.made,
         }  # fmt: skip
         return {name: known[name] for name in names if name in known}
 
