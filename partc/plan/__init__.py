@@ -26,7 +26,7 @@ from partc.plan.plan_text import (
     word_lines,
     write_cuts,
 )
-from partc.plan.plan_values import Lies, Values, write_value
+from partc.plan.plan_values import PlannedLayout, Values, write_value
 from partc.plan.sharding import Layout, R, Sharding
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 
@@ -165,18 +165,18 @@ class Plan:
     def used(self, name: str) -> Cuts:
         """The shards of one parameter in use, after the gathers of ``gather``."""
         stored = {axis: x for axis, x in self.stored(name).items() if axis not in self.gather}
-        entry = self.lies(name)
+        entry = self.planned(name)
         if entry is None:
             return stored
         named = {axis: each.out for axis, each in entry.items()}
         every = {**stored, **named} if entry else {}  # an empty entry: "whole" on every axis
         return {axis: layout for axis, layout in every.items() if layout != R}
 
-    def lies(self, name: str) -> Mapping[str, Lies] | None:
+    def planned(self, name: str) -> Mapping[str, PlannedLayout] | None:
         """The entry of ``values`` for a name, by mesh axis; None if no name or pattern fits."""
         if name in self.values:
             return self.values[name]
-        return next((lies for pattern, lies in self.values.items() if fits(pattern, name)), None)
+        return next((entry for pattern, entry in self.values.items() if fits(pattern, name)), None)
 
     @property
     def batch_axes(self) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from partc.errors import PlanError
 from partc.plan.mesh import Mesh
-from partc.plan.plan_values import Lies, read_value
+from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
 
 COMPILERS = ("none", "inductor")  # of the computing between two transfers
@@ -104,7 +104,7 @@ def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
     return cuts
 
 
-def _read_value(entry: Any, where: str) -> dict[str, Lies]:
+def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
     try:
         return read_value(entry)
     except ValueError as error:

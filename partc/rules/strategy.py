@@ -14,7 +14,7 @@ from partc.graph import tensor_args
 from partc.plan.sharding import Layout, M, R, U, cut
 from partc.rules.call import Call, whole_call
 from partc.rules.notation import Dim, Factors, Notation, parse, resolve
-from partc.rules.rows import own_ways
+from partc.rules.rows import permuted_layouts
 from partc.rules.table import Rule, find, name_of
 
 Seen = Collection[tuple[int, Layout]]
@@ -59,7 +59,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     # dict.fromkeys drops repeats and keeps the order, so that equal calls give equal lists.
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
     picked = [_by_operand(s, order) for s in found]
-    picked += [Strategy(*layouts) for layouts in own_ways(node, num, list(seen))]
+    picked += [Strategy(*layouts) for layouts in permuted_layouts(node, num, list(seen))]
     return [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
 
 
