@@ -69,9 +69,8 @@ def check_piece(node: fx.Node) -> None:
     shape = whole.shape
     for operand in tensor_args(node):
         known = value(operand)
-        theirs, ours = (
-            [n for i, n in enumerate(each) if i != dim] for each in (known.shape, shape)
-        )
+        sides = (known.shape, shape)
+        theirs, ours = ([n for i, n in enumerate(each) if i != dim] for each in sides)
         if known.sharding != whole.sharding or theirs != ours:
             why = f"it is a piece along dim {dim}, or the whole of such, and lies as its operands"
             raise wrong(node, why, "Give it the sharding and the other dims of its operands.")
