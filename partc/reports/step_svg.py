@@ -84,7 +84,7 @@ def picture(panels: Sequence[Panel], title: str, verdict: str) -> str:
 
 def _verdict(step: Prediction) -> str:
     """A sentence: how long all transfers take, and which share is hidden."""
-    hidden = sum(each.hidden_s for each in step.axes)
+    hidden = max(sum(each.hidden_s for each in step.axes), 0.0)
     whole = hidden + sum(each.exposed_s for each in step.axes)
     if not whole:
         return "Nothing is transferred."
