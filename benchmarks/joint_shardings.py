@@ -114,10 +114,10 @@ class _Search:
         split_bias(self.graph)
         fuse_loss(self.graph)
         self.axes = [name for name, size in self.graph.mesh.axes if size > 1]
-        lies = Transfers(self.graph.mesh, self.mesh)
+        transfers = Transfers(self.graph.mesh, self.mesh)
         self.values = StepValues(self.graph, Plan())
-        self.ways = CallWays(self.graph, lies, self.mesh.hardware.device, self.values.free)
-        self.filters = Pins(Plan(), self.values, lies)
+        self.ways = CallWays(self.graph, transfers, self.mesh.hardware.device, self.values.free)
+        self.filters = Pins(Plan(), self.values, transfers)
 
     def best(self) -> _State:
         """The best of both orders of axes and of both lifetimes of gathered parameters."""
@@ -204,7 +204,7 @@ def _sink_cuts(choices: Choices, ways: CallWays, values: StepValues) -> Choices:
     for node in reversed(list(values.graph.fx.nodes)):
         if node in values.free and node.op == "call_function":
             found[node] = {}
-            for axis in ways.lies.mesh.names:
+            for axis in ways.transfers.mesh.names:
                 wanted = _wanted(node, axis, {**choices, **found}, values)
                 found[node][axis] = _making(node, axis, wanted, ways)
     return found
@@ -226,10 +226,10 @@ def _making(node: fx.Node, axis: str, wanted: Layout, ways: CallWays) -> Strateg
     if wanted != R and len(results_of(node)) == 1 and node.target is not operator.getitem:
         shapes = [value(o).shape for o in tensor_args(node)]
         for strategy in ways.strategies(node, axis, ((len(shapes), wanted),)):
-            numbers = (ways.lies.number({axis: layout}) for layout in strategy.ins)
+            numbers = (ways.transfers.number({axis: layout}) for layout in strategy.ins)
             pairs = zip(shapes, numbers, strict=True)
             whole = all(layout.kind in ("R", "cut") for layout in strategy.ins)
-            fits = all(ways.lies.fits(shape, number) for shape, number in pairs)
+            fits = all(ways.transfers.fits(shape, number) for shape, number in pairs)
             if strategy.outs == (wanted,) and whole and fits:
                 return strategy
     return whole_strategy(node)

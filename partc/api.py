@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,7 @@ from partc.machines.objective import Objective, objective_of
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.prefetch import prefetches
+from partc.passes.own_passes import check_replay, passes_noted
 from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.choose_plan import AUTO_PLAN, Choice, can_search
 from partc.passes.search.plans.infeasible import too_large
@@ -31,8 +32,9 @@ from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import Stages, stage_ways
-from partc.plan import COMPILERS, Plan
+from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh, MeshLike
+from partc.plan.plan_text import COMPILERS
 from partc.plan.sharding import dtype_name
 from partc.printing import in_pieces
 from partc.program import Program
@@ -112,7 +114,8 @@ def compile(
 
     Raises:
         TraceError: the model cannot be traced, for example where it asks for a tensor's value.
-        PlanError: the plan, a schedule or the mesh contradicts itself or the model.
+        PlanError: the plan, a schedule or the mesh contradicts itself or the model; or other passes
+            run than those with which the plan was made.
         ShardingError: something cannot be sharded as the plan says.
         RuleError: ``strict``, and an op without a rule.
         MemoryLimitError: the predicted peak of a rank is beyond ``memory_bytes``.
@@ -151,6 +154,7 @@ def compile(
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)
     rows = table(left_out=disable, keep_texts=dump is not None)
+    check_replay(wanted, rows)
     if dump is not None:
         check_folder(dump)
     job = _Job(Traced.of(model, inputs, loss), rows, strict)
@@ -158,18 +162,18 @@ def compile(
         with no_collecting():
             return job.program(Mesh.of(mesh), wanted, microbatches, aim)
     finally:
-        if dump is not None and job.latest:
+        if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     """What is compiled; every attempt has a graph of its own, as the passes change it."""
 
     step: Traced
     table: Table
     strict: bool
-    latest: list[State] = field(default_factory=list)  # the attempt that a dump shows, if any
+    latest: State | None = None  # the attempt that a dump shows
 
     def program(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
@@ -246,7 +250,7 @@ class _Job:
     def _note(self, state: State) -> None:
         """Keep what a dump is written of."""
         if self.table.keep_texts:
-            self.latest[:] = [state]
+            self.latest = state
 
     def _placed(self, state: State, mesh: Mesh, plan: Plan) -> State:
         """The state of a graph that is to be compiled for this mesh with this plan."""
@@ -328,7 +332,7 @@ def compile_pipeline(state: State) -> Iterator[State]:
 
 def program_of(state: State) -> Program:
     """What was printed, with all that is known of it."""
-    plan, made = state.plan, state.made
+    plan, made = state.plan.changed(**passes_noted(state)), state.made
     graph: Graph = made["joint"]
     staged: Stages | None = made.get("staged")
     order = staged.step.schedule if staged else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from partc.atomic import atomic_directory, refuse_strangers
@@ -11,16 +11,15 @@ from partc.passes.runner import Ran, State
 WRITTEN = ("[0-9][0-9]-*.txt",)
 
 
-def write_dump(states: Sequence[State], folder: str | Path) -> None:
-    """Write ``44-insert_collectives.txt`` and its like into a folder, which only an earlier dump
+def write_dump(state: State, folder: str | Path) -> None:
+    """Write ``NN-insert_collectives.txt`` and its like into a folder, which only an earlier dump
     may be in; of a pipeline a file for each stage, once there are stages. The number is the pass's
     in the table. UsageError if the folder has other files.
     """
     with atomic_directory(folder, WRITTEN, sign="") as new:
-        for state in states:
-            for row, ran in sorted(state.ran.items()):
-                for name, text in _files(row + 1, ran):
-                    (new / name).write_text(text, encoding="utf-8", newline="\n")
+        for row, ran in sorted(state.ran.items()):
+            for name, text in _files(row + 1, ran):
+                (new / name).write_text(text, encoding="utf-8", newline="\n")
 
 
 def check_folder(folder: str | Path) -> None:

@@ -17,8 +17,9 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from partc.errors import UsageError
-from partc.passes.runner import Pass, Table
+from partc.errors import PlanError, UsageError
+from partc.passes.runner import OTHERS, Pass, State, Table
+from partc.plan import Plan
 
 GROUP = "partc.passes"
 PROOF = "check"  # from this pass on a graph stays as it was proved
@@ -86,6 +87,39 @@ def with_own(table: Sequence[Pass]) -> Table:
         if own.name not in placed:
             raise _no_place(own, after, after in known)
     return Table(rows)
+
+
+def passes_noted(state: State) -> dict[str, tuple[str, ...]]:
+    """What a plan says of passes that not every compile has: the fields of a ``Plan``."""
+    left = (each for each in state.table.passes if each.name in state.table.left_out)
+    others = state.made.get(OTHERS, {}).items()
+    return {
+        "other_passes": tuple(f"{name} ({where})" for name, where in others),
+        "left_out": tuple(dict.fromkeys(each.name for each in left if each.when.holds(state))),
+    }
+
+
+def check_replay(plan: Plan, rows: Table) -> None:
+    """PlanError if a plan was made with a pass that does not run here, or without one that does."""
+    named = {each.name for each in rows.passes}
+    running = named - rows.left_out
+    for text in plan.other_passes:
+        if text.partition(" ")[0] not in running:
+            raise PlanError(
+                where="plan",
+                what=f"it was made with the pass {text}",
+                why="no such pass runs here",
+                do="Install or import its package, or delete the plan's line of passes of others.",
+            )
+    for name in plan.left_out:
+        if name in running:
+            raise PlanError(
+                where="plan",
+                what=f"it was made without the pass {name}",
+                why="the pass runs here",
+                do=f"Compile with disable=[{name!r}] (--disable), or delete the plan's line of "
+                "passes that are left out.",
+            )
 
 
 def _following(row: Pass, name: str) -> Iterator[Pass]:

@@ -30,6 +30,7 @@ class When:
 
 
 ALWAYS = When("", lambda state: True)
+OTHERS = "other_passes"  # of what passes made: users' passes that ran, with their modules
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ class State:
     def asked(self, names: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
         """What a function's parameters of these names are given; those with defaults may miss."""
         known = {
-            "graph": self.graph, "local": self.graph, "plan": self.plan, "mesh": self.mesh,
-            "stages": self.stages, "table": self.table, **self.made,
+            "graph": self.graph, "plan": self.plan, "mesh": self.mesh, "stages": self.stages,
+            "table": self.table, **self.made,
         }  # fmt: skip
         return {name: known[name] for name in names if name in known}
 
@@ -187,6 +188,8 @@ def _run_one(state: State, row: int, each: Pass) -> None:
     else:
         _apply(state, each, names)
     seconds = perf_counter() - begun
+    if not each.own:
+        state.made[OTHERS] = {**state.made.get(OTHERS, {}), each.name: each.where}
     if each.on_graph:
         for graph in _graphs(state):
             check_sound(graph, each)

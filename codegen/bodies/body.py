@@ -11,7 +11,7 @@ from torch import fx
 
 from partc.codegen.calls.buffers_in_place import SIGNS
 from partc.codegen.calls.inline import is_free, is_pointwise
-from partc.codegen.calls.names import inside
+from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.spell import first_result, written_over
 from partc.codegen.calls.statements import Statement
 from partc.codegen.calls.storage import owner

@@ -6,12 +6,20 @@ All its methods are printed from the calls of the run's first block.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from torch import fx, nn
 
+from partc.codegen.bodies.block_arguments import (
+    ARGUMENT_TYPES,
+    LEFT,
+    SAVED,
+    argument_name,
+    main_slot,
+    passed,
+)
+from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.frees import Ledger, free_blocks
 from partc.codegen.bodies.tables import TABLES, declarations
@@ -24,19 +32,10 @@ from partc.codegen.calls.transfers import weights_of
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.repeats.equal import Group, ends_step, made_in_step
-from partc.codegen.repeats.slots import Interface, Slot
+from partc.codegen.repeats.slots import Interface
 from partc.codegen.text import Line, Text, block, wrap
-from partc.graph import Graph, Kind, Phase, collectives, fake_of, is_tensor, tensor_args, value
-from partc.graph.moves import gathers_param, moves
-
-SAVED = "list[Tensor]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "list"}
-# The names of the lists of saved values that one phase leaves for a later one.
-LEFT: dict[tuple[Phase, Phase], str] = {
-    ("F", "B"): "saved",
-    ("F", "W"): "kept",
-    ("B", "W"): "left",
-}
+from partc.graph import Graph, Kind, Phase, tensor_args, value
+from partc.graph.moves import moves
 
 
 @dataclass
@@ -131,19 +130,8 @@ class BlockClass:
         return bool(starts) and all(value(n).phase == "S" for n in starts)
 
     def gathered(self, side: Interface) -> list[fx.Node]:
-        """The gathers of the block's own weights with which a phase begins, in a fixed order.
-
-        Gathers of one weight each come before those of several; both are in the order of the
-        parameters.
-        """
-        own = {side.own(slot) for slot in side.of("own")}
-        starts = [
-            n for n in side.group.nodes if gathers_param(n) and own.issuperset(tensor_args(n))
-        ]
-        order = list(self.graph.params.values())
-        return sorted(
-            starts, key=lambda n: (len(tensor_args(n)) > 1, order.index(tensor_args(n)[0]))
-        )
+        """The gathers of the block's own weights with which a phase begins, in a fixed order."""
+        return first_gathers(self.graph, side)
 
     def gather_name(self, side: Interface) -> str:
         """The name of the method that starts a phase's gathers; "" if it gathers nothing.
@@ -161,29 +149,11 @@ class BlockClass:
             name = self.gather_name(side)
             if name:
                 purpose = "" if name == "gather" else " for its backward"
-                lines = self._gathering(side)
+                lines = gather_lines(
+                    self.gathered(side), self._attribute, self._params(), self.helpers
+                )
                 methods[name] = {"name": name, "purpose": purpose, "body": block(lines, 2)}
         return list(methods.values())
-
-    def _gathering(self, side: Interface) -> list[Line]:
-        """The lines that start a phase's gathers; ``self.whole`` holds them until ``take``."""
-        lines: list[Line] = []
-        for starts in _gathered_alike(self.gathered(side)):
-            lines += self._start(starts, "+=" if lines else "=")
-        return lines
-
-    def _start(self, starts: Sequence[fx.Node], put: str) -> list[Line]:
-        """The lines that start gathers which are alike: one transfer, or a loop over weights."""
-        names = [self._attribute(shard) for node in starts for shard in tensor_args(node)]
-        whole, alone = names == self._params(), len(starts) == 1
-        shards = "[*self.parameters()]" if whole else f"[{', '.join(names)}]"
-        sent = shards if alone else "[weight]"
-        call = c10d.transfer(starts[0], sent, moves(starts[0]), self.helpers)
-        if alone:
-            return [Line(f"self.whole {put} {call}")]
-        empty = [Line("self.whole = []")] if put == "=" else []
-        each = "self.parameters()" if whole else shards
-        return [*empty, Line(f"for weight in {each}:"), Line(f"self.whole += {call}", indent=1)]
 
     def taken(self, gathered: str, side: Interface) -> str:
         """The call that waits for a phase's gathered weights: ``take(self.whole)``."""
@@ -370,24 +340,6 @@ def _signature(name: str, arguments: Sequence[str], result: str) -> str:
     return "\n".join(wrap(f"def {name}({', '.join(arguments)}) -> {result}:", 4))
 
 
-def passed(side: Interface) -> list[Slot]:
-    """The slots of values that a method takes as arguments, in the order of the arguments."""
-    return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
-
-
-def main_slot(side: Interface) -> Slot | None:
-    """The slot of the biggest value that each block hands to the next: the residual stream."""
-    carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
-    return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
-
-
-def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
-    """The wanted name of an argument of a block's method."""
-    if slot.kind != "carried" or slot is main_slot(side):
-        return wish.get(side.own(slot), "value")
-    return wish.get(side.group.nodes[slot.position], "value")
-
-
 def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Class name and attribute of each run: ``Layer`` and ``layers`` for ``model.layers.*``.
 
@@ -408,16 +360,3 @@ def class_names(runs: Sequence[Run]) -> list[tuple[str, str]]:
         )
         found.append((classes.fresh(name or "Block"), attribute))
     return found
-
-
-def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Gathers that one loop can start: neighbours of one weight each over the same axis.
-
-    A gather of several weights is alone.
-    """
-
-    def alike(start: fx.Node) -> object:
-        joined = start.target in collectives.JOINED
-        return start if joined else tuple(start.kwargs[k] for k in ("axis", "num"))
-
-    return (list(together) for _, together in groupby(starts, key=alike))

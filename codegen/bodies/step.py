@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from partc.codegen.bodies.block_arguments import argument_name, main_slot, passed
 from partc.codegen.bodies.body import Body
-from partc.codegen.bodies.classes import BlockClass, argument_name, main_slot, passed
-from partc.codegen.calls.names import inside
+from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.calls.path_names import inside
 from partc.codegen.calls.statements import Statement
 from partc.codegen.repeats.blocks import LATER, Item, Loop, Run
 from partc.codegen.repeats.slots import Interface, Slot

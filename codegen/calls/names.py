@@ -10,11 +10,13 @@ import builtins
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from torch import fx
 
+from partc.codegen.calls.op_names import op_name, result_name
+from partc.codegen.calls.path_names import inside, is_within, last_words, module_name
 from partc.codegen.helpers import needed as helpers
 from partc.codegen.safety import FORBIDDEN
 from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
@@ -50,10 +52,6 @@ COMMON = {
     "outputs",
     "result",
 }  # say nothing about the value
-PLAIN = {
-    "to_copy": "cast", "unsafe_view": "view", "sum": "total", "pow": "power", "slice": "part",
-    "cross_entropy_grad": "logits",
-}  # fmt: skip
 # The targets of an assignment in a source line: ``a, b`` of ``model.py:14: a, b = x.chunk(2)``.
 _TARGETS = re.compile(
     r"(?:[\w.\-/]+:\d+: )?\s*([A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?=(?!=)"
@@ -133,50 +131,9 @@ def _follow_operands(forward: list[fx.Node], named: dict[fx.Node, str]) -> None:
             named[node] = f"{named[node.all_input_nodes[0]]}_{dtype}"
 
 
-def inside(path: str, prefix: str) -> str:
-    """A module path or name as seen from the module at ``prefix``.
-
-    >>> inside("h.0.mlp.fc", "h.0")
-    'mlp.fc'
-    """
-    if path == prefix:
-        return ""
-    return path.removeprefix(f"{prefix}.") if prefix else path
-
-
 def known_as(node: fx.Node) -> str:
     """The name by which ``Value.forward`` of a backward call refers to this forward call."""
     return value(node).name or node.name
-
-
-def module_name(path: str) -> str:
-    """The last name of a module path with the indices around it: ``h.0.mlp`` is ``mlp_0``.
-
-    >>> module_name("encoder.layers.3.fc.1")
-    'fc_3_1'
-    """
-    words: list[str] = []
-    numbers: list[str] = []
-    for part in path.split("."):
-        (numbers if part.isdigit() else words).append(part)
-    return "_".join([*(words[-1:] or ["m"]), *numbers])
-
-
-def op_name(node: fx.Node) -> str:
-    """The op's own name: ``silu`` of ``aten.silu.default``, ``attention`` of every fused kernel."""
-    target = node.target
-    if isinstance(target, helpers.Outlined):
-        return target.results[0]
-    if target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return op_name(node.args[0])
-    name = str(
-        getattr(getattr(target, "_schema", None), "name", "")
-        or getattr(target, "__name__", "value")
-    )
-    name = name.split("::")[-1].strip("_")
-    if name.startswith("scaled_dot_product"):
-        return "attention"
-    return PLAIN.get(name, name)
 
 
 def is_given(node: fx.Node, wish: str) -> bool:
@@ -192,61 +149,19 @@ def _placeholder_names(graph: Graph, prefix: str) -> Iterator[tuple[fx.Node, str
         yield node, "x" if is_forward(node) else "d_y"
     for kind in ("param", "buffer", "input"):
         placed = graph.placeholders(kind)
-        names = [inside(name, prefix) for name in placed if _within(name, prefix)]
-        short = Counter(map(_last_words, names))
+        names = [inside(name, prefix) for name in placed if is_within(name, prefix)]
+        short = Counter(map(last_words, names))
         for name, node in placed.items():
             own = inside(name, prefix)
-            alone = own in names and short[_last_words(own)] == 1
-            yield node, identifier(_last_words(own) if alone else own)
-
-
-def _last_words(name: str) -> str:
-    """A parameter's short name, used if no other parameter has the same one.
-
-    It has the last two words of the full name, with the list's name before a layer's number.
-
-    >>> _last_words("self_attn.q_proj.weight"), _last_words("model.blocks.5.weight")
-    ('q_proj.weight', 'blocks.5.weight')
-    """
-    parts = name.split(".")
-    first = max((i for i, part in enumerate(parts[:-1]) if not part.isdigit()), default=0)
-    return ".".join(parts[first:])
-
-
-RESULTS = {  # names of the results of ops whose schema does not name them
-    "native_layer_norm": ("", "mean", "rstd"),
-    "native_group_norm": ("", "mean", "rstd"),
-    "native_batch_norm": ("", "mean", "rstd"),
-    "native_batch_norm_legit_functional": ("", "mean", "rstd", "running_mean", "running_var"),
-    "nll_loss_forward": ("", "count"),
-    "nll_loss2d_forward": ("", "count"),
-    "max_pool2d_with_indices": ("", "indices"),
-    "var_mean": ("var", "mean"),
-}
+            alone = own in names and short[last_words(own)] == 1
+            yield node, identifier(last_words(own) if alone else own)
 
 
 def _result_names(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
     """Names of the results of calls with several: ``mean`` and ``rstd`` of a layer norm."""
     for node in nodes:
-        if name := _result_name(node):
+        if name := result_name(node):
             yield node, name
-
-
-def _result_name(node: fx.Node) -> str:
-    """The name that an op with several results has for this one; "" if it has none."""
-    if node.target is not operator.getitem:
-        return ""
-    index, names = node.args[1], _names_of_results(node.all_input_nodes[0])
-    known = isinstance(index, int) and index < len(names) and names[index] != "output"
-    return names[index] or "" if known else ""  # type: ignore[index]
-
-
-def _names_of_results(call: fx.Node) -> Sequence[str | None]:
-    if isinstance(call.target, helpers.Outlined):
-        return call.target.results
-    schema = getattr(call.target, "_schema", None)
-    returns = [result.name for result in schema.returns] if schema is not None else []
-    return RESULTS.get(op_name(call)) or returns
 
 
 def _compiled_names(graph: Graph) -> Iterator[tuple[fx.Node, str]]:
@@ -305,17 +220,13 @@ def _module_names(nodes: list[fx.Node], prefix: str) -> Iterator[tuple[fx.Node, 
         readers = [value(u).module for u in node.users if has_value(u) and is_forward(u)]
         path = value(node).module
         while path and is_tensor(node):
-            if any(not _within(reader, path) for reader in readers):
+            if any(not is_within(reader, path) for reader in readers):
                 results.setdefault((path, value(node).turn), []).append(node)
             path = path.rpartition(".")[0]
     # The innermost module wins: its name comes last and replaces an outer module's.
     for path, turn in sorted(results, key=lambda at: at[0].count(".")):
         if len(results[path, turn]) == 1 and path != prefix:
             yield results[path, turn][0], module_name(inside(path, prefix))
-
-
-def _within(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _gradient_names(
@@ -344,7 +255,7 @@ def _gradient_names(
             found |= {node: compiled[node]} if compiled[node].startswith("d_") else {}
         elif _is_again(node, found, known) and before not in found:
             again = before or known.get(value(node).name) or known.get(_origin(node))
-            unknown = _result_name(node) or op_name(node)
+            unknown = result_name(node) or op_name(node)
             named[node] = unknown if again is None else named.get(again, unknown)
             _follow_operands([node], named)
         elif node in final:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from partc.codegen.bodies.classes import passed
+from partc.codegen.bodies.block_arguments import passed
 from partc.codegen.repeats.blocks import Item, Loop
 from partc.codegen.repeats.slots import Interface
 from partc.graph import Graph, Phase, value

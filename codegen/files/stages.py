@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from torch import fx, nn
 
-from partc.codegen.bodies.classes import LEFT, BlockClass
+from partc.codegen.bodies.block_arguments import LEFT
+from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody

@@ -65,11 +65,13 @@ def check_piece(node: fx.Node) -> None:
     rank's.
     """
     dim = int(str(node.args[1]))
-    lies, shape, here = value(node).sharding, value(node).shape, fake_of(node).shape
+    whole, here = value(node), fake_of(node).shape
+    shape = whole.shape
     for operand in tensor_args(node):
         known = value(operand)
-        others = [(size, i) for i, size in enumerate(known.shape) if i != dim]
-        if known.sharding != lies or others != [(n, i) for i, n in enumerate(shape) if i != dim]:
+        sides = (known.shape, shape)
+        theirs, ours = ([n for i, n in enumerate(each) if i != dim] for each in sides)
+        if known.sharding != whole.sharding or theirs != ours:
             why = f"it is a piece along dim {dim}, or the whole of such, and lies as its operands"
             raise wrong(node, why, "Give it the sharding and the other dims of its operands.")
         if known.shape[dim] * here[dim] != shape[dim] * fake_of(operand).shape[dim]:

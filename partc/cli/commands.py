@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def compile_command(args: argparse.Namespace) -> int:
 
 def _recompute(args: argparse.Namespace) -> str | list[str] | None:
     """The value of ``--recompute`` for a plan: one of its words, or a list of module paths."""
-    from partc.plan import RECOMPUTES
+    from partc.plan.plan_text import RECOMPUTES
 
     said: str | None = args.recompute
     return said if said is None or said in RECOMPUTES else said.split(",")
@@ -80,11 +81,9 @@ def passes_command(args: argparse.Namespace) -> int:
 
 
 def explain_command(args: argparse.Namespace) -> int:
-    """Explain a saved program or an error code, or list the sharding rules."""
+    """Explain a saved program, an error code, the sharding rule of an op, or list the rules."""
     if args.rules:
-        rules = _rules()
-        width = max(map(len, rules), default=0)
-        _tell(args, "\n".join(f"{n:<{width}}  {text}" for n, text in rules.items()), rules)
+        _explain_rules(args)
     elif args.what is None:
         raise UsageError(
             where="partc explain",
@@ -97,6 +96,19 @@ def explain_command(args: argparse.Namespace) -> int:
     else:
         _explain_program(args)
     return 0
+
+
+def _explain_rules(args: argparse.Namespace) -> None:
+    """The rule of the op that the command names, or a line for every op with a rule."""
+    from partc.rules.explain_rule import all_rules, explain_rule
+
+    if args.what:
+        known = explain_rule(args.what)
+        _tell(args, "\n".join(map(str, known)), {"ops": [asdict(each) for each in known]})
+        return
+    rules = all_rules()
+    width = max(map(len, rules), default=0)
+    _tell(args, "\n".join(f"{n:<{width}}  {text}" for n, text in rules.items()), rules)
 
 
 def simulate_command(args: argparse.Namespace) -> int:
@@ -267,17 +279,6 @@ def _target(
         target = target.for_inference() if program.role(0).is_inference else target
     load(folder, model=target.model)
     return target
-
-
-def _rules() -> dict[str, str]:
-    """Every op with a sharding rule -> the rule's letters, or its function's docstring."""
-    from partc.rules.table import RULES  # importing the package registers every family
-
-    def text(notation: Any) -> str:
-        said = notation if isinstance(notation, str) else notation.__doc__
-        return (said or "depends on the call").strip().splitlines()[0]
-
-    return {name: text(RULES[name].notation) for name in sorted(RULES)}
 
 
 def _sizes(args: argparse.Namespace) -> Any:

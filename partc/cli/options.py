@@ -163,10 +163,14 @@ def _passes_options(parser: argparse.ArgumentParser) -> None:
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", nargs="?", help="folder of a saved program, or an error code such as PTC030"
+        "what",
+        nargs="?",
+        help="folder of a saved program, an error code such as PTC030, or with --rules an op",
     )
     parser.add_argument(
-        "--rules", action="store_true", help="list the ops that have a sharding rule, and the rules"
+        "--rules",
+        action="store_true",
+        help="list the ops that have a sharding rule; with an op (aten.mm) say how it is cut",
     )
     parser.add_argument(
         "--source", action="store_true", help="print the Python text that the rank --rank runs"

@@ -60,7 +60,7 @@ def record_step(graph: Graph, ran: Replay, prefetch: int = 1) -> StepEvents:
     found = ((block, list(run)) for block, run in groupby(calls, key=outermost_block))
     runs = [_Calls(block, mine, graph.times(mine[0])) for block, mine in found]
     recorder = _Recorder(ran, lambda node: "B" if is_backward(node) else "F", apart=True)
-    return replace(recorder.tape(runs), prefetch=prefetch)
+    return replace(recorder.step(runs), prefetch=prefetch)
 
 
 def record_phases(graph: Graph, ran: Replay) -> StepEvents:
@@ -75,7 +75,7 @@ def record_phases(graph: Graph, ran: Replay) -> StepEvents:
     added = {node for node in graph.calls() if _is_added(node, grads)}
     return _Recorder(
         ran, lambda node: value(node).phase, apart=False, added=added, joined=_joined(graph)
-    ).tape(runs)  # fmt: skip
+    ).step(runs)  # fmt: skip
 
 
 def _joined(graph: Graph) -> dict[fx.Node, Move | None]:
@@ -138,7 +138,7 @@ class _Recorder:
     added: Set[fx.Node] = frozenset()  # to sums over microbatches
     joined: Mapping[fx.Node, Move | None] = field(default_factory=dict)
 
-    def tape(self, runs: list[_Calls]) -> StepEvents:
+    def step(self, runs: list[_Calls]) -> StepEvents:
         self._mark(runs)
         order = [Place(each.label, _number(self.runs, self._run(each)), each.times)
                  for each in runs]  # fmt: skip

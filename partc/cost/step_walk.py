@@ -23,16 +23,16 @@ _NOTHING = ("", Run((), (), False))
 _UnderWay = dict[str, tuple[Move, float]]  # a transfer's mark -> the transfer, when it ends
 
 
-def step_times(tape: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
+def step_times(step: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict[str, Spent]:
     """The time of each phase (``PHASES``) of a step without pipeline stages.
 
     A ``clock`` with boxes records the time line too.
     """
     forward, backward, gradients = spent = [Spent() for _ in PHASES]
-    walk = _Walk(tape, clock or Clock(mesh))
+    walk = _Walk(step, clock or Clock(mesh))
     reduced: list[tuple[Move, float]] = []  # gradients on their way, and when they arrive
     ahead: deque[_UnderWay] = deque()  # the gathers of following runs, by run
-    runs = [*tape.unrolled()]
+    runs = [*step.unrolled()]
     # an empty run in front, during which the first block's parameters are gathered
     for number, (block, here) in enumerate([_NOTHING, *runs]):
         closes = bool(block) and here.is_backward
@@ -40,7 +40,7 @@ def step_times(tape: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict
         walk.under_way |= ahead.popleft() if ahead else {}
         between = not block and number > 1
         begun = number + len(ahead)
-        for _, following in runs[begun : number + (tape.prefetch if between else 1)]:
+        for _, following in runs[begun : number + (step.prefetch if between else 1)]:
             at = backward if closes else forward
             ahead.append({e.mark: walk.start(e, at) for e in following.gathers})
         walk.clock.block = block
@@ -61,22 +61,22 @@ def step_times(tape: StepEvents, mesh: Mesh, clock: Clock | None = None) -> dict
     return dict(zip(PHASES, spent, strict=True))
 
 
-def step_seconds(tape: StepEvents, mesh: Mesh) -> float:
+def step_seconds(step: StepEvents, mesh: Mesh) -> float:
     """Seconds of a step without pipeline stages, and without the optimizer."""
-    return sum(spent.seconds for spent in step_times(tape, mesh).values())
+    return sum(spent.seconds for spent in step_times(step, mesh).values())
 
 
-def walk_phases(tape: StepEvents, mesh: Mesh) -> dict[Phase, Spent]:
+def walk_phases(step: StepEvents, mesh: Mesh) -> dict[Phase, Spent]:
     """The time of each phase of a pipeline stage; each phase starts with idle streams.
 
     ``mesh`` has all axes, ``pp`` too: which links an axis crosses depends on all axes.
     """
     walks: dict[str, _Walk] = {}
     spent: dict[Phase, Spent] = {}
-    for _, run in tape.unrolled():
+    for _, run in step.unrolled():
         for event in run.events:
             phase: Phase = event.phase  # type: ignore[assignment]
-            walk = walks.setdefault(phase, _Walk(tape, Clock(mesh)))
+            walk = walks.setdefault(phase, _Walk(step, Clock(mesh)))
             walk.run(event, spent.setdefault(phase, Spent()))
     return spent
 
@@ -89,14 +89,14 @@ def phase_times(graph: Graph, ran: Replay, mesh: Mesh) -> dict[Phase, Spent]:
 class _Walk:
     """Runs events on a clock, and keeps the transfers that are under way by their marks."""
 
-    def __init__(self, tape: StepEvents, clock: Clock) -> None:
-        self.tape, self.clock = tape, clock
+    def __init__(self, step: StepEvents, clock: Clock) -> None:
+        self.step, self.clock = step, clock
         self.under_way: _UnderWay = {}
 
     def run(self, event: Event, spent: Spent) -> None:
         """Execute a call, a start or a wait; a wait for a transfer never started does nothing."""
         if event.code == CALL:
-            self.clock.compute(self.tape.calls[event.number], spent)
+            self.clock.compute(self.step.calls[event.number], spent)
         elif event.code != WAIT:
             self.under_way[event.mark] = self.start(event, spent)
         elif event.mark in self.under_way:
@@ -104,7 +104,7 @@ class _Walk:
 
     def start(self, event: Event, spent: Spent) -> tuple[Move, float]:
         """Start a transfer on the clock; return the transfer, and when it ends."""
-        move = self.tape.moves[event.number]
+        move = self.step.moves[event.number]
         return move, self.clock.start(move, spent)
 
     def finish(self, moves: list[tuple[Move, float]], spent: Spent) -> None:

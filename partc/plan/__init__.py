@@ -1,54 +1,37 @@
 """The plan: every decision of a compile, as a TOML text that a person can read, edit and replay.
 
 In: a plan.toml, or the decisions of a preset or of the search. Out: a `Plan`, which passes read.
-Start: here; `mesh.py` has the device mesh, `sharding.py` the layout of a tensor on the mesh.
+Start: here; `plan_text.py` has the text form, `mesh.py` the device mesh, `sharding.py` layouts.
 Never: a graph or a pass, since a plan can be read without the model.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from partc.errors import PlanError
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
-from partc.plan.plan_values import Lies, Values, read_value, write_value
-from partc.plan.sharding import Layout, R, Sharding, cut
+from partc.plan.plan_text import (
+    escape,
+    list_lines,
+    pass_lines,
+    plan_error,
+    quote,
+    read_fields,
+    section_lines,
+    word_lines,
+    write_cuts,
+)
+from partc.plan.plan_values import PlannedLayout, Values, write_value
+from partc.plan.sharding import Layout, R, Sharding
 from partc.schedules.csv_form import CSV, load_csv, write_csv
 
 T = TypeVar("T")
 Cuts = Mapping[str, Layout]  # mesh axis -> shard, for one tensor
-COMPILERS = ("none", "inductor")  # of the computing between two transfers
-RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
-_FIELDS = {
-    "mesh",
-    "preset",
-    "microbatches",
-    "schedule",
-    "order",
-    "chunks",
-    "memory_bytes",
-    "stages",
-    "reduce",
-    "batch_norm",
-    "recompute",
-    "compile",
-    "join_mb",
-    "messages",
-    "prefetch",
-    "pieces",
-    "inputs",
-    "params",
-    "gather",
-    "scatter",
-    "values",
-    "notes",
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +73,9 @@ class Plan:
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
     block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
-    the values that the pattern stands for.
+    the values that the pattern stands for. ``other_passes`` are passes of users' packages that took
+    part in the compile which wrote the plan, and ``left_out`` passes of partc that did not; both
+    are comments at the head of the text.
     """
 
     mesh: Mesh | None = None
@@ -116,6 +101,8 @@ class Plan:
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
     apart: frozenset[str] = field(default=frozenset(), compare=False)
+    other_passes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str, where: str = "plan") -> Plan:
@@ -132,28 +119,7 @@ class Plan:
 
             partc.Plan.parse('preset = "fsdp"\\nmicrobatches = 4')
         """
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise _wrong(where, "this is not TOML", str(error)) from None
-        unknown = sorted(set(table) - _FIELDS)  # misspelt: the search would decide instead
-        if unknown:
-            raise _wrong(
-                where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
-            )
-        mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
-        for name in ("params", "inputs"):
-            table[name] = {
-                k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()
-            }
-        table["values"] = {
-            k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
-        }
-        _check_words(table, where)
-        lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
-        if isinstance(table.get("recompute"), list):
-            lists["recompute"] = tuple(table["recompute"])
-        return cls(**{**table, "mesh": mesh, **lists})
+        return cls(**read_fields(text, where))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -168,7 +134,7 @@ class Plan:
         try:
             plan = cls.parse(Path(path).read_text(), str(path))
         except OSError as error:
-            raise _wrong(str(path), "the plan cannot be read", str(error)) from None
+            raise plan_error(str(path), "the plan cannot be read", str(error)) from None
         return plan.with_order(Path(path).parent)
 
     def with_order(self, folder: Path = Path()) -> Plan:
@@ -179,7 +145,7 @@ class Plan:
         """
         if self.order and not self.schedule.endswith(CSV):
             why = f"the order is that of a file, and the schedule is {self.schedule!r}"
-            raise _wrong("plan, order", f'without schedule = "own{CSV}" it has no name', why)
+            raise plan_error("plan, order", f'without schedule = "own{CSV}" it has no name', why)
         if self.order or not self.schedule.endswith(CSV):
             return self
         own = load_csv(folder / self.schedule)
@@ -199,18 +165,18 @@ class Plan:
     def used(self, name: str) -> Cuts:
         """The shards of one parameter in use, after the gathers of ``gather``."""
         stored = {axis: x for axis, x in self.stored(name).items() if axis not in self.gather}
-        entry = self.lies(name)
+        entry = self.planned(name)
         if entry is None:
             return stored
         named = {axis: each.out for axis, each in entry.items()}
         every = {**stored, **named} if entry else {}  # an empty entry: "whole" on every axis
         return {axis: layout for axis, layout in every.items() if layout != R}
 
-    def lies(self, name: str) -> Mapping[str, Lies] | None:
+    def planned(self, name: str) -> Mapping[str, PlannedLayout] | None:
         """The entry of ``values`` for a name, by mesh axis; None if no name or pattern fits."""
         if name in self.values:
             return self.values[name]
-        return next((lies for pattern, lies in self.values.items() if fits(pattern, name)), None)
+        return next((entry for pattern, entry in self.values.items() if fits(pattern, name)), None)
 
     @property
     def batch_axes(self) -> set[str]:
@@ -238,35 +204,37 @@ class Plan:
 
     def __str__(self) -> str:
         """The TOML form; ``Plan.parse`` reads it back to an equal plan."""
-        lines = [f'preset = "{self.preset}"'] if self.preset else []
+        lines = pass_lines("other_passes", self.other_passes)
+        lines += pass_lines("left_out", self.left_out)
+        lines += [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
-        lines += _words("recompute", self.recompute)
-        lines += _words("compile", self.compile) if self.compile != "none" else []
+        lines += word_lines("recompute", self.recompute)
+        lines += word_lines("compile", self.compile) if self.compile != "none" else []
         lines += [f"join_mb = {self.join_mb:g}"]
         if self.messages is not None:
             lines += [f"messages = {str(self.messages).lower()}"]
         if self.microbatches > 1:
             lines += [f'reduce = "{self.reduce}"']
         if self.schedule:
-            lines += [f"schedule = {_quote(self.schedule)}"]
+            lines += [f"schedule = {quote(self.schedule)}"]
         if self.order:
-            lines += ['order = """', *(_escape(row) for row in self.order.splitlines()), '"""']
+            lines += ['order = """', *(escape(row) for row in self.order.splitlines()), '"""']
         counts = (
             ("prefetch", self.prefetch), ("pieces", self.pieces), ("chunks", self.chunks),
             ("memory_bytes", self.memory_bytes),
         )  # fmt: skip
         lines += [f"{name} = {count}" for name, count in counts if count]
-        lines += _list("stages", self.stages) + _list("notes", self.notes)
+        lines += list_lines("stages", self.stages) + list_lines("notes", self.notes)
         if self.mesh is not None:
             lines += ["", "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.axes)]
-        lines += _section("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
-        lines += _section("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
+        lines += section_lines("gather", {axis: f'"{life}"' for axis, life in self.gather.items()})
+        lines += section_lines("scatter", {axis: str(dim) for axis, dim in self.scatter.items()})
         for name, table in (("inputs", self.inputs), ("params", self.params)):
-            lines += _section(
-                name, {_quote(k): _write_cuts(v) for k, v in fold_names(table).items()}
+            lines += section_lines(
+                name, {quote(k): write_cuts(v) for k, v in fold_names(table).items()}
             )
         values = fold_names(self.values, self.apart).items()
-        lines += _section("values", {_quote(k): write_value(v) for k, v in values})
+        lines += section_lines("values", {quote(k): write_value(v) for k, v in values})
         return "\n".join(lines) + "\n"
 
     def changed(self, **changes: Any) -> Plan:
@@ -327,93 +295,3 @@ def _patterns(name: str) -> Iterator[str]:
         for number in reversed(taken):
             parts[number.start() : number.end()] = "*"
         yield "".join(parts)
-
-
-def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
-    if not isinstance(entry, Mapping):
-        raise _wrong(
-            where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }"
-        )
-    cuts = {}
-    for axis, at in entry.items():
-        dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)
-        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
-            raise _wrong(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
-        cuts[axis] = cut(dim, outer)
-    return cuts
-
-
-def _read_value(entry: Any, where: str) -> dict[str, Lies]:
-    try:
-        return read_value(entry)
-    except ValueError as error:
-        raise _wrong(where, f"{entry!r} is not understood", str(error)) from None
-
-
-def _write_cuts(cuts: Cuts) -> str:
-    texts = [f"{a} = {x.dim if x.outer == 1 else f'[{x.dim}, {x.outer}]'}" for a, x in cuts.items()]
-    return "{ " + ", ".join(texts) + " }" if texts else "{}"
-
-
-def _words(name: str, given: str | tuple[str, ...]) -> list[str]:
-    """The TOML line of a field that is one word or a list of words."""
-    if isinstance(given, str):
-        return [f"{name} = {_quote(given)}"]
-    return [f"{name} = [{', '.join(map(_quote, given))}]"]
-
-
-def _list(name: str, texts: Iterable[str]) -> list[str]:
-    rows = [f"    {_quote(text)}," for text in texts]
-    return [f"{name} = [", *rows, "]"] if rows else []
-
-
-def _section(name: str, entries: Mapping[str, str]) -> Iterable[str]:
-    return (
-        ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
-    )
-
-
-def _quote(text: str) -> str:
-    return f'"{_escape(text)}"'
-
-
-def _escape(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped)
-
-
-def _check_words(table: Mapping[str, Any], where: str) -> None:
-    allowed = {
-        "batch_norm": ("global", "local"),
-        "recompute": RECOMPUTES,
-        "compile": COMPILERS,
-        "reduce": ("step", "microbatch"),
-    }
-    counts = ("prefetch", "pieces", "chunks", "memory_bytes")
-    for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
-        count = table.get(key, least)
-        if not isinstance(count, int) or isinstance(count, bool) or count < least:
-            raise _wrong(where, f"{key} = {count!r} is no such number", f"it is {least} or more")
-    paths = table.get("recompute")
-    if isinstance(paths, list) and all(isinstance(path, str) and path for path in paths):
-        del allowed["recompute"]
-    for key, words in allowed.items():
-        if table.get(key, words[0]) not in words:
-            raise _wrong(where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}")
-    size = table.get("join_mb", 0)
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
-        raise _wrong(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
-    if not isinstance(table.get("messages", True), bool):
-        raise _wrong(where, f"messages = {table['messages']!r} means nothing", "true or false")
-    for key in ("schedule", "order"):
-        if not isinstance(table.get(key, ""), str):
-            raise _wrong(where, f"{key} = {table[key]!r} means nothing", "it is a text")
-    for axis, life in table.get("gather", {}).items():
-        if life not in ("use", "step"):
-            raise _wrong(where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"')
-
-
-def _wrong(where: str, what: str, why: str) -> PlanError:
-    return PlanError(
-        where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one."
-    )

@@ -27,7 +27,7 @@ _CUT = re.compile(r"(\d+)(?:/(\d+))?(~?)\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Lies:
+class PlannedLayout:
     """The planned layout of a call's (first) result on one mesh axis.
 
     ``ins`` has the operands' layouts, where several strategies give this result. ``then`` is the
@@ -48,17 +48,17 @@ class Lies:
         return list(enumerate((*(self.ins or ()), self.out)))
 
 
-Values = Mapping[str, Mapping[str, Lies]]  # name or pattern -> axis -> layout
+Values = Mapping[str, Mapping[str, PlannedLayout]]  # name or pattern -> axis -> layout
 
 
-def lies_on(entry: Mapping[str, Lies] | None, axis: str) -> Lies | None:
+def planned_on(entry: Mapping[str, PlannedLayout] | None, axis: str) -> PlannedLayout | None:
     """The planned layout on one axis; None if the entry does not mention the axis."""
     if entry is None:
         return None
-    return entry.get(axis) if entry else Lies()
+    return entry.get(axis) if entry else PlannedLayout()
 
 
-def read_value(entry: Any) -> dict[str, Lies]:
+def read_value(entry: Any) -> dict[str, PlannedLayout]:
     """Read an entry of ``[values]``; ValueError says what is wrong with the entry."""
     if entry == "whole":
         return {}
@@ -67,25 +67,25 @@ def read_value(entry: Any) -> dict[str, Lies]:
     return {axis: _read(given) for axis, given in entry.items()}
 
 
-def write_value(lies: Mapping[str, Lies]) -> str:
+def write_value(planned: Mapping[str, PlannedLayout]) -> str:
     """The entry as TOML; ``read_value`` reads it back."""
-    if not lies:
+    if not planned:
         return '"whole"'
-    return "{ " + ", ".join(f"{axis} = {_write(each)}" for axis, each in lies.items()) + " }"
+    return "{ " + ", ".join(f"{axis} = {_write(each)}" for axis, each in planned.items()) + " }"
 
 
-def _read(given: Any) -> Lies:
+def _read(given: Any) -> PlannedLayout:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return Lies(cut(given))
+        return PlannedLayout(cut(given))
     if not isinstance(given, str):
         raise ValueError(f"{given!r} is no layout")
     if given.count("->") > 2:
         raise ValueError(f"{given!r} is no layout: operands -> result -> as it is read")
     parts = given.split("->")
     if len(parts) == 1:
-        return Lies(_layout(given))
+        return PlannedLayout(_layout(given))
     ins = tuple(_layout(text) for text in parts[0].split(",") if text.strip())
-    return Lies(_layout(parts[1]), ins, *map(_layout, parts[2:]))
+    return PlannedLayout(_layout(parts[1]), ins, *map(_layout, parts[2:]))
 
 
 def _layout(text: str) -> Layout:
@@ -98,11 +98,11 @@ def _layout(text: str) -> Layout:
     return cut(int(found.group(1)), int(found.group(2) or 1), permuted=bool(found.group(3)))
 
 
-def _write(lies: Lies) -> str:
-    out = _text(lies.out)
-    if lies.ins is not None:
-        then = "" if lies.then is None else f" -> {_text(lies.then)}"
-        return f'"{", ".join(map(_text, lies.ins))} -> {out}{then}"'
+def _write(planned: PlannedLayout) -> str:
+    out = _text(planned.out)
+    if planned.ins is not None:
+        then = "" if planned.then is None else f" -> {_text(planned.then)}"
+        return f'"{", ".join(map(_text, planned.ins))} -> {out}{then}"'
     return out if out.isdigit() else f'"{out}"'
 
 

@@ -34,6 +34,7 @@ class StageStep:
 
     prediction: Prediction
     boxes: tuple[Box, ...]
+    mesh: Mesh  # with the machines of the prediction
 
 
 def stage_step(program: Program, change: Change, where: str) -> StageStep:
@@ -49,7 +50,7 @@ def stage_step(program: Program, change: Change, where: str) -> StageStep:
     (trained,) = program.basis.trained_bytes
     spent["optimizer"] = optimizer_time(trained, mesh.hardware.device, saved["optimizer"])
     clock.note("optimizer", spent["optimizer"].seconds)
-    return StageStep(prediction(spent, own.work, mesh, own.device_flops), tuple(boxes))
+    return StageStep(prediction(spent, own.work, mesh, own.device_flops), tuple(boxes), mesh)
 
 
 def pipeline_step(program: Program, change: Change, where: str) -> SavedStep:

@@ -14,8 +14,8 @@ from partc.passes.search.plans.search_plans import Ranked
 from partc.program import Program
 from partc.reports.other_machines import compared, estimated_step, pipeline_step, stage_step
 from partc.reports.saved_step import saved_step
-from partc.reports.stage_picture import svg
 from partc.reports.stage_trace import chrome_trace
+from partc.reports.step_svg import step_svg
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,12 @@ def simulate_saved(program: Program, change: Change, where: str) -> Shown:
 def _stage(program: Program, change: Change, where: str) -> Shown:
     step = stage_step(program, change, where)
     there, saved = step.prediction, program.cost.as_json()
-    files = {"trace": lambda: chrome_trace(step.boxes), "svg": lambda: svg(step.boxes)}
-    if change == Change():
+    changed = None if change == Change() else change
+    files = {
+        "trace": lambda: chrome_trace(step.boxes),
+        "svg": lambda: step_svg(program, where, change=changed),
+    }
+    if changed is None:
         return Shown(str(there), there.as_json(), files)
     return _changed(str(there), there.as_json(), change, there, saved, files)
 

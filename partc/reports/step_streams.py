@@ -162,10 +162,10 @@ class WaitClock(Clock):
             self.waits.append(Wait(begin_s, self.met, move.axis))
 
 
-def waits_of(tape: StepEvents, mesh: Mesh) -> list[Wait]:
+def waits_of(step: StepEvents, mesh: Mesh) -> list[Wait]:
     """The spans in which computing waits, in a step without pipeline stages."""
     clock = WaitClock(mesh)
-    step_times(tape, mesh, clock)
+    step_times(step, mesh, clock)
     return clock.waits
 
 

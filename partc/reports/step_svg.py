@@ -13,7 +13,6 @@ from partc.amounts import time_text
 from partc.cost.prediction import Prediction
 from partc.errors import UsageError
 from partc.machines.what_if import Change
-from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.reports import step_streams as streams
 from partc.reports.other_machines import stage_step
@@ -41,8 +40,10 @@ STYLE = (
 )
 
 
-def step_svg(program: Program, where: str = "program", name: str = "") -> str:
-    """The SVG text of a program's predicted step.
+def step_svg(
+    program: Program, where: str = "program", name: str = "", change: Change | None = None
+) -> str:
+    """The SVG text of a program's predicted step, on its own machines or on changed ones.
 
     UsageError for a pipeline, and for a program that was saved without StepEvents.
     """
@@ -53,10 +54,10 @@ def step_svg(program: Program, where: str = "program", name: str = "") -> str:
             why="each of its ranks does something else",
             do="Draw its schedule: partc simulate BUILD --svg FILE.",
         )
-    step = stage_step(program, Change(), where)
+    step = stage_step(program, change or Change(), where)
     title = f"{name or program.model} on {program.mesh}: a step of {_time(step.prediction.seconds)}"
-    mesh = Mesh(program.mesh.axes, program.basis.topology())
-    waits = streams.waits_of(program.basis.tapes[0], mesh)
+    title += f" with {change}" if change else ""
+    waits = streams.waits_of(program.basis.tapes[0], step.mesh)
     return picture(list(streams.panels(step.boxes, waits)), title, _verdict(step.prediction))
 
 
@@ -83,7 +84,7 @@ def picture(panels: Sequence[Panel], title: str, verdict: str) -> str:
 
 def _verdict(step: Prediction) -> str:
     """A sentence: how long all transfers take, and which share is hidden."""
-    hidden = sum(each.hidden_s for each in step.axes)
+    hidden = max(sum(each.hidden_s for each in step.axes), 0.0)
     whole = hidden + sum(each.exposed_s for each in step.axes)
     if not whole:
         return "Nothing is transferred."

@@ -19,6 +19,7 @@ from partc.errors import RuleError
 from partc.graph import results_of, tensor_args, value
 from partc.graph.fake_calls import quiet_log
 from partc.plan.sharding import Layout, M, R, U, cut
+from partc.rules.call import whole_call
 from partc.rules.experiment import (
     Refused,
     Results,
@@ -33,6 +34,7 @@ from partc.rules.experiment import (
 from partc.rules.isolate import answers_of
 from partc.rules.signature import Signature
 from partc.rules.strategy import Strategy, has_rule, strategies
+from partc.rules.table import whole_only
 
 ROUNDS = ((2, 1), (3, 2))  # (ranks, seed); two rounds, since a layout may hold by chance in one
 UNIT = 6  # sizes are multiples of it, so that 2 and 3 ranks divide them
@@ -78,7 +80,8 @@ def _replication(node: fx.Node) -> RuleError:
         what=f"{op} has no sharding rule and runs whole on every rank",
         why="no cut was found by experiment; each rank reads "
         f"{sum(operands)} and writes {sum(results)} bytes",
-        do=f'Add a line to partc/rules, such as rule("{op}", "...->..."), to let it be cut.',
+        do=f'Add a rule, such as rule("{op}", "{whole_only(whole_call(node))}"), with a letter in '
+        "place of `_` for each dim that may be cut.",
     )
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from partc.graph import fake_of, ops, results_of, set_fake, set_value, value
+from partc.errors import RuleError
+from partc.graph import fake_of, is_tensor, ops, results_of, set_fake, set_value, value
 from partc.graph.collectives import axis_index
 from partc.graph.graph_edits import run_fake_of
 from partc.plan.mesh import Mesh
@@ -26,7 +27,7 @@ from partc.plan.sharding import REPLICATED, Sharding
 from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, whole_call
 from partc.rules.notation import resolve
 from partc.rules.strategy import Strategy, applied
-from partc.rules.table import Rule, Windowed, find
+from partc.rules.table import Rule, Windowed, find, name_of
 
 aten = torch.ops.aten
 
@@ -43,6 +44,8 @@ def write_local_call(
     ``operands`` are nodes of ``out``, one per entry of ``tensor_args(node)``, already in the
     layouts that the strategies ask for. ``chosen`` has the strategy of each mesh axis; replicated
     axes are left out.
+
+    RuleError if the op does not run on the pieces that its rule promises.
     """
     given = iter(operands)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(given))
@@ -52,7 +55,27 @@ def write_local_call(
         args = _contiguous(write, entry, node.target, args)
     if entry is None or not chosen:
         return write(node.target, *args, **kwargs)
-    return _Localizer(write, node, entry, dict(chosen), mesh, args, dict(kwargs)).written()
+    try:
+        return _Localizer(write, node, entry, dict(chosen), mesh, args, dict(kwargs)).written()
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise _untrue(node, entry, chosen, operands, error) from error
+
+
+def _untrue(
+    node: fx.Node, entry: Rule, chosen: Mapping[str, Strategy], operands: Sequence[fx.Node],
+    error: Exception,
+) -> RuleError:  # fmt: skip
+    """The refusal of a rule by which an op is given pieces that it does not run on."""
+    known, op = value(node), name_of(node.target)
+    source = f"({known.source})" if known.source else ""
+    pieces = ", ".join(str(list(fake_of(n).shape)) for n in operands if is_tensor(n))
+    ways = "; ".join(f"{axis}: {strategy}" for axis, strategy in chosen.items())
+    return RuleError(
+        where=f"{known.module} {source}".strip() or str(node),
+        what=f'rule("{op}", "{entry.written(whole_call(node))}") does not hold ({ways})',
+        why=f"the op does not run on pieces of shapes {pieces}: {str(error).partition(chr(10))[0]}",
+        do="Correct the rule; `partc.rules.prove` tries one.",
+    )
 
 
 def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

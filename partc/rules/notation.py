@@ -169,8 +169,8 @@ def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tup
         dims = dims[len(dims) - len(shape) :]
     if len(dims) != len(shape):
         raise RuleError(
-            where=f"rule term {''.join(term.letters)!r}",
-            what=f"it has {len(dims)} dims and the tensor {len(shape)}",
+            where="rule",
+            what=f"term {''.join(term.letters)!r} has {len(dims)} dims and the tensor {len(shape)}",
             why=f"the tensor's shape is {list(shape)}",
             do="Correct the rule's letters, or use '...' for leading dims.",
         )

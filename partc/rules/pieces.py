@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partc.errors import RuleError
 from partc.graph import Value, collectives, fake_of, set_fake, set_value, tensor_args, value
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, Sharding
@@ -44,6 +45,8 @@ class LocalCall:
             operands = [_local_operand(out, whole, layout, mesh) for whole, layout in pairs]
             with fake_mode():
                 local = write_local_call(out, node, operands, {AXIS: strategy}, mesh)
+        except RuleError as error:
+            raise Refused(error.why) from None
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             raise Refused(f"it cannot be written on pieces: {first_line(error)}") from None
         out.output(local)

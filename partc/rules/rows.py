@@ -25,23 +25,23 @@ from partc.rules.table import find
 aten = torch.ops.aten
 QUOTIENTS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 Known = Sequence[RowOrder | None]  # the row orders of a call's operands
-Lies = int | Layout  # the dim of a tensor's rows, or the layout of a tensor without rows
+RowLayout = int | Layout  # the dim of a tensor's rows, or the layout of a tensor without rows
 
 
 @dataclass(frozen=True)
 class RowEffect:
     """The effect of a call on permuted rows: layouts of operands and results, results' orders."""
 
-    ins: tuple[Lies, ...]
-    outs: tuple[Lies, ...]
+    ins: tuple[RowLayout, ...]
+    outs: tuple[RowLayout, ...]
     rows: tuple[RowOrder | None, ...]
 
     def layouts(self, known: Known, outer: int) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The operands' and results' layouts if the batch is sharded with this ``outer`` factor."""
         ins, outs = (
             tuple(
-                cut(lies, outer, permuted=rows is not None) if isinstance(lies, int) else lies
-                for lies, rows in zip(side, sides_rows, strict=True)
+                cut(layout, outer, permuted=rows is not None) if isinstance(layout, int) else layout
+                for layout, rows in zip(side, sides_rows, strict=True)
             )
             for side, sides_rows in ((self.ins, known), (self.outs, self.rows))
         )
@@ -75,7 +75,7 @@ def alike(known: Known) -> tuple[RowOrder | None, ...]:
     return tuple(None if rows is None else renumbered(rows) for rows in known)
 
 
-def own_ways(
+def permuted_layouts(
     node: fx.Node, num: int, seen: Sequence[tuple[int, Layout]]
 ) -> Iterator[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
     """The layouts of operands and results that permuted rows allow on ``num`` ranks.
@@ -88,9 +88,9 @@ def own_ways(
     shapes = [tuple(value(operand).shape) for operand in tensor_args(node)]
     shapes += [() if fake is None else tuple(fake.shape) for fake in results_of(node)]
     cuts = [
-        shape[lies]
-        for lies, shape in zip((*way.ins, *way.outs), shapes, strict=True)
-        if isinstance(lies, int)
+        shape[layout]
+        for layout, shape in zip((*way.ins, *way.outs), shapes, strict=True)
+        if isinstance(layout, int)
     ]
     for outer in sorted({1, *(layout.outer for _, layout in seen if layout.kind == "cut")}):
         if all(size % (outer * num) == 0 for size in cuts):
@@ -146,8 +146,8 @@ def _quotient(node: fx.Node, known: Known) -> RowEffect | None:
     found, rows = quotient(node), known[0]
     if found is None or rows is None or rows.kind != "places" or rows.of or rows.size % found[1]:
         return None
-    lies = rows.dim
-    return RowEffect((lies,), (lies,), (replace(rows, size=rows.size // found[1]),))
+    layout = rows.dim
+    return RowEffect((layout,), (layout,), (replace(rows, size=rows.size // found[1]),))
 
 
 def _pick(node: fx.Node, known: Known) -> RowEffect | None:
@@ -180,8 +180,8 @@ def _copied(node: fx.Node, known: Known) -> RowEffect | None:
     rows, dtype = known[0], value(node).dtype
     if rows is None or rows.kind == "data" or (rows.kind == "places" and dtype.is_floating_point):
         return None
-    lies: Lies = U if rows.counted else rows.dim
-    return RowEffect((lies,), (lies,), (rows,))
+    layout: RowLayout = U if rows.counted else rows.dim
+    return RowEffect((layout,), (layout,), (rows,))
 
 
 def _running_sum(node: fx.Node, known: Known) -> RowEffect | None:
@@ -244,11 +244,11 @@ def _row_by_row(node: fx.Node, known: Known) -> RowEffect | None:
     found = letter_cut(node, {i: rows.dim for i, rows in marked.items()})
     if found is None or len({replace(rows, dim=0) for rows in marked.values()}) != 1:
         return None
-    ins, outs = (tuple(_lies(layout) for layout in side) for side in found)
-    if {i for i, lies in enumerate(ins) if isinstance(lies, int)} != set(marked):
+    ins, outs = (tuple(_row_layout(layout) for layout in side) for side in found)
+    if {i for i, layout in enumerate(ins) if isinstance(layout, int)} != set(marked):
         return None  # rows of the batch beside rows in another order
     like = next(iter(marked.values()))
-    rows = tuple(replace(like, dim=lies) if isinstance(lies, int) else None for lies in outs)
+    rows = tuple(replace(like, dim=layout) if isinstance(layout, int) else None for layout in outs)
     return RowEffect(ins, outs, rows)
 
 
@@ -257,7 +257,7 @@ def _as_data(rows: RowOrder) -> RowOrder:
     return replace(rows, kind="data") if rows.kind == "keys" else rows
 
 
-def _lies(layout: Layout) -> Lies:
+def _row_layout(layout: Layout) -> RowLayout:
     return layout.dim if layout.kind == "cut" else layout
 
 

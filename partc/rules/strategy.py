@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from partc.errors import RuleError
 from partc.graph import tensor_args
 from partc.plan.sharding import Layout, M, R, U, cut
 from partc.rules.call import Call, whole_call
 from partc.rules.notation import Dim, Factors, Notation, parse, resolve
-from partc.rules.rows import own_ways
-from partc.rules.table import Rule, find
+from partc.rules.rows import permuted_layouts
+from partc.rules.table import Rule, find, name_of
 
 Seen = Collection[tuple[int, Layout]]
 
@@ -58,7 +59,7 @@ def strategies(node: fx.Node, num: int, seen: Seen = ()) -> list[Strategy]:
     # dict.fromkeys drops repeats and keeps the order, so that equal calls give equal lists.
     found = dict.fromkeys([*view.cuts(wishes), *view.sums(), *view.unread(wishes)])
     picked = [_by_operand(s, order) for s in found]
-    picked += [Strategy(*layouts) for layouts in own_ways(node, num, list(seen))]
+    picked += [Strategy(*layouts) for layouts in permuted_layouts(node, num, list(seen))]
     return [s for s in dict.fromkeys(picked) if any(layout != R for layout in s.ins + s.outs)]
 
 
@@ -100,11 +101,46 @@ def letter_cut(
 
 
 def applied(entry: Rule, call: Call) -> tuple[Notation, Factors]:
-    """The notation of a rule for a call, and its factors; slots without a term stay replicated."""
-    notation = parse(entry.written(call))
+    """The notation of a rule for a call, and its factors.
+
+    RuleError if the rule does not fit: it has another number of operands or results than the call,
+    or a term with another number of dims than its tensor.
+    """
+    text = entry.written(call)
+    where = f'rule("{name_of(call.target)}", "{text}")'
+    notation = parse(text)
+    _check_terms(notation, call, where)
     num = len(notation.operands)
     shapes = (*call.shapes, *[None] * num)[:num]
-    return notation, resolve(notation, shapes, call.results)
+    try:
+        return notation, resolve(notation, shapes, call.results)
+    except RuleError as error:
+        raise RuleError(where=where, what=error.what, why=error.why, do=error.do) from None
+
+
+def _check_terms(notation: Notation, call: Call, where: str) -> None:
+    """RuleError unless every tensor of a call has a term, and every term a place in the call.
+
+    A missing optional tensor, such as a bias at the end, needs no term.
+    """
+    terms = [term for term in notation.operands if term.dims or call.slots]  # none in "->ab"
+    given = max((i + 1 for i, slot in enumerate(call.slots) if slot is not None), default=0)
+    sides = (
+        ("operands", len(terms), given, len(call.slots)),
+        ("results", len(notation.results), len(call.results), len(call.results)),
+    )
+    for side, num, least, most in sides:
+        if not least <= num <= most:
+            raise RuleError(
+                where=where,
+                what=f"the number of {side} is {num} in the rule and {most} in the op",
+                why=f"this call has the shapes {_shapes(call.shapes)} -> {_shapes(call.results)}",
+                do=f"Write a term for each of the {side}, with commas between them.",
+            )
+
+
+def _shapes(shapes: Iterable[tuple[int, ...] | None]) -> str:
+    return ", ".join("none" if shape is None else str(list(shape)) for shape in shapes)
 
 
 def _operand_order(node: fx.Node, call: Call) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +29,9 @@ class Windowed:
     ignore: str = ""
     outside: int = -1
 
+    def __str__(self) -> str:
+        return "the op itself" if self.target is None else self.target.__name__
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -46,7 +50,8 @@ class Rule:
     - ``sizes``: the argument that is the result's shape;
     - ``scales``: arguments that are proportional to the sizes of letters;
     - ``windowed``: how to write the call if its indices point into a sharded dim;
-    - ``contiguous``: arguments whose strides the kernels ignore, so that they must be contiguous.
+    - ``contiguous``: arguments whose strides the kernels ignore, so that they must be contiguous;
+    - ``module``: the Python module whose call of ``rule`` added it.
     """
 
     notation: Written
@@ -60,6 +65,7 @@ class Rule:
     scales: Mapping[str, str] = field(default_factory=dict)
     windowed: Windowed | None = None
     contiguous: tuple[str, ...] = ()
+    module: str = field(default="", compare=False)
 
     def written(self, call: Call) -> str:
         """The rule's notation for this call, as text."""
@@ -86,7 +92,7 @@ def rule(ops: str, notation: Written, **fields: Any) -> None:
     ``aten.add.Tensor`` names one overload, ``aten.add`` all overloads. ``fields`` are those of
     `Rule`. UsageError if an op has a rule already.
     """
-    entry = Rule(notation, **fields)
+    entry = Rule(notation, **fields, module=sys._getframe(1).f_globals["__name__"])
     for name in ops.split():
         RULES.add(name, entry)
 
@@ -138,4 +144,4 @@ def whole_only(call: Call) -> str:
 
 def elementwise() -> Rule:
     """The rule of elementwise ops that have no rule of their own."""
-    return Rule(pointwise)
+    return Rule(pointwise, module=__name__)

@@ -76,7 +76,7 @@ def check_plan(graph: Graph, plan: Plan) -> None:
         for name in plan.values:
             if name.startswith((f"{fold.like}.", f"{fold.like}:")):
                 twin = f"{fold.path}.{fold.first}{name.removeprefix(fold.like)}"
-                if written.lies(twin) != plan.lies(name):
+                if written.planned(twin) != plan.planned(name):
                     raise Unfolded(twin)
 
 

@@ -100,8 +100,8 @@ def _scattered(node: fx.Node, axis: str, mesh: Mesh) -> Sharding | None:
 
     None if ``axis`` does not divide dim 0 or would not be innermost on it.
     """
-    shape, lies = value(node).shape, first_operand(node)
-    scattered = value(lies).sharding.with_(axis, cut(0), mesh)
+    shape, operand = value(node).shape, first_operand(node)
+    scattered = value(operand).sharding.with_(axis, cut(0), mesh)
     fits = scattered.local_shape(shape, mesh) is not None and is_innermost(scattered, axis)
     return scattered if fits else None
 

@@ -18,16 +18,16 @@ from partc.plan.mesh import Mesh
 LEAST = 0.01  # of the step's time: less is lost in the noise between two runs of one program
 
 
-def with_messages(plan: Plan, tapes: Sequence[StepEvents], mesh: Mesh) -> Plan:
+def with_messages(plan: Plan, steps: Sequence[StepEvents], mesh: Mesh) -> Plan:
     """The plan with ``messages`` set to true where gloo's copies take long enough.
 
     A plan that sets ``messages`` itself, or a mesh on another library, leaves the plan unchanged.
     """
     if plan.messages is not None or mesh.hardware.library != "gloo":
         return plan
-    copied_bytes = sum(_copied_bytes(move, mesh) for tape in tapes for move in _moves(tape))
+    copied_bytes = sum(_copied_bytes(move, mesh) for step in steps for move in _moves(step))
     copied_s = mesh.hardware.device.memory_seconds(2 * copied_bytes)  # read and written
-    spent = [spent for tape in tapes for spent in walk_phases(tape, mesh).values()]
+    spent = [spent for step in steps for spent in walk_phases(step, mesh).values()]
     worth = copied_s > LEAST * sum(each.seconds for each in spent)
     return plan.changed(messages=True) if worth else plan
 
@@ -41,9 +41,9 @@ def _copied_bytes(move: Move, mesh: Mesh) -> int:
     return copied.get(move.kind, 0)
 
 
-def _moves(tape: StepEvents) -> Iterator[Move]:
+def _moves(step: StepEvents) -> Iterator[Move]:
     """All transfers of a step, or of one microbatch on one stage."""
-    for _, run in tape.unrolled():
+    for _, run in step.unrolled():
         for event in (*run.gathers, *run.events):
             if event.code in (START, LAST):
-                yield tape.moves[event.number]
+                yield step.moves[event.number]

@@ -17,7 +17,8 @@ from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param
 from partc.passes.recompute.copy_forward import Copies, Home
 from partc.passes.recompute.replay_masks import draws_numbers, note_draws
-from partc.plan import RECOMPUTES, Plan, fits
+from partc.plan import Plan, fits
+from partc.plan.plan_text import RECOMPUTES
 
 
 def recompute_regions(graph: Graph, plan: Plan) -> Graph:

@@ -62,7 +62,7 @@ def _apart(plan: Plan, graph: Graph) -> frozenset[str]:
     """
     patterns = {widest_pattern(name) for name in plan.values if "*" not in name}
     names = [*value_names(graph).values(), *graph.params] if patterns else []
-    return frozenset(n for n in names if widest_pattern(n) in patterns and plan.lies(n) is None)
+    return frozenset(n for n in names if widest_pattern(n) in patterns and plan.planned(n) is None)
 
 
 def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:

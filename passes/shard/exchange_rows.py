@@ -23,7 +23,7 @@ from partc.graph import Graph, tensor_args, value
 from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
-from partc.plan.plan_values import Lies
+from partc.plan.plan_values import PlannedLayout
 from partc.plan.sharding import Layout, R, cut
 from partc.rules import Strategy, strategies
 
@@ -66,10 +66,10 @@ def with_travelling_rows(
     exchanged = {}
     if len(shard) == 1 and plan.gather[shard[0]] == "use":
         exchanged = _exchanged(graph, free, plan.inputs, shard[0], mesh)
-    for name, lies in exchanged.items():
-        if all(plan.lies(each) is None for each in lies):
+    for name, planned in exchanged.items():
+        if all(plan.planned(each) is None for each in planned):
             params[name] = free[name] = {**free[name], shard[0]: COLUMNS}
-            values |= {each: {shard[0]: one} for each, one in lies.items()}
+            values |= {each: {shard[0]: one} for each, one in planned.items()}
             notes.append(f"{name}: its rows travel, which takes less time than the whole")
     axes = [axis for axis in reversed(data) if axis != MICROBATCH_AXIS]
     sums = (
@@ -78,7 +78,7 @@ def with_travelling_rows(
         else 1
     )
     for name, gathered in _gathered(graph, free, plan.inputs, axes, mesh, sums).items():
-        if plan.lies(name) is None:
+        if plan.planned(name) is None:
             values[name] = {**values.get(name, {}), **gathered}
             notes.append(f"{name}: of gathered rows, which takes less time than to sum it")
     return plan.changed(params=params, values=values, notes=tuple(dict.fromkeys(notes)))
@@ -86,7 +86,7 @@ def with_travelling_rows(
 
 def _exchanged(
     graph: Graph, params: Mapping[str, Cuts], inputs: Mapping[str, Cuts], axis: str, mesh: Mesh
-) -> dict[str, dict[str, Lies]]:
+) -> dict[str, dict[str, PlannedLayout]]:
     """The tables among ``params`` whose rows an all-to-all over ``axis`` exchanges in less time.
 
     Per table the plan's entries, on this axis, for the table and its calls.
@@ -108,29 +108,31 @@ def _gathered(
     axes: Iterable[str],
     mesh: Mesh,
     sums: int,
-) -> dict[str, dict[str, Lies]]:
+) -> dict[str, dict[str, PlannedLayout]]:
     """The tables among ``params`` for which all-gathering the rows' gradients takes less time than
     reducing the table's gradient, over some of ``axes``.
 
     Per gradient the plan's entry by axis. ``sums``: how often per step the gradient is reduced.
     """
-    found: dict[fx.Node, dict[str, Lies]] = {}
+    found: dict[fx.Node, dict[str, PlannedLayout]] = {}
     for name, cuts in params.items():
         for axis in (each for each in axes if cuts.get(each) != COLUMNS):
             one = _lookup(graph, name, inputs, axis)
             if one is not None and one.grad is not None:
                 over = found.get(one.grad, {})
                 if _fewer(one, cuts, over, axis, mesh, sums):
-                    found[one.grad] = {**over, axis: Lies(R, (R, R))}
+                    found[one.grad] = {**over, axis: PlannedLayout(R, (R, R))}
     names = value_names(graph) if found else {}
-    return {names[grad]: lies for grad, lies in found.items()}
+    return {names[grad]: planned for grad, planned in found.items()}
 
 
-def _values(lookup: Lookup, name: str, names: Mapping[fx.Node, str]) -> Iterator[tuple[str, Lies]]:
-    yield name, Lies(COLUMNS)
+def _values(
+    lookup: Lookup, name: str, names: Mapping[fx.Node, str]
+) -> Iterator[tuple[str, PlannedLayout]]:
+    yield name, PlannedLayout(COLUMNS)
     for node, strategy in lookup.strategies:
         then = lookup.batch if node is lookup.call else None
-        yield names[node], Lies(strategy.outs[0], strategy.ins, then)
+        yield names[node], PlannedLayout(strategy.outs[0], strategy.ins, then)
 
 
 def _lookup(graph: Graph, name: str, inputs: Mapping[str, Cuts], axis: str) -> Lookup | None:

@@ -71,7 +71,7 @@ class _Partition:
         """Write placeholders, calls and results; the graph without the calls that nothing reads."""
         mesh = self.graph.mesh
         pins = pinned(self.graph, self.plan)
-        self.moved = {n for n, lies in pins.items() if any(x.then for x in lies.values())}
+        self.moved = {n for n, planned in pins.items() if any(x.then for x in planned.values())}
         self.input_only = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":

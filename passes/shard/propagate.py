@@ -39,7 +39,7 @@ from partc.passes.shard.price import Choices, Prices
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS
-from partc.plan.plan_values import Lies, lies_on, write_value
+from partc.plan.plan_values import PlannedLayout, planned_on, write_value
 from partc.plan.sharding import Layout, R, Sharding, U
 from partc.rules import Strategy
 from partc.rules.discover import strategies_for
@@ -49,7 +49,7 @@ from partc.rules.table import name_of
 
 aten = torch.ops.aten
 
-Pins = dict[fx.Node, Mapping[str, Lies]]  # a call -> axis -> the layout that the plan asks for
+Pins = dict[fx.Node, Mapping[str, PlannedLayout]]  # what the plan asks for: call -> axis -> layout
 
 
 def propagate(
@@ -90,8 +90,8 @@ def pinned(graph: Graph, plan: Plan) -> Pins:
     """Per call that the plan names in ``[values]`` its layouts by axis."""
     if not plan.values:
         return {}
-    found = {node: plan.lies(name) for node, name in value_names(graph).items()}
-    return {node: lies for node, lies in found.items() if lies is not None}
+    found = {node: plan.planned(name) for node, name in value_names(graph).items()}
+    return {node: planned for node, planned in found.items() if planned is not None}
 
 
 class OwnOrderFailsError(Exception):
@@ -171,9 +171,9 @@ class AxisWalk:
         """Add to ``made`` the layouts that cost no transfer: the one that the plan moves the value
         to, on ``mb`` the whole batch of an input-only value, and zeros as a sum of zeros.
         """
-        lies = self._pin(node)
-        if lies is not None and lies.then is not None:
-            self.made[node].append(lies.then)
+        planned = self._pin(node)
+        if planned is not None and planned.then is not None:
+            self.made[node].append(planned.then)
         if node in self.input_only and R not in self.made[node]:
             self.made[node].append(R)
         if is_zero(node):
@@ -196,9 +196,9 @@ class AxisWalk:
         """The strategy of one call: pinned by the plan, local batch norm, else the cheapest."""
         operands = tensor_args(node)
         whole = whole_strategy(node)
-        lies = self._pin(node)
-        if lies is not None:
-            return self.as_pinned(node, lies)
+        planned = self._pin(node)
+        if planned is not None:
+            return self.as_pinned(node, planned)
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":
@@ -233,21 +233,21 @@ class AxisWalk:
             raise OwnOrderFailsError
         return options[min(priced)[1]] if priced else whole
 
-    def as_pinned(self, node: fx.Node, lies: Lies) -> Strategy:
-        """The cheapest strategy with the plan's layouts ``lies``; PlanError if there is none."""
+    def as_pinned(self, node: fx.Node, planned: PlannedLayout) -> Strategy:
+        """The cheapest strategy with the plan's layouts ``planned``; PlanError if there is none."""
         operands, own = tensor_args(node), len(tensor_args(node))
-        at = [(i if lies.ins else own, layout) for i, layout in lies.layouts]
+        at = [(i if planned.ins else own, layout) for i, layout in planned.layouts]
         known = strategies_for(node, self.prices.num, at, strict=self.strict)
-        options = [s for s in (whole_strategy(node), *known) if lies.allows(s.ins, s.outs)]
+        options = [s for s in (whole_strategy(node), *known) if planned.allows(s.ins, s.outs)]
         if not options:
-            raise _impossible(node, self.axis, lies)
+            raise _impossible(node, self.axis, planned)
         costs = [self.prices.price(node, operands, s) for s in options]
         priced = [(cost, i) for i, cost in enumerate(costs) if cost is not None]
         return options[min(priced)[1] if priced else 0]
 
-    def _pin(self, node: fx.Node) -> Lies | None:
+    def _pin(self, node: fx.Node) -> PlannedLayout | None:
         """The plan's layouts of a call on this axis; None on ``mb``, which plans do not pin."""
-        return None if self.axis == MICROBATCH_AXIS else lies_on(self.pins.get(node), self.axis)
+        return None if self.axis == MICROBATCH_AXIS else planned_on(self.pins.get(node), self.axis)
 
     def _circumstances(self, node: fx.Node, operands: list[fx.Node]) -> Hashable:
         """A key of all that a decision depends on, so that equal calls are decided only once."""
@@ -290,10 +290,10 @@ def whole_strategy(node: fx.Node) -> Strategy:
     return Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
 
 
-def _impossible(node: fx.Node, axis: str, lies: Lies) -> PlanError:
+def _impossible(node: fx.Node, axis: str, planned: PlannedLayout) -> PlanError:
     return PlanError(
         where=f"plan, {value(node).module}:{op_word(node.target)}",
-        what=f"it cannot lie as {write_value({axis: lies})}",
+        what=f"it cannot lie as {write_value({axis: planned})}",
         why=f"{name_of(node.target)} on {value(node).shape} has no such strategy on {axis}",
         do="Correct the entry in [values], or drop it.",
     )

@@ -45,31 +45,31 @@ ORDER: tuple[Phase, ...] = ("S", "F", "B", "W", "E")
 Crossing = dict[int, list[fx.Node]]  # by stage number: values sent between it and the next stage
 
 
-def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
-    """The graphs of the stages in ``local``, in order; ``split_backward`` makes the phase ``W``.
+def split_stages(graph: Graph, plan: Plan, *, split_backward: bool = False) -> list[Graph]:
+    """The graphs of the stages in ``graph``, in order; ``split_backward`` makes the phase ``W``.
 
     Unfolded if a list of dropped blocks belongs to no stage; PlanError if a stage needs a value
     that another one computes for a buffer.
     """
-    free = input_only(local)
-    once = _made_once(local)
-    phases = _phases(local, plan, free, once)
-    everywhere = free | {n for n in local.calls() if is_weight(n)}
+    free = input_only(graph)
+    once = _made_once(graph)
+    phases = _phases(graph, plan, free, once)
+    everywhere = free | {n for n in graph.calls() if is_weight(n)}
     everywhere |= {n for n in once if not _of_weights(n)}
-    ahead, back = _crossings(local, phases, everywhere)
-    graphs = [
-        _Stage(local, number, phases, everywhere).graph(
+    ahead, back = _crossings(graph, phases, everywhere)
+    stages = [
+        _Stage(graph, number, phases, everywhere).graph(
             received=[*ahead.get(number - 1, ()), *back.get(number, ())],
             sent=[*ahead.get(number, ()), *back.get(number - 1, ())],
         )
-        for number in range(len(local.kept.points if local.kept else plan.stages) + 1)
+        for number in range(len(graph.kept.points if graph.kept else plan.stages) + 1)
     ]
-    for fold in {*local.folds} - {fold for graph in graphs for fold in graph.folds}:
+    for fold in {*graph.folds} - {fold for stage in stages for fold in stage.folds}:
         raise Unfolded(f"{fold.like} stands in no stage")
     if split_backward:
-        for graph in graphs:
-            _set_weights_apart(graph)
-    return [_in_phase_order(_once(graph)) for graph in graphs]
+        for stage in stages:
+            _set_weights_apart(stage)
+    return [_in_phase_order(_once(stage)) for stage in stages]
 
 
 # phases -------------------------------------------------------------------------------------------

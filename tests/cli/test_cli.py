@@ -77,6 +77,15 @@ def test_explain_shows_error_codes_and_rules(capsys: pytest.CaptureFixture[str])
     assert "PTC030: sharding" in capsys.readouterr().out
     assert main(["explain", "--rules", "--json"]) == 0
     assert last_json(capsys)["aten.mm"] == "mk,kn->mn"
+    assert main(["explain", "--rules", "aten.mm"]) == 0
+    assert capsys.readouterr().out == (
+        "aten.mm: a rule in partc/rules/families/matmul.py\n  letters  mk,kn->mn\n  linear   0|1\n"
+    )
+    assert main(["explain", "--rules", "aten::gelu", "--json"]) == 0
+    (gelu,) = last_json(capsys)["ops"]
+    assert (gelu["op"], gelu["how"]) == ("aten.gelu.default", "elementwise")
+    assert main(["explain", "--rules", "aten.mmm", "--json"]) == 2
+    assert "Did you mean aten.mm" in last_json(capsys)["error"]["do"]
 
 
 def test_verify_says_equal_or_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.errors import UsageError
+from partc.errors import PlanError, UsageError
 from partc.lowering import PASSES
 from partc.plan.mesh import Mesh
 from partc.program import Program
@@ -94,6 +94,17 @@ def test_without_one(name: str) -> None:
 @pytest.mark.parametrize("where", [ONE_STAGE, PIPELINE], ids=lambda where: str(where[0]))
 def test_without_all(where: tuple[str, str, int]) -> None:
     check(compiled(where, *sorted(ALL)))
+
+
+def test_the_plan_says_what_was_left_out() -> None:
+    left_out = ["fuse_bias", "hierarchical_per_stage"]  # the second is for pipelines alone
+    program = compiled(ONE_STAGE, *left_out)
+    assert program.plan.startswith("# left out: fuse_bias\n")
+    again = partc.compile(step(), ONE_STAGE[0], plan=program.plan, disable=left_out)
+    assert (again.plan, again.sources) == (program.plan, program.sources)
+    with pytest.raises(PlanError, match="made without the pass fuse_bias"):
+        partc.compile(step(), ONE_STAGE[0], plan=program.plan)
+    assert not compiled(ONE_STAGE).plan.startswith("#")
 
 
 def test_what_is_needed_stays() -> None:

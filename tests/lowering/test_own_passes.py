@@ -123,6 +123,15 @@ def test_it_is_listed_runs_and_may_be_left_out(package: Package) -> None:
     assert "/ 128" in plain
     assert "/ 128" not in ours
     assert "* 0.0078125" in ours
+    plan = (package.folder / "with" / "plan.toml").read_text()
+    assert plan.startswith(f"# passes of others: multiply_by_powers ({MODULE})\n")
+    plain = (package.folder / "without" / "plan.toml").read_text()
+    assert plain == plan.replace(plan.splitlines()[0], "# left out: multiply_by_powers")
+    again = [*train[:-1], "with/plan.toml", "--out", "again"]
+    package.partc(*again)
+    assert source_of(package.folder / "again") == ours
+    parts = package.refused(*again, "--disable", "multiply_by_powers")
+    assert parts["what"] == f"it was made with the pass multiply_by_powers ({MODULE})"
     dumped = package.folder / "dump" / f"{row + 1:02}-multiply_by_powers.txt"
     before = package.folder / "dump" / f"{row:02}-insert_collectives.txt"
     assert dumped.read_text().startswith("# after multiply_by_powers (")

@@ -40,8 +40,7 @@ def test_the_picture_in_the_docs(program: partc.Program, request: pytest.Fixture
 
 def test_red_is_as_long_as_the_exposed_time(program: partc.Program) -> None:
     step = stage_step(program, Change(), "demo")
-    mesh = partc.Mesh(program.mesh.axes, program.basis.topology())
-    whole = next(panels(step.boxes, waits_of(program.basis.tapes[0], mesh)))
+    whole = next(panels(step.boxes, waits_of(program.basis.tapes[0], step.mesh)))
     assert {each.axis for each in step.prediction.axes} == {"dp", "tp"}
     for each in step.prediction.axes:
         bars = whole.rows[f"over {each.axis}"]

@@ -115,6 +115,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "% against " in shown.splitlines()[-1]
     picture = ElementTree.parse(tmp_path / "step.svg").getroot()
     assert {"compute", "over dp"} <= {each.text for each in picture.iter(f"{{{SVG}}}text")}
+    titles = [each.text or "" for each in picture.iter(f"{{{SVG}}}title")]
+    assert " with 2 x bandwidth of nvlink, 2 x peak FLOP/s. Transfers take " in titles[0]
     named = [event["name"] for event in json.loads(traced.read_text())["traceEvents"]]
     assert {"partc::compute::aten.linear", "partc::dp::all_reduce"} <= set(named)
     assert main(["simulate", folder, *options, "--json"]) == 0

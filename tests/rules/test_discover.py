@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import partc
 from partc.errors import RuleError
 from partc.plan.sharding import M, R, U, cut
-from partc.rules import Strategy, strategies
+from partc.rules import Strategy, has_rule, strategies
 from partc.rules.discover import discover, strategies_for
+from partc.rules.explain_rule import explain_rule
 from partc.rules.isolate import answers_of
 from partc.rules.signature import Signature, Spec, b, f, i
+from partc.rules.table import name_of
 from tests.patience import patience
 
 aten = torch.ops.aten
 call = Signature.call
+Function = Callable[[Tensor], Tensor]
+Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 @torch.library.custom_op("partc_test::gated_rows", mutates_args=())
@@ -191,8 +197,8 @@ def test_warning_names_op_and_cost_once() -> None:
     assert warnings == [
         "whole_only_default: partc_test.whole_only.default has no sharding rule and runs whole on "
         "every rank (no cut was found by experiment; each rank reads 32768 and writes 32768 "
-        'bytes). Add a line to partc/rules, such as rule("partc_test.whole_only.default", '
-        '"...->..."), to let it be cut.'
+        'bytes). Add a rule, such as rule("partc_test.whole_only.default", "__->__"), with a '
+        "letter in place of `_` for each dim that may be cut."
     ]
 
 
@@ -206,17 +212,41 @@ def test_table_comes_before_discovery() -> None:
     assert strategies_for(node, 2) == strategies(node, 2)
 
 
+NO_RULE: tuple[Function, ...] = (  # at least one of these calls an op that has no rule
+    lambda x: torch.cdist(x, x.detach()[:3]),
+    lambda x: torch.renorm(x, 2, 0, 1.0),
+    lambda x: F.channel_shuffle(x.reshape(4, 4, 1, 2), 2),
+)
+
+
+def loss_of(function: Function) -> Loss:
+    return lambda model, x: function(model(x)).sum()
+
+
 def test_a_program_has_what_was_found() -> None:
-    """The check of a compiled graph knows such rules too: those of ``cdist`` and its backward."""
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return torch.cdist(model(x), model.code).sum()  # type: ignore[arg-type]
-
+    """The check of a compiled graph knows such strategies too."""
     model, x = nn.Linear(6, 8).double(), torch.randn(4, 6, dtype=torch.float64)
-    model.register_parameter("code", nn.Parameter(torch.randn(12, 8, dtype=torch.float64)))
+
+    def without_rule(loss: Loss) -> list[str]:
+        calls = partc.Traced(model, (x,), loss).graph().calls()
+        return [name_of(node.target) for node in calls if not has_rule(node.target)]
+
+    loss, ops = next((loss, ops) for loss in map(loss_of, NO_RULE) if (ops := without_rule(loss)))
     program = partc.compile(model, "dp=2", (x,), loss=loss, plan="fsdp", strict=True)
-    assert re.search(r"cdist_forward.*f64\[4@dp,12\]", program.source())
+    name = ops[0].split(".")[1].strip("_")
+    assert re.search(rf"{name}.*f64\[.*@dp.*\]", program.source())
     partc.verify(program, model, (x,), loss=loss).check()
+
+
+def test_what_is_known_of_an_op() -> None:
+    (known,) = explain_rule("partc_test::gated_rows")
+    assert str(known) == (
+        "partc_test.gated_rows.default: no rule; an experiment on "
+        "partc_test.gated_rows.default(f32[12,24], f32[12,24], 0.4) with 2 ranks found\n"
+        "  cut 0, cut 0 -> cut 0"
+    )
+    assert [each.how for each in explain_rule("partc_test.whole_only")] == ["none"]
+    assert [each.how for each in explain_rule("aten.add")] == ["written", "elementwise"]
 
 
 def test_a_result_that_nobody_reads_is_no_other_call() -> None:

@@ -280,9 +280,9 @@ def test_what_may_be_cut_along_rows_takes_each_row_by_itself() -> None:
         exact, operands, results = run_whole(signature)
         if "empty" in signature.op or is_random(exact, operands, results):
             continue
-        again = exact.run([permuted(x, lies) for x, lies in zip(operands, ins, strict=True)])
-        for have, whole, lies in zip(again, results, outs, strict=True):
-            if whole is not None and joined_error([have], R, permuted(whole, lies)) > 1e-3:
+        again = exact.run([permuted(x, layout) for x, layout in zip(operands, ins, strict=True)])
+        for have, whole, layout in zip(again, results, outs, strict=True):
+            if whole is not None and joined_error([have], R, permuted(whole, layout)) > 1e-3:
                 wrong.append(f"{signature}: {ins} -> {outs}")
         tried += 1
     assert wrong == []

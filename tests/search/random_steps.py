@@ -78,7 +78,8 @@ class BruteForce:
         self.free = input_only(graph)
         self.calls = [node for node in graph.calls() if node not in self.free]
         self.options = [
-            [whole_strategy(n), *strategies_for(n, self.num), *self.opened(n)] for n in self.calls
+            [whole_strategy(n), *strategies_for(n, self.num), *self.decomposed(n)]
+            for n in self.calls
         ]
         self.stored = [[R, cut(0), cut(1)] for _ in graph.params]
         self.read = cache(self._read)
@@ -160,11 +161,11 @@ class BruteForce:
         kind = "reduce_scatter" if scatters else "all_reduce"
         return collective_seconds(kind, num_bytes, self.mesh, self.axis)
 
-    def opened(self, node: fx.Node) -> list[Strategy]:
+    def decomposed(self, node: fx.Node) -> list[Strategy]:
         """A softmax along a dim that is cut is several calls with two reductions between them."""
         if node.target is not torch.ops.aten._softmax.default:
             return []
-        return [Strategy((cut(1),), (cut(1),), "opened")]
+        return [Strategy((cut(1),), (cut(1),), "decomposed")]
 
     def _softmax_seconds(self, node: fx.Node) -> float:
         """Maximum, difference, exponential, sum and quotient of a piece."""
@@ -177,7 +178,7 @@ class BruteForce:
 
     def call_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """The roofline of a rank's share."""
-        if strategy.variant == "opened":
+        if strategy.variant == "decomposed":
             return self._softmax_seconds(node)
         if node.target.is_view:  # type: ignore[union-attr]
             return 0.0

@@ -17,7 +17,7 @@ from partc.machines.topology import Topology
 from partc.passes.search.plans.choose_plan import choose_plan
 from partc.plan import Plan
 from partc.plan.mesh import Mesh
-from partc.plan.plan_values import Lies
+from partc.plan.plan_values import PlannedLayout
 from partc.reports.explanation import explain_program
 from partc.verification.verification import verify
 from tests.llamas import AUTO, llama, traced
@@ -138,8 +138,8 @@ def test_pins_hold_in_what_is_searched() -> None:
     pinned = Plan(
         preset="auto",
         params={"pots.*.settle.weight": {}},
-        values={"pots.*.level:*": {"tp": Lies()}},
+        values={"pots.*.level:*": {"tp": PlannedLayout()}},
     )
     plan = Plan.parse(large_soup(on("dp=2,tp=2"), plan=pinned).plan)
     assert all("tp" not in plan.stored(f"pots.{i}.settle.weight") for i in range(4))
-    assert plan.lies("pots.0.level:native_layer_norm") == {"tp": Lies()}
+    assert plan.planned("pots.0.level:native_layer_norm") == {"tp": PlannedLayout()}

@@ -41,12 +41,12 @@ def check_optimal(seed: int, num_calls: int) -> None:
 def test_rows_in_an_order_of_their_own_stay_where_they_are() -> None:
     """No other rank knows where they belong."""
     mesh = Mesh((("x", 2),))
-    lies = Transfers(mesh, mesh)
-    own = lies.number({"x": cut(0, permuted=True)})
-    others = [lies.number({"x": layout}) for layout in (R, U, cut(0), cut(1))]
-    assert lies.seconds(1e6, own, own) == 0
-    assert all(lies.seconds(1e6, own, other) == math.inf for other in others)
-    assert all(lies.seconds(1e6, other, own) == math.inf for other in others)
+    transfers = Transfers(mesh, mesh)
+    own = transfers.number({"x": cut(0, permuted=True)})
+    others = [transfers.number({"x": layout}) for layout in (R, U, cut(0), cut(1))]
+    assert transfers.seconds(1e6, own, own) == 0
+    assert all(transfers.seconds(1e6, own, other) == math.inf for other in others)
+    assert all(transfers.seconds(1e6, other, own) == math.inf for other in others)
 
 
 def seconds_of(found: Found, every: BruteForce) -> float:
@@ -54,11 +54,11 @@ def seconds_of(found: Found, every: BruteForce) -> float:
     graph, twins = copy_graph(every.graph)
     graph.mesh = every.mesh
     choices = propagate(graph, Plan.parse(str(found.plan)))
-    left = dict.fromkeys(graph.fx.nodes)  # what was opened has gone
+    left = dict.fromkeys(graph.fx.nodes)  # what was decomposed has gone
     chosen = {
         n: choices.get(twins[n], {}).get("x", whole_strategy(n))
         if twins[n] in left
-        else every.opened(n)[0]
+        else every.decomposed(n)[0]
         for n in every.calls
     }
     stored = tuple(found.plan.stored(name).get("x", R) for name in every.graph.params)

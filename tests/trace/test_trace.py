@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -175,6 +174,26 @@ def test_plain_tensors_are_constants() -> None:
     assert type(model.table) is Tensor
 
 
+class Converts(nn.Module):
+    """Asks for the dtype that it has, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        y: Tensor = self.router(x)
+        return y.sum()
+
+
+def test_a_module_may_be_converted_to_what_it_is() -> None:
+    model = Converts()
+    weight = model.router.weight
+    assert set(trace(model, (torch.randn(2, 4),)).grads) == {"router.weight", "router.bias"}
+    assert model.router.weight is weight
+
+
 # what autograd alone knows -------------------------------------------------------------------
 class Triple(torch.autograd.Function):
     """Doubles, and says that its gradient is three times."""
@@ -270,107 +289,6 @@ def test_inference_gives_named_results() -> None:
     assert not graph.grads
     got = run(graph, case.model, case.inputs[:1])
     assert distance(got["results"]["logits"], expected.logits, 0.0) < 1e-12
-
-
-# refusals ------------------------------------------------------------------------------------
-class Asks(nn.Module):
-    """Does with its activations what the given function does."""
-
-    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.ask = ask
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        self.ask(y)
-        return y.sum()
-
-
-class Converts(nn.Module):
-    """Asks for the dtype that it has, as routers of experts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.router = self.router.to(torch.float32)
-        y: Tensor = self.router(x)
-        return y.sum()
-
-
-def test_a_module_may_be_converted_to_what_it_is() -> None:
-    model = Converts()
-    weight = model.router.weight
-    assert set(trace(model, (torch.randn(2, 4),)).grads) == {"router.weight", "router.bias"}
-    assert model.router.weight is weight
-
-
-@pytest.mark.parametrize(
-    ("ask", "what"),
-    [
-        (lambda y: 1 if y.sum() > 0 else 2, "value of a tensor"),
-        (lambda y: y.sum().item(), "value of a tensor"),
-        (lambda y: y.detach().numpy(), "value of a tensor"),
-        (lambda y: y[y > 0], "size of a result depends"),
-        (lambda y: y.nonzero(), "size of a result depends"),
-    ],
-)
-def test_data_dependence_is_refused(ask: Callable[[Tensor], Any], what: str) -> None:
-    with pytest.raises(TraceError, match=what) as caught:
-        trace(nn.Sequential(Asks(ask)), (torch.randn(2, 4),))
-    assert caught.value.where.startswith("0 (")
-    assert "lambda y:" in caught.value.where
-    assert "test_trace.py:" in caught.value.where
-    assert caught.value.do
-
-
-def test_other_refusals() -> None:
-    x, outside = torch.randn(2, 4), nn.Linear(4, 4)
-    with pytest.raises(TraceError, match="the loss is a tensor"):
-        trace(nn.Linear(4, 4), (x,))
-    with pytest.raises(TraceError, match="writes to it in place"):
-        trace(nn.Linear(4, 1), (x,), lambda m, x: m(x.mul_(2)).sum())
-    with pytest.raises(TraceError, match="no parameter of the model"):
-        trace(nn.Linear(4, 4), (x,), lambda m, x: outside(m(x)).sum())
-    with pytest.raises(TraceError, match="with use_reentrant=False"):
-        trace(nn.Linear(4, 4), (x,), lambda m, x: checkpoint(m, m(x), use_reentrant=True).sum())
-    with pytest.raises(TraceError, match="it is a int"):
-        trace(nn.Linear(4, 4), (x, 3))  # type: ignore[arg-type]
-
-
-class Grouped(nn.Module):
-    """Calls an op that fails in its backward, where no line of the user's is running."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        grouped: Tensor = torch._grouped_mm(x, self.weight, None)
-        return grouped.sum()
-
-
-def test_a_failure_blames_no_line_of_ours() -> None:
-    with pytest.raises(TraceError) as caught:
-        trace(Grouped(), (torch.randn(3, 8),))
-    assert caught.value.where == "Grouped"
-
-
-def test_what_follows_from_constants_alone_is_known() -> None:
-    """``nn.Transformer`` asks whether its mask is causal; writes through views are seen."""
-
-    def asks(y: Tensor) -> None:
-        mask = torch.full((4, 4), float("-inf")).triu(1)
-        assert bool((mask == nn.Transformer.generate_square_subsequent_mask(4)).all())
-        mask[0].fill_(3)
-        assert mask.sum(1)[0].item() == 12
-        mask[1].copy_(y.detach()[0])
-        with pytest.raises(RuntimeError):
-            mask.sum().item()
-
-    trace(nn.Sequential(Asks(asks)), (torch.randn(2, 4),))
 
 
 # custom ops ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import fx
 from partc.graph import Graph, literals, picked, results_of, tensor_args, value
 from partc.machines.topology import Device
 from partc.passes.search.shardings.call_costs import CallCost
-from partc.passes.search.shardings.decompositions import OPENED, Decomposition, openings
+from partc.passes.search.shardings.decompositions import DECOMPOSED, Decomposition, decompositions
 from partc.passes.search.shardings.shared_copies import SharedCopies
 from partc.passes.search.shardings.transfers import Transfers
 from partc.passes.search.solver.problem import Costs
@@ -59,7 +59,7 @@ class CallWays:
     """
 
     graph: Graph
-    lies: Transfers
+    transfers: Transfers
     device: Device
     free: frozenset[fx.Node] = frozenset()
     kinds: dict[fx.Node, int] = field(default_factory=dict)  # equal calls have equal numbers
@@ -67,10 +67,10 @@ class CallWays:
     costs: dict[int, CallCost] = field(default_factory=dict)
     wishes: dict[int, dict[fx.Node, tuple[Layout, ...]]] = field(default_factory=dict)  # by size
     by_axis: dict[Hashable, list[Strategy]] = field(default_factory=dict)
-    opened: dict[Hashable, list[Decomposition]] = field(default_factory=dict)
+    decomposed: dict[Hashable, list[Decomposition]] = field(default_factory=dict)
     made: dict[Hashable, CallChoices] = field(default_factory=dict)
     tables: dict[Hashable, Costs] = field(default_factory=dict)  # of problems built of these ways
-    hubs: dict[Hashable, SharedCopies] = field(default_factory=dict)
+    shared: dict[Hashable, SharedCopies] = field(default_factory=dict)
     part: float = 1.0  # the share of every call's time that counts
     share: float = 1.0  # the share of every call's work that other axes leave
 
@@ -85,12 +85,12 @@ class CallWays:
     def shrunk(self, share: float, part: float) -> CallWays:
         """The same with ``share`` of every call's work, and ``part`` of the time of that work."""
         costs = {kind: cost.shrunk(share) for kind, cost in self.costs.items()}
-        return replace(self, costs=costs, opened={}, made={}, part=part, share=share)
+        return replace(self, costs=costs, decomposed={}, made={}, part=part, share=share)
 
     def of(self, node: fx.Node, axes: Sequence[str], fixed: Choices) -> CallChoices:
         """The choices of a call on ``axes``, given its strategies on the other axes."""
         others = {a: s for a, s in fixed.get(node, {}).items() if a not in axes}
-        sizes = tuple(self.lies.mesh.size(axis) for axis in axes)
+        sizes = tuple(self.transfers.mesh.size(axis) for axis in axes)
         wished = tuple(self._wished(node, size) for size in sizes)
         key = self.kinds[node], tuple(axes), tuple(sorted(others.items(), key=_name)), wished
         if key not in self.made:
@@ -116,7 +116,7 @@ class CallWays:
             ins = [self._number(every, i, "ins") for i in range(len(shapes))]
             outs = [self._number(every, i, "outs") for i in range(len(results))]
             pairs = [*zip(shapes, ins, strict=True), *zip(results, outs, strict=True)]
-            if all(s is None or self.lies.fits(s, n) for s, n in pairs):
+            if all(s is None or self.transfers.fits(s, n) for s, n in pairs):
                 seconds = self._seconds(node, every, ins, outs)
                 rows.append((chosen, ins, outs, seconds, _label(axes, chosen)))
         return CallChoices(
@@ -138,19 +138,21 @@ class CallWays:
         key = "stored", shape, tuple(axes), tuple(map(tuple, options)), tuple(others.items())
         if key not in self.made:
             combined = ({**others, **dict(zip(axes, c, strict=True))} for c in product(*options))
-            fitting = [n for n in map(self.lies.number, combined) if self.lies.fits(shape, n)]
-            self.made[key] = fixed_ways(fitting, self.lies)
+            fitting = [
+                n for n in map(self.transfers.number, combined) if self.transfers.fits(shape, n)
+            ]
+            self.made[key] = fixed_ways(fitting, self.transfers)
         return self.made[key]
 
     def placed(self, layouts: Mapping[str, Layout]) -> CallChoices:
         """The one choice of a placeholder whose layouts are given."""
         key = "placed", tuple(layouts.items())
         if key not in self.made:
-            self.made[key] = fixed_ways([self.lies.number(layouts)], self.lies)
+            self.made[key] = fixed_ways([self.transfers.number(layouts)], self.transfers)
         return self.made[key]
 
     def _number(self, every: Mapping[str, Strategy], position: int, side: str) -> int:
-        return self.lies.number({a: getattr(s, side)[position] for a, s in every.items()})
+        return self.transfers.number({a: getattr(s, side)[position] for a, s in every.items()})
 
     def _seconds(
         self, node: fx.Node, every: Mapping[str, Strategy], ins: list[int], outs: list[int]
@@ -160,12 +162,12 @@ class CallWays:
         """
         times = []
         for axis, strategy in every.items():
-            if strategy.variant == OPENED:
+            if strategy.variant == DECOMPOSED:
                 others = {a: s.outs[0] for a, s in every.items() if a != axis}
-                opening = next(o for o in self.openings(node, axis) if o.strategy == strategy)
-                share = self.share * self.lies.share(self.lies.number(others))
-                times.append(opening.seconds(share, self.lies, self.device))
-        own = self.costs[self.kinds[node]].seconds(ins, outs, self.lies, self.device)
+                inside = (d for d in self.decompositions(node, axis) if d.strategy == strategy)
+                share = self.share * self.transfers.share(self.transfers.number(others))
+                times.append(next(inside).seconds(share, self.transfers, self.device))
+        own = self.costs[self.kinds[node]].seconds(ins, outs, self.transfers, self.device)
         return self.part * max(times, default=own)
 
     def _on_axis(
@@ -174,21 +176,21 @@ class CallWays:
         """The strategies on one axis: replicated, the sharding rules', and decompositions."""
         known = self.strategies(node, axis, wished)
         whole = Strategy((R,) * len(tensor_args(node)), (R,) * len(results_of(node)))
-        return [whole, *known, *(opening.strategy for opening in self.openings(node, axis))]
+        return [whole, *known, *(d.strategy for d in self.decompositions(node, axis))]
 
-    def openings(self, node: fx.Node, axis: str) -> list[Decomposition]:
+    def decompositions(self, node: fx.Node, axis: str) -> list[Decomposition]:
         """The decompositions of a call on an axis."""
         key = self.kinds[node], axis
-        if key not in self.opened:
+        if key not in self.decomposed:
             known = self.strategies(node, axis, ())
-            self.opened[key] = openings(node, axis, known, self.lies)
-        return self.opened[key]
+            self.decomposed[key] = decompositions(node, axis, known, self.transfers)
+        return self.decomposed[key]
 
     def strategies(
         self, node: fx.Node, axis: str, wished: tuple[tuple[int, Layout], ...]
     ) -> list[Strategy]:
         """The sharding rules' strategies of a call on one axis, for the ``wished`` layouts too."""
-        return self._by_size(node, self.lies.mesh.size(axis), wished)
+        return self._by_size(node, self.transfers.mesh.size(axis), wished)
 
     def _by_size(
         self, node: fx.Node, num: int, wished: tuple[tuple[int, Layout], ...]
@@ -237,9 +239,9 @@ class CallWays:
                 wishes[at] = tuple(sorted((*have, layout)))
 
 
-def fixed_ways(numbers: Sequence[int], lies: Transfers) -> CallChoices:
+def fixed_ways(numbers: Sequence[int], transfers: Transfers) -> CallChoices:
     """The choices between shardings of a placeholder, which cost nothing by themselves."""
-    labels = tuple(map(lies.label, numbers))
+    labels = tuple(map(transfers.label, numbers))
     return CallChoices((), (), (tuple(numbers),), np.zeros(len(numbers)), labels)
 
 

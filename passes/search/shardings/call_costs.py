@@ -55,16 +55,16 @@ class CallCost:
         return replace(self, flops=self.flops * share, operands=operands, results=results)
 
     def seconds(
-        self, ins: Sequence[int], outs: Sequence[int], lies: Transfers, device: Device
+        self, ins: Sequence[int], outs: Sequence[int], transfers: Transfers, device: Device
     ) -> float:
         """Seconds on one rank by the roofline model; ``ins`` and ``outs`` number the shardings.
 
         Every axis that shards an operand or result divides the FLOPs.
         """
-        axes = {axis for n in (*ins, *outs) for axis, _ in lies.shardings[n].cuts()}
-        shared = math.prod(lies.mesh.size(axis) for axis in sorted(axes))
+        axes = {axis for n in (*ins, *outs) for axis, _ in transfers.shardings[n].cuts()}
+        shared = math.prod(transfers.mesh.size(axis) for axis in sorted(axes))
         pairs = (*zip(self.operands, ins, strict=True), *zip(self.results, outs, strict=True))
-        num_bytes = sum(each * lies.share(n) for each, n in pairs)
+        num_bytes = sum(each * transfers.share(n) for each, n in pairs)
         return device.seconds(self.flops / shared, self.dtype, num_bytes, self.work)
 
 

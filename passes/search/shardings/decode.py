@@ -13,13 +13,13 @@ from torch import fx
 
 from partc.graph import Graph, value
 from partc.passes.search.shardings.decided import Decided, Life
-from partc.passes.search.shardings.decompositions import OPENED
+from partc.passes.search.shardings.decompositions import DECOMPOSED
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.shard.decompose_ops import decomposes
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import AxisWalk, Pins, pinned, propagate, whole_strategy
 from partc.plan import Plan, widest_pattern
-from partc.plan.plan_values import Lies
+from partc.plan.plan_values import PlannedLayout
 from partc.plan.sharding import Layout, R, Sharding
 from partc.rules import Strategy
 
@@ -57,7 +57,7 @@ def _on_axes(made: Mapping[str, Strategy], axes: tuple[str, ...]) -> dict[str, S
     """The strategies of a call on ``axes``; none if another axis decomposes the call, which then
     does not exist.
     """
-    if any(s.variant == OPENED for axis, s in made.items() if axis not in axes):
+    if any(s.variant == DECOMPOSED for axis, s in made.items() if axis not in axes):
         return {}
     return {axis: strategy for axis, strategy in made.items() if axis in axes}
 
@@ -86,12 +86,12 @@ def _stated(
     gather = {axis: life for axis in axes if axis in gathered}
     plan = base.changed(params=stored, gather={**gather, **base.gather})
     # Only parameters that are used otherwise than their storage and `gather` say need an entry.
-    odd = [n for n, lies in used.items() if Sharding.of(lies, values.graph.mesh)
+    odd = [n for n, planned in used.items() if Sharding.of(planned, values.graph.mesh)
            != Sharding.of(plan.used(n), values.graph.mesh)]  # fmt: skip
     # A printed entry is a pattern that fits all equal blocks: the others then need their own.
     patterns = dict.fromkeys(map(widest_pattern, odd))
-    lies = {n: {a: Lies(x) for a, x in u.items()} for n, u in used.items()}
-    return plan.changed(values={n: u for n, u in lies.items() if widest_pattern(n) in patterns})
+    planned = {n: {a: PlannedLayout(x) for a, x in u.items()} for n, u in used.items()}
+    return plan.changed(values={n: u for n, u in planned.items() if widest_pattern(n) in patterns})
 
 
 def _gathered(name: str, axis: str, decided: Decided, values: StepValues) -> bool:
@@ -148,34 +148,34 @@ def _pinned(plan: Plan, choices: Choices, axes: tuple[str, ...], values: StepVal
         for node, name in names.items():
             if widest_pattern(name) in patterns and node not in pins and _stays(node, wanted):
                 pins[node] = _entry(wanted[node])
-    kept = {names[node]: lies for node, lies in pins.items()}
+    kept = {names[node]: planned for node, planned in pins.items()}
     in_order = {name: kept[name] for name in names.values() if name in kept}
     return plan.changed(values={**plan.values, **in_order})
 
 
 def _stays(node: fx.Node, wanted: Choices) -> bool:
     """Whether a call was decided and is not decomposed."""
-    return node in wanted and all(s.variant != OPENED for s in wanted[node].values())
+    return node in wanted and all(s.variant != DECOMPOSED for s in wanted[node].values())
 
 
-def _entry(wanted: Mapping[str, Strategy]) -> dict[str, Lies]:
-    return {axis: Lies(s.outs[0] if s.outs else R) for axis, s in wanted.items()}
+def _entry(wanted: Mapping[str, Strategy]) -> dict[str, PlannedLayout]:
+    return {axis: PlannedLayout(s.outs[0] if s.outs else R) for axis, s in wanted.items()}
 
 
 def _walk(graph: Graph, plan: Plan, wanted: Choices, pins: Pins, axes: tuple[str, ...]) -> None:
     """One propagation that takes the ``wanted`` strategies on ``axes``, and adds to ``pins`` the
     calls for which it would have chosen others.
     """
-    opened = True
-    while opened:
+    decomposed = True
+    while decomposed:
         choices: Choices = {}
-        opened = False
+        decomposed = False
         for axis in graph.mesh.names:
             given = (graph, plan, axis, choices, False, None)
             if axis in axes:
-                opened |= _Recorder(*given, pins, wanted=wanted).run()
+                decomposed |= _Recorder(*given, pins, wanted=wanted).run()
             else:
-                opened |= AxisWalk(*given, pinned(graph, plan)).run()
+                decomposed |= AxisWalk(*given, pinned(graph, plan)).run()
 
 
 @dataclass
@@ -190,13 +190,13 @@ class _Recorder(AxisWalk):
         if node not in self.wanted:
             return best  # a call of a decomposition
         want = self.wanted[node].get(self.axis, whole_strategy(node))
-        if want.variant == OPENED:
+        if want.variant == DECOMPOSED:
             return best
         stays = decomposes(node) and self._pin(node) is None and self._gathers(node, want)
         if best != want or stays:
             entry = dict(self.pins.get(node, _entry(self.wanted[node])))
-            if self.as_pinned(node, entry.get(self.axis, Lies())) != want:
-                entry[self.axis] = Lies(want.outs[0], want.ins)
+            if self.as_pinned(node, entry.get(self.axis, PlannedLayout())) != want:
+                entry[self.axis] = PlannedLayout(want.outs[0], want.ins)
                 assert self.as_pinned(node, entry[self.axis]) == want, f"{node}: {want}"
             self.pins[node] = entry
         return want
@@ -207,7 +207,7 @@ def _check(plan: Plan, choices: Choices, graph: Graph) -> None:
     twin, twins = copy_graph(graph)
     made = propagate(twin, plan)
     for node, wanted in choices.items():
-        if any(s.variant == OPENED for s in wanted.values()):
+        if any(s.variant == DECOMPOSED for s in wanted.values()):
             continue
         for axis, strategy in wanted.items():
             got = made.get(twins[node], {}).get(axis, whole_strategy(node))

@@ -32,7 +32,7 @@ from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
 
-OPENED = "opened"
+DECOMPOSED = "decomposed"
 Work = tuple[CallCost, tuple[int, ...], tuple[int, ...]]  # a call; operands', results' shardings
 Move = tuple[int, int, int]  # bytes, from one sharding to another
 
@@ -45,30 +45,32 @@ class Decomposition:
     calls: tuple[Work, ...]
     moves: tuple[Move, ...]
 
-    def seconds(self, share: float, lies: Transfers, device: Device) -> float:
+    def seconds(self, share: float, transfers: Transfers, device: Device) -> float:
         """Seconds of all calls and transfers inside; other axes leave ``share`` of each value."""
         total = 0.0
         for cost, ins, outs in self.calls:
-            total += cost.shrunk(share).seconds(ins, outs, lies, device)
-        return total + sum(lies.seconds(n * share, have, want) for n, have, want in self.moves)
+            total += cost.shrunk(share).seconds(ins, outs, transfers, device)
+        return total + sum(transfers.seconds(n * share, have, want) for n, have, want in self.moves)
 
 
-def openings(
-    node: fx.Node, axis: str, known: Sequence[Strategy], lies: Transfers
+def decompositions(
+    node: fx.Node, axis: str, known: Sequence[Strategy], transfers: Transfers
 ) -> list[Decomposition]:
     """The decompositions of a call: one for each shardable dim of its first operand that no
     strategy in ``known`` allows.
     """
     if not decomposes(node):
         return []
-    first, num = tensor_args(node)[0], lies.mesh.size(axis)
+    first, num = tensor_args(node)[0], transfers.mesh.size(axis)
     taken = {strategy.ins[0] for strategy in known}
     cuts = [cut(dim) for dim, size in enumerate(value(first).shape) if size % num == 0]
-    found = (_opening(node, axis, each, lies) for each in cuts if each not in taken)
-    return [opening for opening in found if opening is not None]
+    found = (_decomposition(node, axis, each, transfers) for each in cuts if each not in taken)
+    return [each for each in found if each is not None]
 
 
-def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decomposition | None:
+def _decomposition(
+    node: fx.Node, axis: str, layout: Layout, transfers: Transfers
+) -> Decomposition | None:
     """The decomposition for a first operand with this layout, by propagating the call alone.
 
     Operands of the first one's shape have its layout. None if the call is not decomposed then.
@@ -76,7 +78,7 @@ def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decom
     operands = tensor_args(node)
     alike = value(operands[0]).shape
     ins = tuple(layout if value(o).shape == alike else R for o in operands)
-    graph, inputs = _alone(node, Mesh(((axis, lies.mesh.size(axis)),)))
+    graph, inputs = _alone(node, Mesh(((axis, transfers.mesh.size(axis)),)))
     cuts = {value(inputs[o]).name: {axis: lay} for o, lay in zip(operands, ins, strict=True)}
     given = {name: each for name, each in cuts.items() if each[axis] != R}
     choices = propagate(graph, Plan(mesh=graph.mesh, inputs=given))
@@ -85,9 +87,9 @@ def _opening(node: fx.Node, axis: str, layout: Layout, lies: Transfers) -> Decom
     outs = [R] * len(results_of(node))
     for name, result in graph.outputs.sent.items():
         outs[int(name)] = value(result).sharding.on(axis)
-    calls = tuple(_works(graph, choices, lies))
-    moves = tuple(_moves(graph, choices, lies))
-    return Decomposition(Strategy(ins, tuple(outs), OPENED), calls, moves)
+    calls = tuple(_works(graph, choices, transfers))
+    moves = tuple(_moves(graph, choices, transfers))
+    return Decomposition(Strategy(ins, tuple(outs), DECOMPOSED), calls, moves)
 
 
 def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
@@ -114,7 +116,7 @@ def _alone(node: fx.Node, mesh: Mesh) -> tuple[Graph, dict[fx.Node, fx.Node]]:
 
 
 def _works(
-    graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers
+    graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], transfers: Transfers
 ) -> Iterator[Work]:
     for node in graph.calls():
         chosen = choices.get(node, {})
@@ -122,13 +124,13 @@ def _works(
         outs = range(len(results_of(node)))
         yield (
             CallCost.of(node),
-            tuple(lies.number({a: s.ins[i] for a, s in chosen.items()}) for i in ins),
-            tuple(lies.number({a: s.outs[i] for a, s in chosen.items()}) for i in outs),
+            tuple(transfers.number({a: s.ins[i] for a, s in chosen.items()}) for i in ins),
+            tuple(transfers.number({a: s.outs[i] for a, s in chosen.items()}) for i in outs),
         )
 
 
 def _moves(
-    graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], lies: Transfers
+    graph: Graph, choices: dict[fx.Node, dict[str, Strategy]], transfers: Transfers
 ) -> Iterator[Move]:
     """The transfers inside of a decomposition: each wanted sharding of a value once."""
     done: set[tuple[fx.Node, Sharding]] = set()
@@ -140,5 +142,5 @@ def _moves(
             if want != have and (operand, want) not in done:
                 done.add((operand, want))
                 num_bytes = fake_of(operand).numel() * fake_of(operand).element_size()
-                have_number, want_number = (lies.number(dict(s.layouts)) for s in (have, want))
+                have_number, want_number = (transfers.number(dict(s.layouts)) for s in (have, want))
                 yield num_bytes, have_number, want_number

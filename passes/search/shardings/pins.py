@@ -13,7 +13,7 @@ from partc.passes.search.shardings.call_choices import CallChoices
 from partc.passes.search.shardings.step_values import StepValues
 from partc.passes.search.shardings.transfers import Bar, Transfers
 from partc.plan import Cuts, Plan, fits
-from partc.plan.plan_values import Lies, lies_on, write_value
+from partc.plan.plan_values import PlannedLayout, planned_on, write_value
 from partc.plan.sharding import Layout, Sharding, cut
 from partc.rules import Strategy
 
@@ -24,14 +24,14 @@ class Pins:
 
     plan: Plan
     values: StepValues
-    lies: Transfers
+    unbarred: Transfers
     ways: dict[Hashable, CallChoices] = field(default_factory=dict)
     barred: dict[Hashable, Transfers] = field(default_factory=dict)
 
     def allowed(self, node: fx.Node, ways: CallChoices, axes: tuple[str, ...]) -> CallChoices:
         """The choices of a call that agree with the plan; PlanError if there are none."""
-        entry = self.plan.lies(self.values.names[node]) if self.plan.values else None
-        wanted = {a: lies for a in axes if (lies := lies_on(entry, a)) is not None}
+        entry = self.plan.planned(self.values.names[node]) if self.plan.values else None
+        wanted = {a: planned for a in axes if (planned := planned_on(entry, a)) is not None}
         if not wanted:
             return ways
         key = id(ways), tuple(wanted.items())
@@ -56,25 +56,25 @@ class Pins:
         """The transfers of a value between shardings that the plan allows; others cost inf."""
         known = value(node)
         if known.kind == "param":
-            used = self.plan.lies(known.name) if self.plan.values else None
+            used = self.plan.planned(known.name) if self.plan.values else None
             if used is not None:
                 return self._without(("used", known.name), _other_than(used))
             if self.plan.gather:
                 return self._without("gather", _kept_cut(tuple(self.plan.gather)))
         elif self.plan.scatter and len(known.shape) > 2:
             return self._without(("scatter", known.shape), self._unscattered(known.shape))
-        return self.lies
+        return self.unbarred
 
     def _without(self, key: Hashable, bar: Bar) -> Transfers:
         if key not in self.barred:
-            self.barred[key] = self.lies.without(bar)
+            self.barred[key] = self.unbarred.without(bar)
         return self.barred[key]
 
     def _unscattered(self, shape: tuple[int, ...]) -> Bar:
         """Bars transfers of a partial sum to another layout than ``plan.scatter`` asks for, on dims
         that the axis divides.
         """
-        mesh = self.lies.mesh
+        mesh = self.unbarred.mesh
         wanted = {
             axis: cut(dim)
             for axis, dim in self.plan.scatter.items()
@@ -99,19 +99,19 @@ def _kept_cut(axes: tuple[str, ...]) -> Bar:
     return bar
 
 
-def _other_than(used: Mapping[str, Lies]) -> Bar:
+def _other_than(used: Mapping[str, PlannedLayout]) -> Bar:
     """Bars reading a parameter in another layout than the plan says."""
 
     def bar(have: Sharding, want: Sharding) -> bool:
         if not used:
             return bool(want.layouts)
-        return any(want.on(a) != lies.out for a, lies in used.items())
+        return any(want.on(a) != planned.out for a, planned in used.items())
 
     return bar
 
 
 def _only(
-    node: fx.Node, ways: CallChoices, wanted: Mapping[str, Lies], axes: tuple[str, ...]
+    node: fx.Node, ways: CallChoices, wanted: Mapping[str, PlannedLayout], axes: tuple[str, ...]
 ) -> CallChoices:
     """The choices whose layouts agree with ``wanted`` on every axis; PlanError if none does."""
 

@@ -47,8 +47,8 @@ class ShardingProblem:
     shrunk: float = 1.0
 
     def __post_init__(self) -> None:
-        self.lies = self.ways.lies
-        self.tables, self.cache, self.hubs = Tables(), self.ways.tables, self.ways.hubs
+        self.transfers = self.ways.transfers
+        self.tables, self.cache, self.shared = Tables(), self.ways.tables, self.ways.shared
         self.chosen: dict[fx.Node, tuple[int, CallChoices]] = {}  # call -> its variable
         self.placed: dict[fx.Node, tuple[int, CallChoices]] = {}  # placeholder -> its variable
         for node in self.values.values():
@@ -71,7 +71,7 @@ class ShardingProblem:
         stored = {name: dict(known) for name, known in self.decided.stored.items()}
         for node, (v, ways) in self.placed.items():
             if value(node).kind == "param":
-                sharding = self.lies.shardings[ways.outs[0][assignment[v]]]
+                sharding = self.transfers.shardings[ways.outs[0][assignment[v]]]
                 stored[value(node).name] = dict(sharding.layouts)
         return Decided(choices, stored)
 
@@ -113,7 +113,7 @@ class ShardingProblem:
         options = [
             [pinned.get(axis, R)]
             if pinned is not None
-            else [R, *cuts, *self.ways.outers(node, self.lies.mesh.size(axis))]
+            else [R, *cuts, *self.ways.outers(node, self.transfers.mesh.size(axis))]
             for axis in self.axes
         ]
         return self.ways.stored(known.shape, self.axes, options, others)
@@ -147,7 +147,7 @@ class ShardingProblem:
     def _reader(self, reader: Reader) -> tuple[int | None, tuple[int, ...]]:
         """The variable of a reader (None: no choice), and per choice the sharding it wants."""
         if reader.node is None:
-            return None, (self.lies.whole,)
+            return None, (self.transfers.whole,)
         if reader.node.op == "placeholder":
             return self._source(reader.node)
         v, ways = self.chosen[reader.node]
@@ -160,17 +160,19 @@ class ShardingProblem:
 
         Several readers read shared copies, whose variable is returned.
         """
-        (v, outs), lies = source, self.pins.transfers(node)
+        (v, outs), transfers = source, self.pins.transfers(node)
         num_bytes = self._num_bytes(node)
         if not (shared or len(group) > 1 or (group and self.pins.gathers(node))):
             for reader in group:
                 w, wants = self._reader(reader)
-                table = lies.table(num_bytes, outs, wants)
+                table = transfers.table(num_bytes, outs, wants)
                 self._pair(v, w, table, self.values.times(node, reader))
             return None
-        h, hub = at = self._hub(node, group, outs)
-        made = self._once(("made", outs, hub), lambda: hub.made_from(outs))
-        filled = self._once(("fill", num_bytes, hub, id(lies)), lambda: hub.filled(num_bytes, lies))
+        h, copies = at = self._shared_copies(node, group, outs)
+        made = self._once(("made", outs, copies), lambda: copies.made_from(outs))
+        filled = self._once(
+            ("fill", num_bytes, copies, id(transfers)), lambda: copies.filled(num_bytes, transfers)
+        )
         self.tables.pair(v, h, made)
         self.tables.cost(h, filled, self._times(node, group))
         self._read(node, at, group)
@@ -181,27 +183,28 @@ class ShardingProblem:
         have shared copies of their own.
         """
         if len(group) > 1:
-            lies, num_bytes, (u, old) = self.pins.transfers(node), self._num_bytes(node), before
-            h, hub = at = self._hub(node, group, old.made)
+            transfers, num_bytes = self.pins.transfers(node), self._num_bytes(node)
+            u, old = before
+            h, copies = at = self._shared_copies(node, group, old.made)
             table = self._once(
-                ("refill", num_bytes, old, hub, id(lies)),
-                lambda: hub.refilled(num_bytes, old, lies),
+                ("refill", num_bytes, old, copies, id(transfers)),
+                lambda: copies.refilled(num_bytes, old, transfers),
             )
             self.tables.pair(u, h, table, self._times(node, group))
             before = at
         self._read(node, before, group)
 
-    def _hub(self, node: fx.Node, group: Sequence[Reader], made: Sequence[int]) -> _At:
+    def _shared_copies(self, node: fx.Node, group: Sequence[Reader], made: Sequence[int]) -> _At:
         """The variable of the shared copies for a group of readers."""
         wanted = tuple(dict.fromkeys(n for r in group for n in dict.fromkeys(self._reader(r)[1])))
-        lies, num_bytes = self.pins.transfers(node), self._num_bytes(node)
-        key = num_bytes, tuple(dict.fromkeys(made)), wanted, id(lies)
-        if key not in self.hubs:
-            self.hubs[key] = SharedCopies.of(num_bytes, key[1], wanted, lies)
-        hub, phase = self.hubs[key], "backward" if group[0].backward else "forward"
+        transfers, num_bytes = self.pins.transfers(node), self._num_bytes(node)
+        key = num_bytes, tuple(dict.fromkeys(made)), wanted, id(transfers)
+        if key not in self.shared:
+            self.shared[key] = SharedCopies.of(num_bytes, key[1], wanted, transfers)
+        copies, phase = self.shared[key], "backward" if group[0].backward else "forward"
         name = f"{self._name(node)} {phase}"
-        known = (name, hub) if self.tie else (node, phase)
-        return self.tables.variable(known, name, hub.labels(self.lies)), hub
+        known = (name, copies) if self.tie else (node, phase)
+        return self.tables.variable(known, name, copies.labels(self.transfers)), copies
 
     def _name(self, node: fx.Node) -> str:
         """The name that a value shares with the equal values of equal blocks."""
@@ -211,13 +214,13 @@ class ShardingProblem:
         return f"{self.values.alike(call)}[{index}]"
 
     def _read(self, node: fx.Node, at: _At, group: Sequence[Reader]) -> None:
-        (h, hub), lies = at, self.pins.transfers(node)
+        (h, copies), transfers = at, self.pins.transfers(node)
         num_bytes = self._num_bytes(node)
         for reader in group:
             w, wants = self._reader(reader)
-            key = "read", num_bytes, hub, wants, id(lies)
+            key = "read", num_bytes, copies, wants, id(transfers)
             if key not in self.cache:
-                self.cache[key] = hub.read(num_bytes, wants, lies)
+                self.cache[key] = copies.read(num_bytes, wants, transfers)
             self._pair(h, w, self.cache[key], self.values.times(node, reader))
 
     def _pair(self, v: int, w: int | None, table: Costs, times: int) -> None:
@@ -238,7 +241,7 @@ class ShardingProblem:
                 if reader.node in self.chosen:
                     w, wants = self._reader(reader)
                     assert w is not None
-                    self.tables.cost(w, self.lies.table(0, (self.lies.whole,), wants)[0])
+                    self.tables.cost(w, self.transfers.table(0, (self.transfers.whole,), wants)[0])
 
     def _num_bytes(self, node: fx.Node) -> float:
         return self.values.num_bytes(node) * self.shrunk

@@ -30,7 +30,7 @@ from partc.passes.shard.propagate import propagate, whole_strategy
 from partc.passes.shard.split_bias import split_bias
 from partc.plan import Plan
 from partc.plan.mesh import DP, TP, Mesh
-from partc.plan.plan_values import Lies
+from partc.plan.plan_values import PlannedLayout
 from partc.plan.sharding import R, Sharding
 from partc.rules import Strategy
 
@@ -79,11 +79,11 @@ class TensorShardings:
         split_bias(self.graph)
         fuse_loss(self.graph)
         self.ranks, self.pins = ranks, _on_tensor_ranks(pins)
-        lies = Transfers(ranks.layout, ranks.mesh, counted=(TP,))
+        transfers = Transfers(ranks.layout, ranks.mesh, counted=(TP,))
         device = ranks.mesh.hardware.device
         self.values = StepValues(self.graph, self.pins)
-        self.ways = CallWays(self.graph, lies, device, self.values.free)
-        self.filters = _Apart(self.pins, self.values, lies, samples=ranks.samples)
+        self.ways = CallWays(self.graph, transfers, device, self.values.free)
+        self.filters = _Apart(self.pins, self.values, transfers, samples=ranks.samples)
         self.data = Decided(self._by_data_ranks(), {})
 
     @cached_property
@@ -103,7 +103,7 @@ class TensorShardings:
         wanted = self.pins.changed(preset=f"ddp+{word}")
         plan = complete(wanted, self.graph, self.ranks.layout, rows=False)
         made, stated = self._propagated(plan), plan.changed(scatter={}, values={})
-        filters = _Taken(stated, self.values, self.ways.lies, made=made)
+        filters = _Taken(stated, self.values, self.ways.transfers, made=made)
         problem = self._problem(filters)
         return None if filters.unknown else solve(problem.problem, max_cells=MAX_CELLS).cost
 
@@ -131,15 +131,15 @@ class TensorShardings:
     def _by_data_ranks(self) -> Choices:
         """The strategy of every call on ``dp``."""
         found: Choices = {}
-        for node, made in self._propagated(self._whole(), opened=True).items():
+        for node, made in self._propagated(self._whole(), decomposed=True).items():
             if DP in made:
                 found[node] = {DP: made[DP]}
         return found
 
-    def _propagated(self, plan: Plan, opened: bool = False) -> Choices:
+    def _propagated(self, plan: Plan, decomposed: bool = False) -> Choices:
         """The strategies that propagation chooses for a plan, by the calls of this graph.
 
-        A call that propagation decomposes has no entry, or with ``opened`` the strategy of its
+        A call that propagation decomposes has no entry, or with ``decomposed`` the strategy of its
         decomposition.
         """
         twin, twins = copy_graph(self.graph)
@@ -149,15 +149,15 @@ class TensorShardings:
         for node in self.values.names:
             if twins[node] in left:
                 found[node] = made.get(twins[node], {})
-            elif opened:
-                found[node] = self._opened(node, found)
+            elif decomposed:
+                found[node] = self._decomposed(node, found)
         return found
 
-    def _opened(self, node: fx.Node, before: Choices) -> dict[str, Strategy]:
+    def _decomposed(self, node: fx.Node, before: Choices) -> dict[str, Strategy]:
         """The strategy on ``dp`` of a decomposed call, by the layout of its first operand."""
         first = before.get(tensor_args(node)[0], {}).get(DP)
         arrives = first.outs[0] if first else R
-        ways = [opening.strategy for opening in self.ways.openings(node, DP)]
+        ways = [each.strategy for each in self.ways.decompositions(node, DP)]
         chosen = next((strategy for strategy in ways if strategy.ins[0] == arrives), None)
         return {DP: chosen} if chosen else {}
 
@@ -170,11 +170,15 @@ def _moves_pieces(have: Sharding, want: Sharding) -> bool:
 def _on_tensor_ranks(pins: Plan) -> Plan:
     """The user's entries reduced to ``tp``; a parameter that they name keeps its layout."""
     inputs = {name: _only_tp(cuts) for name, cuts in pins.inputs.items() if TP in cuts}
-    values = {name: _only_tp(lies) for name, lies in pins.values.items() if TP in lies or not lies}
+    values = {
+        name: _only_tp(planned)
+        for name, planned in pins.values.items()
+        if TP in planned or not planned
+    }
     return Plan(
         params={name: _only_tp(cuts) for name, cuts in pins.params.items()},
         inputs=inputs,
-        values={name: lies or {TP: Lies()} for name, lies in values.items()},
+        values={name: planned or {TP: PlannedLayout()} for name, planned in values.items()},
         gather=_only_tp(pins.gather),
         scatter=_only_tp(pins.scatter),
         batch_norm=pins.batch_norm,
@@ -216,7 +220,7 @@ class _Apart(Pins):
 
     def _cuts_samples(self, number: int) -> bool:
         """Whether ``tp`` shards the dim that ``dp`` shards, and does so across samples."""
-        sharding = self.lies.shardings[number]
+        sharding = self.unbarred.shardings[number]
         data, tensor = sharding.on(DP), sharding.on(TP)
         if not (data.kind == tensor.kind == "cut" and data.dim == tensor.dim):
             return False

@@ -1,0 +1,35 @@
+"""What a block's method takes: the class declares these arguments, the step's loop passes them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from partc.codegen.repeats.slots import Interface, Slot
+from partc.graph import Phase, fake_of, is_tensor
+
+SAVED = "list[Tensor]"
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "list"}
+# The names of the lists of saved values that one phase leaves for a later one.
+LEFT: dict[tuple[Phase, Phase], str] = {
+    ("F", "B"): "saved",
+    ("F", "W"): "kept",
+    ("B", "W"): "left",
+}
+
+
+def passed(side: Interface) -> list[Slot]:
+    """The slots of values that a method takes as arguments, in the order of the arguments."""
+    return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
+
+
+def main_slot(side: Interface) -> Slot | None:
+    """The slot of the biggest value that each block hands to the next: the residual stream."""
+    carried = [slot for slot in side.of("carried") if is_tensor(slot.nodes[0])]
+    return max(carried, key=lambda slot: fake_of(slot.nodes[0]).numel(), default=None)
+
+
+def argument_name(side: Interface, slot: Slot, wish: dict[fx.Node, str]) -> str:
+    """The wanted name of an argument of a block's method."""
+    if slot.kind != "carried" or slot is main_slot(side):
+        return wish.get(side.own(slot), "value")
+    return wish.get(side.group.nodes[slot.position], "value")

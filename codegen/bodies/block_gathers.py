@@ -1,0 +1,74 @@
+"""The gathers of a block's weights: which calls they are, and the lines that start them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+
+from torch import fx
+
+from partc.codegen.calls.backends import c10d
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.repeats.slots import Interface
+from partc.codegen.text import Line
+from partc.graph import Graph, collectives, tensor_args
+from partc.graph.moves import gathers_param, moves
+
+
+def first_gathers(graph: Graph, side: Interface) -> list[fx.Node]:
+    """The gathers of the block's own weights with which a phase begins, in a fixed order.
+
+    Gathers of one weight each come before those of several; both are in the order of the
+    parameters.
+    """
+    own = {side.own(slot) for slot in side.of("own")}
+    starts = [n for n in side.group.nodes if gathers_param(n) and own.issuperset(tensor_args(n))]
+    order = list(graph.params.values())
+    return sorted(starts, key=lambda n: (len(tensor_args(n)) > 1, order.index(tensor_args(n)[0])))
+
+
+def gather_lines(
+    starts: Iterable[fx.Node], attribute: Callable[[fx.Node], str], params: list[str],
+    helpers: Helpers,
+) -> list[Line]:  # fmt: skip
+    """The lines that start a phase's gathers; ``self.whole`` holds them until ``take``.
+
+    ``attribute`` gives the text by which methods read a stored weight, ``self.w_weight``;
+    ``params`` are the texts of all parameters of the class, in the order of the declarations.
+    """
+    lines: list[Line] = []
+    for alike in _gathered_alike(starts):
+        names = [attribute(shard) for node in alike for shard in tensor_args(node)]
+        lines += _start(alike, names, names == params, "+=" if lines else "=", helpers)
+    return lines
+
+
+def _start(
+    starts: Sequence[fx.Node], names: list[str], every: bool, put: str, helpers: Helpers
+) -> list[Line]:
+    """The lines that start gathers which are alike: one transfer, or a loop over weights.
+
+    ``every``: they gather all parameters of the class.
+    """
+    alone = len(starts) == 1
+    shards = "[*self.parameters()]" if every else f"[{', '.join(names)}]"
+    sent = shards if alone else "[weight]"
+    call = c10d.transfer(starts[0], sent, moves(starts[0]), helpers)
+    if alone:
+        return [Line(f"self.whole {put} {call}")]
+    empty = [Line("self.whole = []")] if put == "=" else []
+    weights = "self.parameters()" if every else shards
+    return [*empty, Line(f"for weight in {weights}:"), Line(f"self.whole += {call}", indent=1)]
+
+
+def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Gathers that one loop can start: neighbours of one weight each over the same axis.
+
+    A gather of several weights is alone.
+    """
+
+    def alike(start: fx.Node) -> object:
+        joined = start.target in collectives.JOINED
+        return start if joined else tuple(start.kwargs[k] for k in ("axis", "num"))
+
+    return (list(together) for _, together in groupby(starts, key=alike))

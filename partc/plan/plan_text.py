@@ -1,0 +1,192 @@
+"""The text form of a plan: reading the fields of a plan.toml, and writing its lines.
+
+``Plan.parse`` and ``str(plan)`` are made of these functions.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from partc.errors import PlanError
+from partc.plan.mesh import Mesh
+from partc.plan.plan_values import PlannedLayout, read_value
+from partc.plan.sharding import Layout, cut
+
+COMPILERS = ("none", "inductor")  # of the computing between two transfers
+RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
+# Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
+PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
+_FIELDS = {
+    "mesh",
+    "preset",
+    "microbatches",
+    "schedule",
+    "order",
+    "chunks",
+    "memory_bytes",
+    "stages",
+    "reduce",
+    "batch_norm",
+    "recompute",
+    "compile",
+    "join_mb",
+    "messages",
+    "prefetch",
+    "pieces",
+    "inputs",
+    "params",
+    "gather",
+    "scatter",
+    "values",
+    "notes",
+}
+
+
+def read_fields(text: str, where: str) -> dict[str, Any]:
+    """The arguments of ``Plan`` that a plan's text gives; keys that are missing are left out.
+
+    ``where`` is what errors call the text.
+
+    Raises:
+        PlanError: this is not TOML, or an entry is unknown or has a wrong value.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise plan_error(where, "this is not TOML", str(error)) from None
+    unknown = sorted(set(table) - _FIELDS)  # misspelt: the search would decide instead
+    if unknown:
+        raise plan_error(
+            where, f"there is no field {unknown[0]!r}", f"fields are {sorted(_FIELDS)}"
+        )
+    mesh = Mesh(tuple(table["mesh"].items())) if "mesh" in table else None
+    for name in ("params", "inputs"):
+        table[name] = {
+            k: _read_cuts(v, f"{where}, {name}.{k}") for k, v in table.get(name, {}).items()
+        }
+    table["values"] = {
+        k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
+    }
+    _check_words(table, where)
+    lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
+    if isinstance(table.get("recompute"), list):
+        lists["recompute"] = tuple(table["recompute"])
+    return {**table, "mesh": mesh, **lists, **_read_passes(text)}
+
+
+def _read_passes(text: str) -> dict[str, tuple[str, ...]]:
+    """The fields that stand as comments at the head of a plan's text."""
+    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    lines = [(name, line.removeprefix(sign)) for line in head for name, sign in PASS_SIGNS
+             if line.startswith(sign)]  # fmt: skip
+    return {name: tuple(listed.split(", ")) for name, listed in lines}
+
+
+def pass_lines(name: str, passes: Sequence[str]) -> list[str]:
+    """The comment that says which passes a plan was made with or without; none for no passes."""
+    return [dict(PASS_SIGNS)[name] + ", ".join(passes)] if passes else []
+
+
+def _read_cuts(entry: Any, where: str) -> dict[str, Layout]:
+    if not isinstance(entry, Mapping):
+        raise plan_error(
+            where, f"{entry!r} does not say where to cut", "cuts are written { axis = dim }"
+        )
+    cuts = {}
+    for axis, at in entry.items():
+        dim, outer = at if isinstance(at, list) and len(at) == 2 else (at, 1)
+        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (dim, outer)):
+            raise plan_error(where, f"{at!r} is not a dim", "write dim, or [dim, outer]")
+        cuts[axis] = cut(dim, outer)
+    return cuts
+
+
+def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
+    try:
+        return read_value(entry)
+    except ValueError as error:
+        raise plan_error(where, f"{entry!r} is not understood", str(error)) from None
+
+
+def _check_words(table: Mapping[str, Any], where: str) -> None:
+    allowed = {
+        "batch_norm": ("global", "local"),
+        "recompute": RECOMPUTES,
+        "compile": COMPILERS,
+        "reduce": ("step", "microbatch"),
+    }
+    counts = ("prefetch", "pieces", "chunks", "memory_bytes")
+    for key, least in (("microbatches", 1), *((name, 0) for name in counts)):
+        count = table.get(key, least)
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise plan_error(
+                where, f"{key} = {count!r} is no such number", f"it is {least} or more"
+            )
+    paths = table.get("recompute")
+    if isinstance(paths, list) and all(isinstance(path, str) and path for path in paths):
+        del allowed["recompute"]
+    for key, words in allowed.items():
+        if table.get(key, words[0]) not in words:
+            raise plan_error(
+                where, f"{key} = {table[key]!r} means nothing", f"it is one of {words}"
+            )
+    size = table.get("join_mb", 0)
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1e6:
+        raise plan_error(where, f"join_mb = {size!r} means nothing", "it is a number of megabytes")
+    if not isinstance(table.get("messages", True), bool):
+        raise plan_error(where, f"messages = {table['messages']!r} means nothing", "true or false")
+    for key in ("schedule", "order"):
+        if not isinstance(table.get(key, ""), str):
+            raise plan_error(where, f"{key} = {table[key]!r} means nothing", "it is a text")
+    for axis, life in table.get("gather", {}).items():
+        if life not in ("use", "step"):
+            raise plan_error(
+                where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"'
+            )
+
+
+def plan_error(where: str, what: str, why: str) -> PlanError:
+    """The refusal of a plan, which says how to see a correct one."""
+    return PlanError(
+        where=where, what=what, why=why, do="Correct the plan; `partc explain PTC020` shows one."
+    )
+
+
+def write_cuts(cuts: Mapping[str, Layout]) -> str:
+    """The shards of one tensor as TOML: ``{ tp = dim }``, or ``{ tp = [dim, outer] }``."""
+    texts = [f"{a} = {x.dim if x.outer == 1 else f'[{x.dim}, {x.outer}]'}" for a, x in cuts.items()]
+    return "{ " + ", ".join(texts) + " }" if texts else "{}"
+
+
+def word_lines(name: str, given: str | tuple[str, ...]) -> list[str]:
+    """The TOML line of a field that is one word or a list of words."""
+    if isinstance(given, str):
+        return [f"{name} = {quote(given)}"]
+    return [f"{name} = [{', '.join(map(quote, given))}]"]
+
+
+def list_lines(name: str, texts: Iterable[str]) -> list[str]:
+    """The TOML lines of a list with an entry per line; none if the list is empty."""
+    rows = [f"    {quote(text)}," for text in texts]
+    return [f"{name} = [", *rows, "]"] if rows else []
+
+
+def section_lines(name: str, entries: Mapping[str, str]) -> list[str]:
+    """The TOML lines of a table; none if the table is empty."""
+    return (
+        ["", f"[{name}]", *(f"{key} = {text}" for key, text in entries.items())] if entries else []
+    )
+
+
+def quote(text: str) -> str:
+    """A text as TOML, in quotation marks."""
+    return f'"{escape(text)}"'
+
+
+def escape(text: str) -> str:
+    """A text as it stands between the quotation marks of TOML."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped)

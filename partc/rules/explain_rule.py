@@ -1,0 +1,165 @@
+"""What partc knows of an op: its rule and the rule's file, or the cuts that an experiment finds.
+
+In: the name of an op, ``aten.mm`` or ``aten.add.Tensor``. Out: an `OpRule` for each overload or
+for the rule of all, whose ``str`` is what ``partc explain --rules OP`` prints.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from partc.errors import UsageError
+from partc.graph.fake_calls import quiet_log
+from partc.rules.discover import discover
+from partc.rules.signature import Signature, Spec
+from partc.rules.table import RULES, Rule, find
+
+SHAPES = ((12, 24), (6, 12, 24), (24,))  # of all operands of an example call
+RANKS = 2
+_LITERALS: dict[str, Any] = {"float": 0.4, "number": 0.4, "int": 1, "bool": True, "str": "none"}
+_HOW = {
+    "written": "a rule in {file}",
+    "elementwise": "torch says that it is elementwise; the rule of such ops is in {file}",
+    "experiment": f"no rule; an experiment on {{on}} with {RANKS} ranks found",
+    "none": f"no rule; an experiment on {{on}} with {RANKS} ranks found no cut",
+    "untried": "no rule; partc tries cuts by experiment on each call that a model makes",
+}
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """How an op may be cut.
+
+    ``how`` is ``written`` (a rule of the table), ``elementwise`` (torch's tag), ``experiment`` (no
+    rule, and ``found`` has the cuts of the call ``on``), ``none`` (no cut was found for this call)
+    or ``untried`` (no call could be made from the op's signature alone). ``settings`` are the
+    rule's other fields, see `Rule`.
+    """
+
+    op: str
+    how: str
+    letters: str = ""
+    file: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    on: str = ""
+    found: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        named = {"letters": self.letters, **self.settings}
+        rows = [f"  {name:<8} {text}" for name, text in named.items() if text]
+        head = f"{self.op}: {_HOW[self.how].format(file=self.file, on=self.on)}"
+        return "\n".join([head, *rows, *(f"  {each}" for each in self.found)])
+
+
+def all_rules() -> dict[str, str]:
+    """Every op with a sharding rule -> the rule's letters, or its function's docstring."""
+    return {name: _words(RULES[name].notation) for name in sorted(RULES)}
+
+
+def explain_rule(name: str) -> list[OpRule]:
+    """What is known of an op, or of each overload of an op whose overloads differ.
+
+    Args:
+        name: ``aten.mm``, ``aten.add.Tensor`` or ``aten::mm``; an op of another library too.
+
+    Raises:
+        UsageError: neither the table nor torch has this op.
+    """
+    name = name.replace("::", ".")
+    if name in RULES:
+        return [_written(name, RULES[name], "written")]
+    return [_of_overload(each) for each in _overloads(name)]
+
+
+def _of_overload(overload: OpOverload) -> OpRule:
+    name = f"{overload.namespace}.{overload._schema.name.split('::')[1]}"
+    full = f"{name}.{overload._overloadname}"
+    rule = find(overload)
+    if rule is not None:
+        is_written = name in RULES or full in RULES
+        return _written(full, rule, "written" if is_written else "elementwise")
+    call = next(_examples(overload), None)
+    if call is None:
+        return OpRule(full, "untried")
+    found = tuple(map(str, discover(call.node(), RANKS)))
+    return OpRule(full, "experiment" if found else "none", on=str(call), found=found)
+
+
+def _written(name: str, rule: Rule, how: str) -> OpRule:
+    plain = Rule(rule.notation)
+    names = [f.name for f in fields(rule) if f.name != "module"]
+    given = {name: getattr(rule, name) for name in names}
+    settings = {n: _words(x) for n, x in given.items() if x != getattr(plain, n)}
+    return OpRule(name, how, _words(rule.notation), _file(rule.module), settings)
+
+
+def _words(given: Any) -> str:
+    """A rule's text; of a function the first line of its docstring."""
+    if not callable(given):
+        return str(given)
+    return (given.__doc__ or "depends on the call").strip().splitlines()[0]
+
+
+def _file(module: str) -> str:
+    """The file of a module of partc; other modules are named, as their place is not known."""
+    return f"{module.replace('.', '/')}.py" if module.startswith("partc.") else module
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    namespace, _, rest = name.partition(".")
+    op, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), op, None) if op else None
+    known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    if overload and overload not in known:
+        known = []
+    if not known:
+        near = " or ".join(get_close_matches(name, RULES))
+        raise UsageError(
+            where="partc explain --rules",
+            what=f"no op is named {name!r}",
+            why="neither the table of rules nor torch.ops has it",
+            do=f"Did you mean {near}?"
+            if near
+            else "`partc explain --rules` lists ops with a rule.",
+        )
+    every = [getattr(packet, each) for each in known if overload in ("", each)]
+    return [each for each in every if overload or _takes_tensors(each)]
+
+
+def _takes_tensors(overload: OpOverload) -> bool:
+    """Whether an overload computes with tensors, and writes into none of them."""
+    kinds = [str(argument.type) for argument in overload._schema.arguments]
+    return any("Tensor" in kind for kind in kinds) and not overload._schema.is_mutable
+
+
+def _examples(overload: OpOverload) -> Iterator[Signature]:
+    """Calls with arguments made from the op's signature alone that run on fake tensors."""
+    for shape, mask in itertools.product(SHAPES, (torch.float32, torch.bool)):
+        args, kwargs = list[Any](), dict[str, Any]()
+        for argument in overload._schema.arguments:
+            if argument.has_default_value():
+                continue
+            dtype = mask if "mask" in argument.name else torch.float32
+            kind = str(argument.type)
+            given = Spec(shape, dtype) if kind == "Tensor" else _LITERALS.get(kind)
+            kwargs |= {argument.name: given} if argument.kwarg_only else {}
+            args += [] if argument.kwarg_only else [given]
+        call = Signature.call(overload, *args, **kwargs)
+        if call.operands and _runs(call):
+            yield call
+
+
+def _runs(call: Signature) -> bool:
+    try:
+        with quiet_log():
+            call.node()
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+        return False
+    return True
