@@ -6,9 +6,10 @@ from torch import fx
 
 from partc.codegen.repeats.slots import Interface, Slot
 from partc.graph import Phase, fake_of, is_tensor
+from partc.plan.mesh import MICROBATCH_AXIS
 
 SAVED = "list[Tensor]"
-ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "reduced": "list"}
+ARGUMENT_TYPES = {"saved": SAVED, "kept": SAVED, "left": SAVED, "i": "int", "reduced": "list"}
 # The names of the lists of saved values that one phase leaves for a later one.
 LEFT: dict[tuple[Phase, Phase], str] = {
     ("F", "B"): "saved",
@@ -20,6 +21,14 @@ LEFT: dict[tuple[Phase, Phase], str] = {
 def passed(side: Interface) -> list[Slot]:
     """The slots of values that a method takes as arguments, in the order of the arguments."""
     return [*side.of("carried"), *side.of("shared"), *side.of("listed")]
+
+
+def reads_microbatch(side: Interface) -> bool:
+    """Whether a method asks for the number of the microbatch, ``i``.
+
+    The gradient of what no microbatch changes, such as a penalty on weights, is kept by the first.
+    """
+    return any(node.kwargs.get("axis") == MICROBATCH_AXIS for node in side.group.nodes)
 
 
 def main_slot(side: Interface) -> Slot | None:

@@ -18,6 +18,7 @@ from partc.codegen.bodies.block_arguments import (
     argument_name,
     main_slot,
     passed,
+    reads_microbatch,
 )
 from partc.codegen.bodies.block_gathers import first_gathers, gather_lines
 from partc.codegen.bodies.body import Body
@@ -216,7 +217,9 @@ class BlockClass:
         """
         layer = self.run.layers[0]
         wish = wishes(self.graph, layer, self._given())
-        scope = Scope([*LEFT.values(), *self.helpers.names])
+        scope = Scope(
+            [*LEFT.values(), *self.helpers.names, *(["i"] if reads_microbatch(side) else [])]
+        )
         seen: dict[fx.Node, Text] = {}
         for slot in side.of("own"):
             node = side.own(slot)
@@ -241,6 +244,8 @@ class BlockClass:
             names = f"[{names}]" if len(whole) == 1 else names
             taken = "self.whole" if self.is_steady else self.taken("self.whole", side)
             opening.append(Statement([Line(f"{names} = {taken}")]))
+        if reads_microbatch(side):
+            arguments.append("i")
         if self.reduces(side):
             self.helpers.use(self.adds[2])
             arguments.append("reduced")

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from partc.codegen.bodies.block_arguments import argument_name, main_slot, passed
+from partc.codegen.bodies.block_arguments import (
+    argument_name,
+    main_slot,
+    passed,
+    reads_microbatch,
+)
 from partc.codegen.bodies.body import Body
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.calls.path_names import inside
@@ -173,6 +178,7 @@ class StepBody(Body):
             targets.append(word)
             body.append(Line(f"{self._saved(cls, word)}.append({word})", indent=1))
         arguments += [self._pop(cls, word, loop) for word in cls.taken_by(side)]
+        arguments += ["i"] if reads_microbatch(side) else []
         arguments += ["reduced"] if cls.reduces(side) else []
         call = f"layer{CALLS[loop.phase]}({', '.join(arguments)})"
         ahead, after = [], []

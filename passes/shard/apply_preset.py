@@ -94,7 +94,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
         }
         notes += [
             f"{name} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"
-            for name in fold_names(whole)
+            for name in fold_names(whole, apart=params.keys() - whole.keys())
         ]
     life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
     gather = {**dict.fromkeys(shard, life), **plan.gather}
@@ -208,7 +208,8 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
                 where=f"input {known.name}",
                 what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
                 why=f"{known.shape[0]} is not a multiple of the data ranks times the microbatches",
-                do="Give a global batch that is, or change the mesh or the microbatches.",
+                do="Give a global batch that is, or change the mesh or the microbatches; where "
+                f'dim 0 is no batch, the plan says so: [inputs] "{known.name}" = {{}}.',
             )
     return cuts
 

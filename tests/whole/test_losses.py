@@ -71,3 +71,36 @@ def test_losses_without_a_rule_see_the_whole_batch(loss: object) -> None:
     verify(program, model, batch(), of_one).check(1e-12)
     with pytest.raises(PartcError, match="needs the whole batch"):
         partc.compile(model, "dp=2", batch(), loss=of_one, plan="ddp", microbatches=2)
+
+
+class Residual(nn.Module):
+    """A block whose weights a loss may penalise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    penalty = torch.stack([p.square().sum() for p in model.parameters() if p.ndim > 1]).sum()
+    return F.mse_loss(model(x), y) + 1e-3 * penalty
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "schedule"),
+    [("dp=2", "fsdp", "1f1b"), ("pp=2,dp=2", "fsdp", "1f1b"), ("pp=2", "ddp", "zb-v")],
+)
+def test_a_penalty_on_the_weights_of_blocks_counts_once(
+    mesh: str, plan: str, schedule: str
+) -> None:
+    """Microbatches share the penalty, so that the first alone adds its gradient, in each block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual() for _ in range(8)))
+    given = torch.randn(SAMPLES, FEATURES), torch.randn(SAMPLES, FEATURES)
+    program = partc.compile(
+        model, mesh, given, loss=penalised, plan=plan, microbatches=2, schedule=schedule
+    )
+    verify(program, model, given, penalised).check(1e-12)
