@@ -41,6 +41,7 @@ class Stage(nn.Module):
         self._show_tensors()
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
+        self._numbers, self._steps = program.numbers, 0
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -65,9 +66,11 @@ class Stage(nn.Module):
             The loss of the global batch, ``f32[]``, the same on every rank.
 
         Raises:
-            RunError: an input has another shape, dtype or device.
+            RunError: an input has another shape, dtype or device; or the script has changed a
+                number of the model since it was compiled in this process.
         """
         self._check_inputs(inputs)
+        self._check_numbers()
         loss: Tensor = self._rank_step.step(*inputs)
         return loss
 
@@ -79,6 +82,7 @@ class Stage(nn.Module):
         """
         if self._role.is_inference:
             self._check_inputs(inputs)
+            self._check_numbers()
             with torch.no_grad():
                 return self._rank_step(*inputs)
         self._check_one_stage()
@@ -212,6 +216,21 @@ class Stage(nn.Module):
             why="the program was compiled for one global batch",
             do="Pass the whole batch on every rank, or compile for this shape.",
         )
+
+    def _check_numbers(self) -> None:
+        """Look whether the script has changed a number that the model was compiled with.
+
+        All of them at the first step, later some at each step, so that it takes no time.
+        """
+        changes = self._numbers.changes() if self._steps else self._numbers.all_changes()
+        self._steps += 1
+        if changes:
+            raise RunError(
+                where="step",
+                what="; ".join(changes[:4]),
+                why="a program has the numbers of the model as they were when it was compiled",
+                do="Compile again, make it an input of the step, or a buffer.",
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""

@@ -7,7 +7,7 @@ nodes, each annotated with module path, source line, phase and, if it is random,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from partc.graph.fake_calls import quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks
+from partc.trace.closed_over import OwnTensors, check_memory, check_trained, notes_on
+from partc.trace.contents import Contents
+from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
+from partc.trace.places import places, restored
+from partc.trace.python_random import quiet_python_random
+from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
 
 Objective = Callable[..., Any]
@@ -46,6 +53,10 @@ class Names:
     @property
     def trainable(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter or buffer of this name."""
+        return self.params[name] if name in self.params else self.buffers[name]
 
     def without(self, folds: Sequence[RepeatedBlocks]) -> Names:
         """These names without the parameters and buffers of blocks that are left out."""
@@ -79,6 +90,9 @@ class Recording:
     module: fx.GraphModule
     names: Names
     results: list[str]  # names of the tensors that stand where the loss would
+    outcome: Hashable = None  # what the step gave, in digests
+    frozen: list[str] = field(default_factory=list)  # what the program does not follow
+    numbers: FrozenNumbers = field(default_factory=FrozenNumbers)
 
 
 def record(
@@ -97,28 +111,53 @@ def record(
     the buffers after the step.
     """
     names, mode = names_of(model).without(left_out), FakeTensorMode(allow_non_fake_inputs=True)
+    check_memory(names.params, names.buffers)
     recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
-    params = [as_fake(p, mode) for p in names.params.values()]
-    buffers = [as_fake(b, mode) for b in names.buffers.values()]
-    fakes = [as_fake(i, mode) for i in inputs]
-    origins: Any = _Origins()  # type: ignore[no-untyped-call]
+    if train:
+        check_hooks(names_of(model).params)
+    history, known = History(model, objective), list(places(model, objective))
+    idle: dict[str, str] = {}  # hooks that change nothing, by parameter
 
-    def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
+    def fakes() -> list[list[Tensor]]:
+        every = names.params.values(), names.buffers.values(), inputs
+        return [[as_fake(each, mode) for each in tensors] for tensors in every]
+
+    def step(
+        params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor], watch: TorchDispatchMode
+    ) -> Outcome:
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
+        history.contents.begin({**held, **{f"input {i}": x for i, x in enumerate(inputs)}})
+        own = OwnTensors({id(names.tensor(name)): fake for name, fake in held.items()})
+        weights = dict(zip(names.params, params, strict=True))
+        copy_hooks(names.params, weights, idle)
         held |= {alias: held[name] for alias, name in names.aliases.items()}
-        with _reparametrize_module(model, held), torch.set_grad_enabled(train), origins:
-            outcome = named_results(objective(model, *inputs))
+        with _reparametrize_module(model, held), torch.set_grad_enabled(train), watch:
+            with own:
+                outcome = named_results(objective(model, *inputs))
             recording.results = list(outcome)
+            if train:
+                check_trained(outcome["result"], params, names.params, known)
+                check_no_more_hooks(names.params, weights)
             grads = _backward(outcome, held, names) if train else []
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
+    def first_step(*given: list[Tensor]) -> Outcome:
+        outcome = step(*given, _Origins(history.contents))
+        recording.outcome = history.outcome(outcome)
+        return outcome
+
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
     with (
-        untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
-        converted_to_themselves(), _portable_kernels(), mode,
+        untouched(model), restored(model, objective), module_scopes(model), quiet_generator(),
+        quiet_log(), unprinted, converted_to_themselves(), _portable_kernels(), mode,
     ):  # fmt: skip
-        make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
-        recording.module = make(params, buffers, fakes)
+        # with "fake" it would copy every fake
+        recording.module = make_fx(first_step, _allow_non_fake_inputs=True)(*fakes())
+        history.check_second(recording.outcome, lambda watch: step(*fakes(), watch))
+        left = list(history.left_notes())
+    frozen = notes_on(history.contents, known)
+    recording.frozen = [*frozen, *left, *idle_notes(idle)]
+    recording.numbers = FrozenNumbers.of(model, objective, history.reads.found)
     return recording
 
 
@@ -219,6 +258,10 @@ class _Origins(TorchDispatchMode):
     move the generator on.
     """
 
+    def __init__(self, contents: Contents) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.contents = contents
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -226,15 +269,21 @@ class _Origins(TorchDispatchMode):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
         if func in READS:  # an unknown value is left to the op, which raises torch's own error
             with suppress(UnknownNumberError):
-                return known_number(func, args)
+                number = known_number(func, args)
+                self.contents.answers[self.contents.question(func, args)] = number
+                return number
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         if torch.Tag.nondeterministic_seeded in func.tags:
             with _disable_current_modes():
                 state = torch.default_generator.get_state().numpy().tobytes()
                 torch.rand(())
             origin["draw"] = hashlib.sha256(state).hexdigest()
+        kwargs = kwargs or {}
+        call = self.contents.before(func, args, kwargs, origin["source"])
         with provenance.annotate(origin):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+        self.contents.behind(call, func, args, kwargs, result)
+        return result
 
 
 @contextmanager
@@ -259,9 +308,10 @@ def converted_to_themselves() -> Iterator[None]:
 
 @contextmanager
 def quiet_generator() -> Iterator[None]:
-    """Restore the state of the user's default random generator afterwards."""
+    """Restore the states of the default random generators afterwards, Python's among them."""
     state = torch.default_generator.get_state()
     try:
-        yield
+        with quiet_python_random():
+            yield
     finally:
         torch.default_generator.set_state(state)

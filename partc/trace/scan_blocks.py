@@ -40,6 +40,9 @@ from partc.trace.capture import (
     quiet_generator,
     untouched,
 )
+from partc.trace.closed_over import OwnTensors
+from partc.trace.param_hooks import has_hooks
+from partc.trace.places import restored
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
@@ -58,6 +61,8 @@ def spare_blocks(
     Empty where that is not certain.
     """
     if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
+        return ()
+    if has_hooks(names_of(model).params):
         return ()
     try:
         whole = _run(model, inputs, objective, train, ())
@@ -222,12 +227,14 @@ def _run(
             quiet_log(),
             converted_to_themselves(),
             untouched(model),
+            restored(model, objective),
             skipping(model, folds),
             watch.members(model),
         ):
             stack.enter_context(entered)
         stack.enter_context(_reparametrize_module(model, held))
-        for entered in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
+        own_tensors = OwnTensors({id(names.tensor(name)): fake for name, fake in own.items()})
+        for entered in (torch.set_grad_enabled(train), _NoHooks(), own_tensors, mode, watch):
             stack.enter_context(entered)
         results = named_results(objective(model, *fakes))
     watch.close(results)

@@ -1,0 +1,119 @@
+"""Python numbers that a step was traced with, and whether they are others now.
+
+A program holds them as literals. In the process that compiled, a run looks now and then whether the
+script has changed one, as by ``model.temperature = 0.5``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CellType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from partc.trace.places import NUMBERS, Place, Walk, loaded_attributes
+
+AT_ONCE = 1000  # numbers that one step looks at, some 50 us
+
+
+class Number(NamedTuple):
+    """A number as it was, and where it is: ``owner()`` is None once that object is gone."""
+
+    name: str
+    owner: Callable[[], Any]
+    key: Any
+    value: Any
+
+
+@dataclass(eq=False)
+class FrozenNumbers:
+    """The numbers of a traced step; a copy in another process has none."""
+
+    numbers: tuple[Number, ...] = ()
+    trains: Callable[[], bool | None] = field(default=lambda: None)  # the model's mode now
+    training: bool | None = None  # and when it was traced
+    begun: int = 0  # where the next look begins
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, objective: Callable[..., Any], reads: set[tuple[type, str]]
+    ) -> FrozenNumbers:
+        """The numbers that ``objective(model, *inputs)`` reads.
+
+        ``reads``: class and name of the attributes of modules that the step has read.
+        """
+        walk = Walk()
+        found = [p for p in walk.step(model, objective) if isinstance(p.value, NUMBERS)]
+        loaded = {name for code in walk.codes for name in loaded_attributes(code)}
+        taken = [place for place in found if _is_read(place, reads, loaded)]
+        root = weakref.ref(model)
+        return cls(tuple(map(_number, taken)), lambda: _mode(root()), model.training)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without numbers: no other process has the objects whose numbers these are."""
+        return FrozenNumbers, ()
+
+    def changes(self) -> list[str]:
+        """What has changed, as ``model.temperature was 1.0 when compiled and is 0.5 now``.
+
+        A call looks at some numbers after the other, all of them in turn.
+        """
+        first = self.begun
+        self.begun = first + AT_ONCE if first + AT_ONCE < len(self.numbers) else 0
+        return list(self._changes(first, first + AT_ONCE))
+
+    def all_changes(self) -> list[str]:
+        """The same of all numbers."""
+        return list(self._changes(0, len(self.numbers)))
+
+    def _changes(self, first: int, end: int) -> Iterator[str]:
+        for name, owner, key, value in self.numbers[first:end]:
+            now = _look(owner(), key, value)
+            if now is not value and _differ(now, value) and self._matters(key):
+                yield f"{name} was {value!r} when compiled and is {now!r} now"
+
+    def _matters(self, key: Any) -> bool:
+        """False for modes of submodules where the whole model has gone to another mode."""
+        return key != "training" or self.trains() == self.training
+
+
+def _is_read(place: Place, reads: set[tuple[type, str]], loaded: set[str]) -> bool:
+    if isinstance(place.owner, nn.Module):
+        return (type(place.owner), place.key) in reads
+    plain = not isinstance(place.owner, dict | list | tuple | CellType)
+    return place.key in loaded if plain else True
+
+
+def _number(place: Place) -> Number:
+    try:
+        owner: Callable[[], Any] = weakref.ref(place.owner)
+    except TypeError:  # lists, dicts and cells of closures
+        owner = _held(place.owner)
+    return Number(place.name, owner, place.key, place.value)
+
+
+def _held(owner: Any) -> Callable[[], Any]:
+    return lambda: owner
+
+
+def _mode(model: nn.Module | None) -> bool | None:
+    return None if model is None else model.training
+
+
+def _look(owner: Any, key: Any, value: Any) -> Any:
+    """The number as it is now; as it was if its owner or its place there is gone."""
+    try:
+        if owner is None:
+            return value
+        if isinstance(owner, dict | list | tuple):
+            return owner[key]
+        return owner.cell_contents if isinstance(owner, CellType) else vars(owner)[key]
+    except (LookupError, ValueError):
+        return value
+
+
+def _differ(now: Any, value: Any) -> bool:
+    return type(now) is not type(value) or repr(now) != repr(value)
