@@ -49,6 +49,18 @@ class OwnTensors(TorchFunctionMode):
         return arg
 
 
+class ReadsOwnError(Exception):
+    """The step has read a parameter or buffer of the model that is in a variable of its own."""
+
+
+def check_own(results: Iterable[Tensor], contents: Contents, fakes: Mapping[int, Tensor]) -> None:
+    """ReadsOwnError if the step has read a tensor of the model itself in place of its fake."""
+    read = (outside.tensor for outside in contents.outside.values())
+    leaves = (leaf for result in results for leaf in _leaves(result.grad_fn))
+    if any(id(tensor) in fakes for tensor in (*read, *leaves)):
+        raise ReadsOwnError
+
+
 # what is refused -----------------------------------------------------------------------------
 def check_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """TraceError if a trained parameter shares memory with another parameter or with a buffer."""
@@ -69,13 +81,14 @@ def check_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) ->
 
 
 def check_trained(
-    loss: Tensor, own: Iterable[Tensor], params: Mapping[str, Tensor], places: Iterable[Place]
-) -> None:
+    loss: Tensor, fakes: Mapping[str, Tensor], params: Mapping[str, Tensor],
+    places: Iterable[Place],
+) -> None:  # fmt: skip
     """TraceError if the loss has a gradient for a tensor that is no parameter of the model.
 
-    ``own``: the fakes of the model's parameters. ``params``: the model's own.
+    ``fakes`` stand in the step for the model's own ``params``.
     """
-    mine = {id(each) for each in own}
+    mine = {id(each) for each in fakes.values()}
     for leaf in _leaves(loss.grad_fn):
         if id(leaf) not in mine:
             param = next((n for n, each in params.items() if each is leaf), "")
@@ -116,21 +129,37 @@ def _not_trained(tensor: Tensor, places: Iterable[Place]) -> TraceError:
     )
 
 
-def check_aliases(
-    contents: Contents, trained: Mapping[str, Tensor], changed: Mapping[str, Tensor]
-) -> None:
-    """TraceError if a tensor from outside shares memory with a parameter that is trained, or with
-    a buffer that the step changes.
-    """
-    own = {storage_of(each): name for name, each in {**trained, **changed}.items()}
-    for memory, outside in contents.outside.items():
-        if memory in own:
+def check_updated(contents: Contents, places: Iterable[Place]) -> None:
+    """TraceError if the step updates a tensor in place that is no buffer of the model."""
+    for outside in contents.outside.values():
+        if outside.updated:
             raise TraceError(
-                where=f"{own[memory]} ({outside.source})" if outside.source else own[memory],
-                what="the step reads it through another tensor that shares its memory",
-                why="the program would read what it held when compiled",
-                do=f"Read {own[memory]} itself, as an attribute of the model.",
+                where=_found(outside, places),
+                what="the step updates it in place, and it is no buffer of the model",
+                why="the program would have what it held when compiled in every step",
+                do="Make it a buffer (register_buffer in __init__) or its module a submodule, as "
+                "programs carry buffers from step to step; a teacher's batch norms rest in eval().",
             )
+
+
+def check_aliases(contents: Contents, own: Mapping[str, Tensor], places: Iterable[Place]) -> None:
+    """TraceError if a tensor from outside shares memory with one of ``own``, which steps change."""
+    names = {storage_of(each): name for name, each in own.items() if each.layout is torch.strided}
+    for memory, outside in contents.outside.items():
+        if memory in names:
+            name = names[memory]
+            raise TraceError(
+                where=_found(outside, places),
+                what=f"it shares memory with {name}, which is trained",
+                why="the program would read what it held when compiled",
+                do=f"Read {name} itself in the step, as an attribute of the model.",
+            )
+
+
+def _found(outside: Outside, places: Iterable[Place]) -> str:
+    """The name of a tensor from outside, if it has one, and the line that reads it."""
+    name = next((place.name for place in places if place.value is outside.tensor), "")
+    return f"{name} ({outside.source})" if name and outside.source else name or outside.source
 
 
 def _overlap(one: Tensor, two: Tensor) -> bool:
@@ -156,16 +185,16 @@ def _end(tensor: Tensor) -> int:
     """The byte of a tensor's memory behind its last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-    return (last + 1) * tensor.element_size()
+    return int(last + 1) * tensor.element_size()
 
 
 # what the plan says ----------------------------------------------------------------------------
 def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
     """Sentences on the constants of a step that stand outside of it, by variable or attribute."""
     known: dict[int, Place] = {}
-    for place in places:
-        if isinstance(place.value, Tensor) and place.value.layout is torch.strided:
-            known.setdefault(storage_of(place.value), place)
+    for each in places:
+        if isinstance(each.value, Tensor) and each.value.layout is torch.strided:
+            known.setdefault(storage_of(each.value), each)
     groups: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for memory, outside in contents.outside.items():
@@ -177,9 +206,9 @@ def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
         size = outside.tensor.numel() * outside.tensor.element_size()
         groups.setdefault(root, []).append(_described(place, outside, size))
         sizes[root] = sizes.get(root, 0) + size
-    for root, each in groups.items():
-        many = f"{len(each)} tensors of {root}, {amount(sizes[root], 'B')}"
-        for text in each if len(each) <= NAMED else [many]:
+    for root, texts in groups.items():
+        many = f"{len(texts)} tensors in {root}, {amount(sizes[root], 'B')}"
+        for text in texts if len(texts) <= NAMED else [many]:
             yield f"frozen at trace time, whole on every rank: {text}"
 
 

@@ -25,6 +25,9 @@ SAMPLED_BYTES = 1 << 20  # of a larger constant, evenly spread elements stand fo
 _OVERWRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_"}
 # What ``torch.tensor([1, 2])`` calls on the tensor of the numbers that it was given.
 _LITERAL_TENSORS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+_BATCH_NORMS = {
+    torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default,
+}  # fmt: skip
 _LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout)
 
 
@@ -37,13 +40,15 @@ class Content(NamedTuple):
 
 @dataclass
 class Outside:
-    """A tensor that the step closes over: the line that read it first, and whether it is written
-    into.
+    """A tensor that the step closes over, and the line that read it first.
+
+    ``written``: the step writes into it; ``updated``: so that what it held before matters.
     """
 
     tensor: Tensor
     source: str
     written: bool = False
+    updated: bool = False
 
 
 _UNKNOWN = Content("", 0)
@@ -108,9 +113,10 @@ class Contents:
         """Note what the memory of a call's results, and of what it wrote, holds now."""
         for i, tensor in enumerate(_written(func, args, kwargs)):
             before, form = self.content(tensor), _form(tensor)
-            if _memory(tensor) in self.outside:
-                self.outside[_memory(tensor)].written = True
             whole = _overwrites(func) and tensor.numel() == _elements(tensor)
+            if _memory(tensor) in self.outside:
+                outside = self.outside[_memory(tensor)]
+                outside.written, outside.updated = True, outside.updated or not whole
             digest = _digest(call.digest, i) if whole else _digest(before.digest, form, call.digest)
             self._put(tensor, Content(digest, call.run if whole else max(call.run, before.run)))
         for i, tensor in enumerate(tensors_in(result)):
@@ -128,10 +134,10 @@ class Contents:
             self._put(tensor, known)
         return known
 
-    def is_computed(self, tensor: Tensor, run: int) -> bool:
-        """Whether a tensor holds what a run has computed from its parameters or inputs."""
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds what this run has computed from its parameters or inputs."""
         memory = _memory(tensor)
-        return memory not in self.own and self.at.get(memory, _UNKNOWN).run == run
+        return memory not in self.own and self.at.get(memory, _UNKNOWN).run == self.run
 
     def described(self, tensor: Tensor) -> Hashable:
         """What a tensor holds: equal for tensors of two runs that were computed alike."""
@@ -188,6 +194,8 @@ def _digest(*parts: object) -> str:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors into whose memory a call writes."""
+    if func in _BATCH_NORMS and args[5]:  # training; its schema does not say that it writes
+        yield from tensors_in(args[3:5])
     for i, name in _write_places(func):
         yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
 

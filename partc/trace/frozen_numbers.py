@@ -14,18 +14,23 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from partc.trace.places import NUMBERS, Place, Walk, loaded_attributes
+from partc.trace.places import NUMBERS, Place, Reach
 
+NAMED = 3  # numbers of one variable that a note names one by one
 AT_ONCE = 1000  # numbers that one step looks at, some 50 us
 
 
 class Number(NamedTuple):
-    """A number as it was, and where it is: ``owner()`` is None once that object is gone."""
+    """A number as it was, and where it is: ``owner()`` is None once that object is gone.
+
+    ``inside`` is the name of the variable or attribute whose list or dict it is in, if any.
+    """
 
     name: str
     owner: Callable[[], Any]
     key: Any
     value: Any
+    inside: str
 
 
 @dataclass(eq=False)
@@ -38,23 +43,29 @@ class FrozenNumbers:
     begun: int = 0  # where the next look begins
 
     @classmethod
-    def of(
-        cls, model: nn.Module, objective: Callable[..., Any], reads: set[tuple[type, str]]
-    ) -> FrozenNumbers:
-        """The numbers that ``objective(model, *inputs)`` reads.
+    def of(cls, model: nn.Module, reach: Reach, reads: set[tuple[type, str]]) -> FrozenNumbers:
+        """The numbers that a step reads, of those that it can reach.
 
         ``reads``: class and name of the attributes of modules that the step has read.
         """
-        walk = Walk()
-        found = [p for p in walk.step(model, objective) if isinstance(p.value, NUMBERS)]
-        loaded = {name for code in walk.codes for name in loaded_attributes(code)}
-        taken = [place for place in found if _is_read(place, reads, loaded)]
+        found = [place for place in reach.places if isinstance(place.value, NUMBERS)]
+        taken = [place for place in found if _is_read(place, reads, reach.attributes)]
         root = weakref.ref(model)
         return cls(tuple(map(_number, taken)), lambda: _mode(root()), model.training)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without numbers: no other process has the objects whose numbers these are."""
         return FrozenNumbers, ()
+
+    def notes(self) -> Iterator[str]:
+        """Sentences on numbers in lists and dicts that the loss has in variables."""
+        inside = [n for n in self.numbers if isinstance(n.owner(), list | dict) and n.inside]
+        groups: dict[str, list[str]] = {}
+        for number in inside:
+            groups.setdefault(number.inside, []).append(f"{number.name}, {number.value!r}")
+        for root, texts in groups.items():
+            for text in texts if len(texts) <= NAMED else [f"{len(texts)} numbers in {root}"]:
+                yield f"frozen at trace time: {text}"
 
     def changes(self) -> list[str]:
         """What has changed, as ``model.temperature was 1.0 when compiled and is 0.5 now``.
@@ -70,7 +81,7 @@ class FrozenNumbers:
         return list(self._changes(0, len(self.numbers)))
 
     def _changes(self, first: int, end: int) -> Iterator[str]:
-        for name, owner, key, value in self.numbers[first:end]:
+        for name, owner, key, value, _ in self.numbers[first:end]:
             now = _look(owner(), key, value)
             if now is not value and _differ(now, value) and self._matters(key):
                 yield f"{name} was {value!r} when compiled and is {now!r} now"
@@ -80,7 +91,7 @@ class FrozenNumbers:
         return key != "training" or self.trains() == self.training
 
 
-def _is_read(place: Place, reads: set[tuple[type, str]], loaded: set[str]) -> bool:
+def _is_read(place: Place, reads: set[tuple[type, str]], loaded: frozenset[str]) -> bool:
     if isinstance(place.owner, nn.Module):
         return (type(place.owner), place.key) in reads
     plain = not isinstance(place.owner, dict | list | tuple | CellType)
@@ -92,7 +103,7 @@ def _number(place: Place) -> Number:
         owner: Callable[[], Any] = weakref.ref(place.owner)
     except TypeError:  # lists, dicts and cells of closures
         owner = _held(place.owner)
-    return Number(place.name, owner, place.key, place.value)
+    return Number(place.name, owner, place.key, place.value, place.root)
 
 
 def _held(owner: Any) -> Callable[[], Any]:

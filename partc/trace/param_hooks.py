@@ -69,10 +69,12 @@ def check_no_more_hooks(params: Mapping[str, Tensor], fakes: Mapping[str, Tensor
             )
 
 
-def idle_notes(idle: Mapping[str, str]) -> list[str]:
+def idle_notes(idle: Mapping[str, str]) -> tuple[str, ...]:
     """Sentences on hooks that looked at a gradient and left it as it was."""
-    return [f"{name} has a hook ({place}) that changes nothing; a program does not call it"
-            for name, place in idle.items()]
+    return tuple(
+        f"{name} has a hook ({place}) that changes nothing; a program does not call it"
+        for name, place in idle.items()
+    )
 
 
 def place_of(function: Any) -> str:
@@ -96,4 +98,3 @@ def _recorded(hook: Hook, name: str, idle: dict[str, str]) -> Hook:
         return result
 
     return run
-

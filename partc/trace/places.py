@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -42,15 +42,36 @@ class Place:
         return Place(name, value, owner, key, self.root or self.name)
 
 
-def places(model: nn.Module, objective: Callable[..., Any]) -> Iterator[Place]:
-    """What the step ``objective(model, *inputs)`` can reach, without the model's parameters and
-    buffers.
+@dataclass(frozen=True)
+class Reach:
+    """What a step can reach at some time, without the model's parameters and buffers.
+
+    ``attributes``: the names of attributes that its functions read of any object.
     """
-    return Walk().step(model, objective)
+
+    places: tuple[Place, ...]
+    attributes: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, objective: Callable[..., Any]) -> Reach:
+        """What ``objective(model, *inputs)`` can reach now."""
+        walk = _Walk()
+        found = tuple(walk.step(model, objective))
+        return cls(found, frozenset(name for code in walk.codes for name in _attributes(code)))
+
+    def numbers(self) -> dict[str, str]:
+        """Numbers, and the lengths of lists, by name."""
+        found = {}
+        for place in self.places:
+            if isinstance(place.value, NUMBERS):
+                found[place.name] = repr(place.value)
+            elif isinstance(place.value, list | dict | set):
+                found[f"len({place.name})"] = repr(len(place.value))
+        return found
 
 
 @dataclass
-class Walk:
+class _Walk:
     """A walk along references, which visits each object once.
 
     ``codes`` has the code of the functions that were met. ``of`` ends the names of what a function
@@ -61,7 +82,6 @@ class Walk:
     codes: list[CodeType] = field(default_factory=list)
 
     def step(self, model: nn.Module, objective: Callable[..., Any]) -> Iterator[Place]:
-        """What ``places`` gives."""
         self.seen |= {id(module) for module in model.modules()}
         for path, module in model.named_modules():
             name = f"model.{path}" if path else "model"
@@ -109,7 +129,7 @@ class Walk:
     def function(self, function: Any, of: str) -> Iterator[Place]:
         """The variables of a function from outside of it, and of those that it was made of."""
         if isinstance(function, partial):
-            given = {**dict(enumerate(function.args)), **function.keywords}
+            given: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
             for key, each in given.items():
                 place = Place(f"argument {key} of the loss", each, function, key)
                 yield from self.value(place, " of the loss")
@@ -120,7 +140,8 @@ class Walk:
         if not isinstance(function, FunctionType):
             return
         self.codes.append(function.__code__)
-        of = of if function.__module__.startswith(_OURS) else f" of {function.__name__}"
+        if not function.__module__.startswith(_OURS):
+            of = f" of {function.__name__}".replace("<lambda>", "a lambda")
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -128,7 +149,7 @@ class Walk:
                 place = Place(f"{name}{of}", cell.cell_contents, cell, "cell_contents")
                 yield from self.value(place, of)
         known = function.__globals__
-        for name in loaded_globals(function.__code__):
+        for name in _globals(function.__code__):
             if name in known and _is_variable(known[name], function):
                 yield from self.value(Place(f"{name}{of}", known[name], known, name), of)
 
@@ -138,7 +159,7 @@ class Walk:
         if id(owner) in self.seen or code is None:
             return
         of = f" of {method.__name__}"
-        for key in loaded_attributes(code):
+        for key in _attributes(code):
             if key in getattr(owner, "__dict__", {}):
                 yield from self.value(Place(f"self.{key}{of}", vars(owner)[key], owner, key), of)
 
@@ -165,30 +186,31 @@ def _spelled(owner: Any, key: Any) -> str:
     return f"[{key!r}]" if is_container else f".{key}"
 
 
-def loaded_globals(code: CodeType) -> list[str]:
+def _globals(code: CodeType) -> tuple[str, ...]:
     """The global names that a function's code reads, also inside of functions that it defines."""
     return _loaded(code, ("LOAD_GLOBAL",))
 
 
-def loaded_attributes(code: CodeType) -> list[str]:
+def _attributes(code: CodeType) -> tuple[str, ...]:
     """The attributes that a function's code reads of any object."""
     return _loaded(code, ("LOAD_ATTR", "LOAD_METHOD"))
 
 
-def _loaded(code: CodeType, ops: tuple[str, ...]) -> list[str]:
+@lru_cache(1000)
+def _loaded(code: CodeType, ops: tuple[str, ...]) -> tuple[str, ...]:
     own = [str(each.argval) for each in dis.get_instructions(code) if each.opname in ops]
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return list(dict.fromkeys([*own, *(name for each in inner for name in _loaded(each, ops))]))
+    return tuple(dict.fromkeys([*own, *(name for each in inner for name in _loaded(each, ops))]))
 
 
 # leaving them as they were ------------------------------------------------------------------------
 @contextmanager
-def restored(model: nn.Module, objective: Callable[..., Any]) -> Iterator[None]:
+def restored(reach: Reach) -> Iterator[None]:
     """Restore what a run changes in lists, dicts, plain objects and variables that it can reach.
 
     The attributes of the model's own modules are restored by ``capture.untouched``.
     """
-    before = [(place, _content(place.value)) for place in places(model, objective)]
+    before = [(place, _content(place.value)) for place in reach.places]
     try:
         yield
     finally:

@@ -40,9 +40,8 @@ from partc.trace.capture import (
     quiet_generator,
     untouched,
 )
-from partc.trace.closed_over import OwnTensors
 from partc.trace.param_hooks import has_hooks
-from partc.trace.places import restored
+from partc.trace.places import Reach, restored
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
@@ -227,14 +226,13 @@ def _run(
             quiet_log(),
             converted_to_themselves(),
             untouched(model),
-            restored(model, objective),
+            restored(Reach.of(model, objective)),
             skipping(model, folds),
             watch.members(model),
         ):
             stack.enter_context(entered)
         stack.enter_context(_reparametrize_module(model, held))
-        own_tensors = OwnTensors({id(names.tensor(name)): fake for name, fake in own.items()})
-        for entered in (torch.set_grad_enabled(train), _NoHooks(), own_tensors, mode, watch):
+        for entered in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
             stack.enter_context(entered)
         results = named_results(objective(model, *fakes))
     watch.close(results)
@@ -346,6 +344,8 @@ class _Watch(TorchDispatchMode):
 
     def _spelled(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
+            if isinstance(arg, nn.Parameter) and id(arg) not in self.at:
+                raise _Unequal  # one that is in a variable: whose it is does not show
             return self.at.get(id(arg)) or _values(arg)
         if isinstance(arg, list | tuple):
             return tuple(map(self._spelled, arg))

@@ -11,18 +11,19 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import PartcError, TraceError
-from partc.graph.fake_calls import call_on_fakes, tensors_in
+from partc.graph.fake_calls import call_on_fakes
 from partc.trace.contents import Call, Contents
 from partc.trace.known_numbers import READS
-from partc.trace.places import NUMBERS, Place, places
+from partc.trace.places import Place, Reach
 from partc.trace.python_random import Lines, states
 from partc.trace.source_lines import source_here
 
@@ -39,17 +40,17 @@ class Reads:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Note every attribute of a module that is read."""
-        found = self.found
+        found, watched = self.found, cast(Any, nn.Module)
 
         def noted(module: nn.Module, name: str) -> Any:
             found.add((type(module), name))
             return object.__getattribute__(module, name)
 
-        nn.Module.__getattribute__ = noted  # type: ignore[method-assign,assignment]
+        watched.__getattribute__ = noted
         try:
             yield
         finally:
-            del nn.Module.__getattribute__  # type: ignore[misc]
+            del watched.__getattribute__
 
 
 @dataclass
@@ -58,12 +59,12 @@ class History:
 
     model: nn.Module
     objective: Callable[..., Any]
+    begun: Reach  # before the first run
     contents: Contents = field(default_factory=Contents)
     reads: Reads = field(default_factory=Reads)
-    left: list[str] = field(default_factory=list)  # names of what the first run has changed
-
-    def __post_init__(self) -> None:
-        self.random, self.begun = states(), self._numbers()
+    random: dict[str, Any] = field(default_factory=states)
+    changed: list[str] = field(default_factory=list)  # by the first run: names
+    left: list[str] = field(default_factory=list)  # tensors that the second run leaves: names
 
     def outcome(self, outcome: Outcome) -> Hashable:
         """What a run gave: equal for two runs that computed the same."""
@@ -73,12 +74,14 @@ class History:
 
     def check_second(self, first: Hashable, run: Run) -> None:
         """Run the step again; TraceError if it is not what the first run was."""
-        random, known = states(), self._numbers()
-        self.left = [place.name for place in self._written(self.contents.run)]
-        self.left += [name for name, number in known.items() if self.begun.get(name) != number]
+        random, behind = states(), self._reach()
+        numbers, begun = behind.numbers(), self.begun.numbers()
+        self.changed = [place.name for place in self._written(behind)]
+        self.changed += [name for name, number in numbers.items() if begun.get(name) != number]
         again, lines = Again(self.contents), Lines()
         try:
-            with self.reads.open(), lines.open() if random != self.random else nullcontext():
+            looking = lines.open() if random != self.random else nullcontext()
+            with disable_autocast_cache(), self.reads.open(), looking:  # as make_fx has it
                 second = self.outcome(run(again))
         except PartcError:
             raise
@@ -88,43 +91,28 @@ class History:
             raise _random(lines.found, random, self.random)
         if first != second:
             raise self._differs(again, "")
-        self._check_numbers(known)
+        behind = self._reach()
+        _check_numbers(numbers, behind.numbers())
+        self.left = [place.name for place in self._written(behind)]
 
-    def left_notes(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Sentences on attributes and variables that the step sets, and a program does not."""
-        names = (re.sub(r"\.\d+\.", ".*.", each.name) for each in self._written(self.contents.run))
+        names = (re.sub(r"\.\d+\.", ".*.", name) for name in self.left)
         return [f"the step sets {name}; a program does not" for name in dict.fromkeys(names)]
 
-    def _check_numbers(self, before: dict[str, Any]) -> None:
-        for name, number in self._numbers().items():
-            if before.get(name, number) != number:
-                raise TraceError(
-                    where=name,
-                    what="it changes with every step",
-                    why=f"{before[name]} behind one step, {number} behind the next",
-                    do="A program runs no Python of the model: count in a buffer, or change it "
-                    "outside of the step.",
-                )
+    def _reach(self) -> Reach:
+        return Reach.of(self.model, self.objective)
 
-    def _numbers(self) -> dict[str, Any]:
-        """Numbers and the lengths of lists by name."""
-        found = {}
-        for place in places(self.model, self.objective):
-            if isinstance(place.value, NUMBERS):
-                found[place.name] = repr(place.value)
-            elif isinstance(place.value, list | dict | set):
-                found[f"len({place.name})"] = repr(len(place.value))
-        return found
-
-    def _written(self, run: int) -> Iterator[Place]:
-        """The places with a tensor that this run has computed from parameters or inputs."""
-        for place in places(self.model, self.objective):
-            if isinstance(place.value, FakeTensor) and self.contents.is_computed(place.value, run):
+    def _written(self, behind: Reach) -> Iterator[Place]:
+        """The places with a tensor that the latest run has computed from parameters or inputs."""
+        for place in behind.places:
+            value = place.value
+            if isinstance(value, FakeTensor) and self.contents.is_computed(value):
                 yield place
 
     def _differs(self, again: Again, error: str) -> TraceError:
         why = ["this line reads what the step before has left"] if again.stale else []
-        why += [f"a step sets {', '.join(self.left[:4])}"] if self.left else []
+        why += [f"a step sets {', '.join(self.changed[:4])}"] if self.changed else []
         why += [error] if error else []
         return TraceError(
             where=again.where or type(self.model).__name__,
@@ -153,14 +141,27 @@ class Again(TorchDispatchMode):
             if asked in self.contents.answers:
                 return self.contents.answers[asked]
         call = self.contents.before(func, args, kwargs)
-        self._note(call)
+        self._note(call, func)
         result = call_on_fakes(func, args, kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: Call, func: Any) -> None:
         if not self.where and call.digest not in self.contents.calls:
-            self.where, self.stale = source_here(), call.stale
+            self.where, self.stale = source_here() or str(func), call.stale
+
+
+def _check_numbers(before: dict[str, str], after: dict[str, str]) -> None:
+    """TraceError if a number or the length of a list is another one behind the second run."""
+    for name, number in after.items():
+        if before.get(name, number) != number:
+            raise TraceError(
+                where=name,
+                what="it changes with every step",
+                why=f"{before[name]} behind one step, {number} behind the next",
+                do="A program runs no Python of the model: count in a buffer, or change it outside "
+                "of the step.",
+            )
 
 
 def _random(line: str, now: dict[str, Any], before: dict[str, Any]) -> TraceError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from partc.errors import UsageError
 from partc.trace.capture import named_results, untouched
 from partc.trace.fingerprint import named_tensors
-from partc.trace.places import restored
+from partc.trace.places import Reach, restored
 from partc.verification.precision import converted, raised_model
 
 Loss = Callable[..., Any]
@@ -106,8 +106,9 @@ def eager(
     """Run a step of the model, in ``dtype`` or, for None, in its own precision.
 
     The model itself runs, with its hooks and what its functions close over, on copies of its
-    tensors; it is left as it was. With several ``pieces`` the loss is the mean over the pieces, and buffers are updated by the
-    first rank's pieces only, as a model with batch norm does with microbatches and under DDP.
+    tensors; it is left as it was. With several ``pieces`` the loss is the mean over the pieces, and
+    buffers are updated by the first rank's pieces only, as a model with batch norm does with
+    microbatches and under DDP.
     UsageError if the model has no values, or if the step draws random numbers.
     """
     _check_values(model)
@@ -140,7 +141,7 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
     """
     tensors = {id(each): each for each in named_tensors(model).values()}.values()
     before = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    with untouched(model), restored(model, loss or model.forward):
+    with untouched(model), restored(Reach.of(model, loss or model.forward)):
         try:
             for tensor, data, _ in before:
                 tensor.grad = None
