@@ -19,6 +19,8 @@ from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.role import Role, Shard
 from partc.program.weights import Source, whole_tensors
 
+FIRST_STEPS = 3  # that look at all numbers of the model
+
 
 class Stage(nn.Module):
     """One rank's part of a training step, as an nn.Module.
@@ -220,9 +222,10 @@ class Stage(nn.Module):
     def _check_numbers(self) -> None:
         """Look whether the script has changed a number that the model was compiled with.
 
-        All of them at the first step, later some at each step, so that it takes no time.
+        All of them at the first steps, later some at each step, so that it takes no time.
         """
-        changes = self._numbers.changes() if self._steps else self._numbers.all_changes()
+        first = self._steps < FIRST_STEPS
+        changes = self._numbers.all_changes() if first else self._numbers.changes()
         self._steps += 1
         if changes:
             raise RunError(

@@ -7,6 +7,7 @@ nodes, each annotated with module path, source line, phase and, if it is random,
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -187,8 +188,9 @@ class _Step:
         unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
         model, reach, mode = self.model, self.reach, self.mode
         with (
-            untouched(model), restored(reach), module_scopes(model), quiet_generator(), quiet_log(),
-            unprinted, converted_to_themselves(), _portable_kernels(), mode,
+            _no_warning(), untouched(model), restored(reach), module_scopes(model),
+            quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
+            _portable_kernels(), mode,
         ):  # fmt: skip
             yield
 
@@ -229,6 +231,14 @@ class _Step:
         check_trained(loss, params, self.names.params, self.reach.places)
         check_no_more_hooks(self.names.params, params)
         return _backward(outcome, held, self.names)
+
+
+@contextmanager
+def _no_warning() -> Iterator[None]:
+    """Let fakes of a tensor with a history be made, which looks at its ``.grad``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        yield
 
 
 @contextmanager

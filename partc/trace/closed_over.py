@@ -73,7 +73,7 @@ def check_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) ->
             if (one.requires_grad or two.requires_grad) and _overlap(one, two):
                 raise TraceError(
                     where=other,
-                    what=f"it shares memory with {name}, and one of them is trained",
+                    what=f"it shares memory with {name}, and one is trained",
                     why="ranks hold pieces, in which the two would no longer be one",
                     do="Make both names one parameter (b.weight = a.weight), or compute the one "
                     "from the other in forward.",
@@ -97,16 +97,16 @@ def check_trained(
 
 def _leaves(node: Node | None) -> Iterator[Tensor]:
     """The tensors for which a backward from this node computes gradients."""
-    left, seen = [node], {node}
+    left, seen = [node], {None, node}
     while left:
-        node = left.pop()
-        if node is None:
+        latest = left.pop()
+        if latest is None:
             continue
-        if hasattr(node, "variable"):
-            yield node.variable
-        new = {before for before, _ in node.next_functions} - seen
-        seen |= new
-        left += new
+        if hasattr(latest, "variable"):
+            yield latest.variable
+        new = [before for before, _ in latest.next_functions if before not in seen]
+        seen.update(new)
+        left += dict.fromkeys(new)
 
 
 def _no_view(param: str) -> TraceError:

@@ -17,13 +17,13 @@ from torch import nn
 from partc.trace.places import NUMBERS, Place, Reach
 
 NAMED = 3  # numbers of one variable that a note names one by one
-AT_ONCE = 1000  # numbers that one step looks at, some 50 us
+AT_ONCE = 100  # numbers that one step looks at, which takes some 50 us
 
 
 class Number(NamedTuple):
     """A number as it was, and where it is: ``owner()`` is None once that object is gone.
 
-    ``inside`` is the name of the variable or attribute whose list or dict it is in, if any.
+    ``inside`` is the name of the list or dict that it is in, if it is in one.
     """
 
     name: str
@@ -58,11 +58,11 @@ class FrozenNumbers:
         return FrozenNumbers, ()
 
     def notes(self) -> Iterator[str]:
-        """Sentences on numbers in lists and dicts that the loss has in variables."""
-        inside = [n for n in self.numbers if isinstance(n.owner(), list | dict) and n.inside]
+        """Sentences on numbers in lists and dicts that the step reads."""
         groups: dict[str, list[str]] = {}
-        for number in inside:
-            groups.setdefault(number.inside, []).append(f"{number.name}, {number.value!r}")
+        for number in self.numbers:
+            if number.inside and type(number.value) in (int, float, complex):
+                groups.setdefault(number.inside, []).append(f"{number.name}, {number.value!r}")
         for root, texts in groups.items():
             for text in texts if len(texts) <= NAMED else [f"{len(texts)} numbers in {root}"]:
                 yield f"frozen at trace time: {text}"
@@ -94,6 +94,8 @@ class FrozenNumbers:
 def _is_read(place: Place, reads: set[tuple[type, str]], loaded: frozenset[str]) -> bool:
     if isinstance(place.owner, nn.Module):
         return (type(place.owner), place.key) in reads
+    if place.attribute is not None and place.attribute not in reads:
+        return False
     plain = not isinstance(place.owner, dict | list | tuple | CellType)
     return place.key in loaded if plain else True
 
@@ -103,7 +105,8 @@ def _number(place: Place) -> Number:
         owner: Callable[[], Any] = weakref.ref(place.owner)
     except TypeError:  # lists, dicts and cells of closures
         owner = _held(place.owner)
-    return Number(place.name, owner, place.key, place.value, place.root)
+    inside = place.root if isinstance(place.owner, list | dict) else ""
+    return Number(place.name, owner, place.key, place.value, inside)
 
 
 def _held(owner: Any) -> Callable[[], Any]:

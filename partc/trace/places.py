@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 NUMBERS = (bool, int, float, complex, str, type(None))
 MOST = 200  # entries of a list or dict that are looked at
-DEPTH = 2  # of lists in lists, and of attributes of plain objects
+DEPTH = 2  # of lists in lists; of plain objects the attributes alone are looked at
+_CONTAINERS = (dict, list, tuple, deque)
 _INNER = {name for name in vars(nn.Module()) if name != "training"}  # torch's own attributes
 _OURS = "partc."
 
@@ -28,7 +29,8 @@ _OURS = "partc."
 class Place:
     """A value by name; ``owner`` is the object that has it, ``key`` its attribute or index there.
 
-    ``root`` is the name of the attribute or variable that the value is in.
+    ``root`` is the name of the attribute or variable that the value is in, if it is in one, and
+    ``attribute`` that attribute's class and name; a variable of a function has none.
     """
 
     name: str
@@ -36,10 +38,11 @@ class Place:
     owner: Any
     key: Any
     root: str = ""
+    attribute: tuple[type, str] | None = None
 
     def inside(self, name: str, value: Any, owner: Any, key: Any) -> Place:
         """A value that is in this one."""
-        return Place(name, value, owner, key, self.root or self.name)
+        return Place(name, value, owner, key, self.root or self.name, self.attribute)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ class _Walk:
             name = f"model.{path}" if path else "model"
             for key, value in list(vars(module).items()):
                 if key not in _INNER:
-                    yield from self.value(Place(f"{name}.{key}", value, module, key), "")
+                    own = type(module), key
+                    place = Place(f"{name}.{key}", value, module, key, attribute=own)
+                    yield from self.value(place, "")
         yield from self.function(objective, "")
         for kind in dict.fromkeys(type(module) for module in model.modules()):
             if not kind.__module__.startswith("torch."):
@@ -100,7 +105,7 @@ class _Walk:
             yield place
             return
         ours = isinstance(value, FunctionType) and value.__module__.startswith(_OURS)
-        if id(value) in self.seen or depth < 0 or ours:
+        if id(value) in self.seen or ours:
             return
         self.seen.add(id(value))
         yield place
@@ -108,11 +113,12 @@ class _Walk:
             yield from self.function(value, of)
         elif isinstance(value, nn.Module):
             yield from self._outer_module(place, value, of)
-        else:
+        elif depth:
             name = place.name.removesuffix(of)
+            within = depth - 1 if isinstance(value, _CONTAINERS) else 0
             for key, each in _entries(value):
                 inner = place.inside(f"{name}{_spelled(value, key)}{of}", each, value, key)
-                yield from self.value(inner, of, depth - 1)
+                yield from self.value(inner, of, within)
 
     def _outer_module(self, place: Place, outer: nn.Module, of: str) -> Iterator[Place]:
         """The tensors and attributes of a module that is no part of the model, as a teacher."""
@@ -182,8 +188,7 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _spelled(owner: Any, key: Any) -> str:
-    is_container = isinstance(owner, dict | list | tuple | deque)
-    return f"[{key!r}]" if is_container else f".{key}"
+    return f"[{key!r}]" if isinstance(owner, _CONTAINERS) else f".{key}"
 
 
 def _globals(code: CodeType) -> tuple[str, ...]:
