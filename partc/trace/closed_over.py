@@ -199,7 +199,7 @@ def notes_on(contents: Contents, places: Iterable[Place]) -> Iterator[str]:
     sizes: dict[str, int] = {}
     for memory, outside in contents.outside.items():
         place = known.get(memory)
-        root = (place.root or place.name) if place else outside.source
+        root = place.root.name if place else outside.source
         if outside.written:
             yield f"the step writes into {place.name if place else root}; a program does not"
             continue

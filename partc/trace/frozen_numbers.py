@@ -21,14 +21,15 @@ AT_ONCE = 100  # numbers that one step looks at, which takes some 50 us
 
 
 class Number(NamedTuple):
-    """A number as it was, and where it is: ``owner()`` is None once that object is gone.
+    """A number as it was, and where it is: the ``keys`` that lead from an object to it.
 
-    ``inside`` is the name of the list or dict that it is in, if it is in one.
+    ``owner()`` is that object, None once it is gone. ``inside`` is the name of the attribute or
+    variable with a list or dict that the number is in, if it is in one.
     """
 
     name: str
     owner: Callable[[], Any]
-    key: Any
+    keys: tuple[Any, ...]
     value: Any
     inside: str
 
@@ -81,9 +82,9 @@ class FrozenNumbers:
         return list(self._changes(0, len(self.numbers)))
 
     def _changes(self, first: int, end: int) -> Iterator[str]:
-        for name, owner, key, value, _ in self.numbers[first:end]:
-            now = _look(owner(), key, value)
-            if now is not value and _differ(now, value) and self._matters(key):
+        for name, owner, keys, value, _ in self.numbers[first:end]:
+            now = _look(owner(), keys, value)
+            if now is not value and _differ(now, value) and self._matters(keys[-1]):
                 yield f"{name} was {value!r} when compiled and is {now!r} now"
 
     def _matters(self, key: Any) -> bool:
@@ -101,12 +102,16 @@ def _is_read(place: Place, reads: set[tuple[type, str]], loaded: frozenset[str])
 
 
 def _number(place: Place) -> Number:
+    inside = place.root.name if isinstance(place.owner, list | dict) and place.outer else ""
+    first, keys = place, [place.key]
+    while first.outer and not isinstance(first.owner, nn.Module):
+        first = first.outer
+        keys.insert(0, first.key)
     try:
-        owner: Callable[[], Any] = weakref.ref(place.owner)
-    except TypeError:  # lists, dicts and cells of closures
-        owner = _held(place.owner)
-    inside = place.root if isinstance(place.owner, list | dict) else ""
-    return Number(place.name, owner, place.key, place.value, inside)
+        owner: Callable[[], Any] = weakref.ref(first.owner)
+    except TypeError:  # cells of closures and the variables of a module
+        owner = _held(first.owner)
+    return Number(place.name, owner, tuple(keys), place.value, inside)
 
 
 def _held(owner: Any) -> Callable[[], Any]:
@@ -117,16 +122,19 @@ def _mode(model: nn.Module | None) -> bool | None:
     return None if model is None else model.training
 
 
-def _look(owner: Any, key: Any, value: Any) -> Any:
+def _look(owner: Any, keys: tuple[Any, ...], value: Any) -> Any:
     """The number as it is now; as it was if its owner or its place there is gone."""
-    try:
-        if owner is None:
-            return value
-        if isinstance(owner, dict | list | tuple):
-            return owner[key]
-        return owner.cell_contents if isinstance(owner, CellType) else vars(owner)[key]
-    except (LookupError, ValueError):
+    if owner is None:
         return value
+    try:
+        for key in keys:
+            if isinstance(owner, dict | list | tuple):
+                owner = owner[key]
+            else:
+                owner = owner.cell_contents if isinstance(owner, CellType) else vars(owner)[key]
+    except (LookupError, ValueError, TypeError):
+        return value
+    return owner
 
 
 def _differ(now: Any, value: Any) -> bool:

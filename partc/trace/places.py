@@ -29,20 +29,25 @@ _OURS = "partc."
 class Place:
     """A value by name; ``owner`` is the object that has it, ``key`` its attribute or index there.
 
-    ``root`` is the name of the attribute or variable that the value is in, if it is in one, and
-    ``attribute`` that attribute's class and name; a variable of a function has none.
+    ``outer`` is the place of the owner, if that is itself an entry or attribute of another object;
+    ``attribute`` the class and name of the model's attribute that the value is in.
     """
 
     name: str
     value: Any
     owner: Any
     key: Any
-    root: str = ""
+    outer: Place | None = None
     attribute: tuple[type, str] | None = None
 
     def inside(self, name: str, value: Any, owner: Any, key: Any) -> Place:
         """A value that is in this one."""
-        return Place(name, value, owner, key, self.root or self.name, self.attribute)
+        return Place(name, value, owner, key, self, self.attribute)
+
+    @property
+    def root(self) -> Place:
+        """The attribute or variable that the value is in, or is."""
+        return self.outer.root if self.outer else self
 
 
 @dataclass(frozen=True)
