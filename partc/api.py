@@ -43,6 +43,7 @@ from partc.program.check_complete import check_complete, trained
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.frozen_numbers import FrozenNumbers
 from partc.traced import Traced
 
 
@@ -348,6 +349,7 @@ def program_of(state: State) -> Program:
         model=graph.model,
         fingerprint=made["fingerprint"],
         constants=graph.constants,
+        numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         schedule=write_csv(order) if order else "",
     )

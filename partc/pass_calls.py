@@ -59,9 +59,10 @@ def spare_blocks(source: Source) -> dict[str, object]:
 
 
 @calls(capturing.record)
-def record(source: Source, left_out: Sequence[RepeatedBlocks]) -> Graph:
+def record(source: Source, left_out: Sequence[RepeatedBlocks]) -> dict[str, object]:
     """Run the step once on fake tensors and note every op with its module and line."""
-    return source.recorded(left_out)
+    graph, numbers = source.recorded(left_out)
+    return {"graph": graph, "numbers": numbers}
 
 
 @calls(recording.keep_known_buffers)
@@ -136,7 +137,7 @@ def check_statistics(graph: Graph, plan: Plan) -> None:
 @calls(sharding.propagate)
 def propagate(graph: Graph, plan: Plan, strict: bool) -> dict[str, object]:
     """Choose a sharding for every value, from the plan's entries and the rules."""
-    warnings = [*plan.notes, *_untrained(graph)]
+    warnings = [*plan.notes, *graph.frozen, *_untrained(graph)]
     choices = sharding.propagate(graph, plan, strict=strict, warnings=warnings)
     return {"choices": choices, "plan": plan.changed(notes=tuple(dict.fromkeys(warnings)))}
 

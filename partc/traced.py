@@ -15,9 +15,10 @@ from partc.graph.folds import TracedStages
 from partc.lowering import table, traced
 from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.param_hooks import gradient_hooks
 from partc.trace.record import Source
 
-Seen = tuple[Fingerprint, tuple[bool, ...], tuple[bool, ...]]
+Seen = tuple[Fingerprint, tuple[Any, ...], tuple[bool, ...]]
 Wanted = tuple[bool, TracedStages | None, bool, Table]
 
 
@@ -36,8 +37,9 @@ class Traced:
 
     Raises:
         TraceError: the model cannot be traced; or since then a tensor has got another shape or
-            dtype, a parameter was frozen, a module went from ``train()`` to ``eval()``. Other
-            changes, as of the model's code, are not seen.
+            dtype, a parameter was frozen or has got a hook, a module went from ``train()`` to
+            ``eval()``, a number that the step reads is another one. Other changes, as of the
+            model's code, are not seen.
 
     Example::
 
@@ -94,17 +96,23 @@ class Traced:
     def _check_unchanged(self) -> None:
         state = _state(self.model)
         self._state = self._state or state
-        if state != self._state:
+        changes = [*self._state[0].differences(state[0]), *self._changed_numbers()]
+        if state != self._state or changes:
             raise TraceError(
                 where=type(self.model).__name__,
                 what="the model is not as it was when its step was traced",
-                why="; ".join(self._state[0].differences(state[0]))
-                or "parameters are frozen that were not, or modules went from train() to eval()",
+                why="; ".join(changes)
+                or "parameters were frozen or have got hooks, or modules went from train() to "
+                "eval()",
                 do="Make a new partc.Traced for the model as it is now.",
             )
+
+    def _changed_numbers(self) -> list[str]:
+        """What the script has changed since a graph was traced."""
+        return [each for s in self._states.values() for each in s.made["numbers"].all_changes()]
 
 
 def _state(model: nn.Module) -> Seen:
     """What may not change behind a trace, as far as it can be seen."""
-    trained = tuple(p.requires_grad for p in model.parameters())
+    trained = tuple((p.requires_grad, *gradient_hooks(p)) for p in model.parameters())
     return Fingerprint.of(model), trained, tuple(m.training for m in model.modules())

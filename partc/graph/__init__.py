@@ -88,7 +88,8 @@ class Graph:
     ``constants`` has the values of buffers that are known at compile time, ``classes`` the name of
     each module's class by path. ``folds`` are blocks that the graph leaves out, since they equal a
     block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
-    on, so that they have no gradient.
+    on, so that they have no gradient. ``frozen`` has a sentence on each thing outside of the graph
+    that a program does not follow, such as a tensor of a closure.
     """
 
     fx: FxGraph
@@ -102,6 +103,7 @@ class Graph:
         None  # the stages that stand for a pipeline's, where not all are here
     )
     untrained: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     early: EarlyReduction | None = (
         None  # of a stage's sums over ranks, which begin in its last backward
     )

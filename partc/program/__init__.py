@@ -27,6 +27,7 @@ from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.quoting import docstring
 from partc.trace.fingerprint import Fingerprint, table
+from partc.trace.frozen_numbers import FrozenNumbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,6 +75,7 @@ class Program:
         inputs: shape of the global batch and dtype, by the input's name.
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
+        numbers: the numbers of the model's Python, in the process that compiled it.
     """
 
     plan: str
@@ -87,6 +89,7 @@ class Program:
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
+    numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""

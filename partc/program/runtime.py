@@ -19,6 +19,8 @@ from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.role import Role, Shard
 from partc.program.weights import Source, whole_tensors
 
+FIRST_STEPS = 3  # that look at all numbers of the model
+
 
 class Stage(nn.Module):
     """One rank's part of a training step, as an nn.Module.
@@ -41,6 +43,7 @@ class Stage(nn.Module):
         self._show_tensors()
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
+        self._numbers, self._steps = program.numbers, 0
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -65,9 +68,11 @@ class Stage(nn.Module):
             The loss of the global batch, ``f32[]``, the same on every rank.
 
         Raises:
-            RunError: an input has another shape, dtype or device.
+            RunError: an input has another shape, dtype or device; or the script has changed a
+                number of the model since it was compiled in this process.
         """
         self._check_inputs(inputs)
+        self._check_numbers()
         loss: Tensor = self._rank_step.step(*inputs)
         return loss
 
@@ -79,6 +84,7 @@ class Stage(nn.Module):
         """
         if self._role.is_inference:
             self._check_inputs(inputs)
+            self._check_numbers()
             with torch.no_grad():
                 return self._rank_step(*inputs)
         self._check_one_stage()
@@ -212,6 +218,22 @@ class Stage(nn.Module):
             why="the program was compiled for one global batch",
             do="Pass the whole batch on every rank, or compile for this shape.",
         )
+
+    def _check_numbers(self) -> None:
+        """Look whether the script has changed a number that the model was compiled with.
+
+        All of them at the first steps, later some at each step, so that it takes no time.
+        """
+        first = self._steps < FIRST_STEPS
+        changes = self._numbers.all_changes() if first else self._numbers.changes()
+        self._steps += 1
+        if changes:
+            raise RunError(
+                where="step",
+                what="; ".join(changes[:4]),
+                why="a program has the numbers of the model as they were when it was compiled",
+                do="Compile again, make it an input of the step, or a buffer.",
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""

@@ -7,9 +7,10 @@ nodes, each annotated with module path, source line, phase and, if it is random,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,23 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from partc.graph.fake_calls import quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks
+from partc.trace.closed_over import (
+    OwnTensors,
+    ReadsOwnError,
+    check_aliases,
+    check_memory,
+    check_own,
+    check_trained,
+    check_updated,
+    notes_on,
+)
+from partc.trace.contents import Contents
+from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
+from partc.trace.places import Reach, restored
+from partc.trace.python_random import quiet_python_random
+from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
 
 Objective = Callable[..., Any]
@@ -46,6 +63,16 @@ class Names:
     @property
     def trainable(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The trainable parameters by name."""
+        return {name: self.params[name] for name in self.trainable}
+
+    def by_id(self, fakes: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """The fakes of parameters and buffers by the ``id`` of the model's own tensor."""
+        own = {**self.params, **self.buffers}
+        return {id(tensor): fakes[name] for name, tensor in own.items()}
 
     def without(self, folds: Sequence[RepeatedBlocks]) -> Names:
         """These names without the parameters and buffers of blocks that are left out."""
@@ -74,11 +101,17 @@ def names_of(model: nn.Module) -> Names:
 
 @dataclass
 class Recording:
-    """A raw graph, the module that holds its constants, and what its outputs are called."""
+    """A raw graph, the module that holds its constants, and what its outputs are called.
+
+    ``frozen`` has sentences on what a program of this graph does not follow, ``numbers`` the Python
+    numbers that the step has read.
+    """
 
     module: fx.GraphModule
     names: Names
     results: list[str]  # names of the tensors that stand where the loss would
+    frozen: tuple[str, ...]
+    numbers: FrozenNumbers
 
 
 def record(
@@ -96,30 +129,116 @@ def record(
     gradients of the trainable parameters (None where the loss does not depend on the parameter) and
     the buffers after the step.
     """
-    names, mode = names_of(model).without(left_out), FakeTensorMode(allow_non_fake_inputs=True)
-    recording = Recording(fx.GraphModule(nn.Module(), fx.Graph()), names, [])
-    params = [as_fake(p, mode) for p in names.params.values()]
-    buffers = [as_fake(b, mode) for b in names.buffers.values()]
-    fakes = [as_fake(i, mode) for i in inputs]
-    origins: Any = _Origins()  # type: ignore[no-untyped-call]
+    every, reach = names_of(model), Reach.of(model, objective)
+    check_memory(every.params, every.buffers)
+    if train:
+        check_hooks(every.params)
+    step = _Step(model, inputs, objective, train, every.without(left_out), reach)
+    try:
+        return step.recorded()
+    except ReadsOwnError:
+        return replace(step, with_own=True).recorded()
 
-    def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
+
+@dataclass
+class _Step:
+    """One training step of a model, to be run on fakes.
+
+    ``with_own``: code that has a parameter of the model in a variable computes with its fake. That
+    takes time, so it is only done where a first try has met such a parameter.
+    """
+
+    model: nn.Module
+    inputs: Sequence[Tensor]
+    objective: Objective
+    train: bool
+    names: Names
+    reach: Reach
+    with_own: bool = False
+    results: list[str] = field(default_factory=list)
+    idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+
+    def recorded(self) -> Recording:
+        """Record the step, and run it again to see that all steps are alike."""
+        history = History(self.model, self.objective, self.reach)
+        outcomes: list[Hashable] = []
+
+        def first(*given: list[Tensor]) -> Outcome:
+            outcome = self.step(history.contents, _Origins(history.contents), *given)
+            outcomes.append(history.outcome(outcome))
+            return outcome
+
+        with self._alone():
+            # with "fake" it would copy every fake
+            module = make_fx(first, _allow_non_fake_inputs=True)(*self.fakes())
+            check_aliases(history.contents, self.names.trained, self.reach.places)
+            check_updated(history.contents, self.reach.places)
+            history.check_second(
+                outcomes[0], lambda watch: self.step(history.contents, watch, *self.fakes())
+            )
+        numbers = FrozenNumbers.of(self.model, self.reach, history.reads.found)
+        notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
+        notes += *history.notes(), *idle_notes(self.idle)
+        return Recording(module, self.names, self.results, notes, numbers)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The settings under which the step runs; model and generators are left as they were."""
+        unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
+        model, reach, mode = self.model, self.reach, self.mode
+        with (
+            _no_warning(), untouched(model), restored(reach), module_scopes(model),
+            quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
+            _portable_kernels(), mode,
+        ):  # fmt: skip
+            yield
+
+    def fakes(self) -> list[list[Tensor]]:
+        """Fakes of the parameters, the buffers and the inputs."""
+        every = self.names.params.values(), self.names.buffers.values(), self.inputs
+        return [[as_fake(each, self.mode) for each in tensors] for tensors in every]
+
+    def step(
+        self, contents: Contents, watch: TorchDispatchMode, params: list[Tensor],
+        buffers: list[Tensor], inputs: list[Tensor],
+    ) -> Outcome:  # fmt: skip
+        """Results, gradients of the trainable parameters, and buffers behind the step."""
+        names = self.names
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
+        contents.begin({**held, **{f"input {i}": x for i, x in enumerate(inputs)}})
+        own = OwnTensors(names.by_id(held)) if self.with_own else nullcontext()
+        weights = dict(zip(names.params, params, strict=True))
+        copy_hooks(names.params, weights, self.idle)
         held |= {alias: held[name] for alias, name in names.aliases.items()}
-        with _reparametrize_module(model, held), torch.set_grad_enabled(train), origins:
-            outcome = named_results(objective(model, *inputs))
-            recording.results = list(outcome)
-            grads = _backward(outcome, held, names) if train else []
+        with _reparametrize_module(self.model, held), torch.set_grad_enabled(self.train), watch:
+            with own:
+                outcome = named_results(self.objective(self.model, *inputs))
+            self.results = list(outcome)
+            if not self.with_own:
+                check_own(outcome.values(), contents, names.by_id(held))
+            grads = self._grads(outcome, held, weights) if self.train else []
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
-    unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
-    with (
-        untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
-        converted_to_themselves(), _portable_kernels(), mode,
-    ):  # fmt: skip
-        make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
-        recording.module = make(params, buffers, fakes)
-    return recording
+    def _grads(
+        self,
+        outcome: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+    ) -> list[Any]:
+        """The gradients of the trainable parameters, none of any other tensor being lost."""
+        (loss,) = outcome.values()
+        check_trained(loss, params, self.names.params, self.reach.places)
+        check_no_more_hooks(self.names.params, params)
+        return _backward(outcome, held, self.names)
+
+
+@contextmanager
+def _no_warning() -> Iterator[None]:
+    """Let fakes of a tensor with a history be made, which looks at its ``.grad``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        yield
 
 
 @contextmanager
@@ -219,6 +338,10 @@ class _Origins(TorchDispatchMode):
     move the generator on.
     """
 
+    def __init__(self, contents: Contents) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.contents = contents
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -226,15 +349,21 @@ class _Origins(TorchDispatchMode):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
         if func in READS:  # an unknown value is left to the op, which raises torch's own error
             with suppress(UnknownNumberError):
-                return known_number(func, args)
+                number = known_number(func, args)
+                self.contents.answers[self.contents.question(func, args)] = number
+                return number
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         if torch.Tag.nondeterministic_seeded in func.tags:
             with _disable_current_modes():
                 state = torch.default_generator.get_state().numpy().tobytes()
                 torch.rand(())
             origin["draw"] = hashlib.sha256(state).hexdigest()
+        kwargs = kwargs or {}
+        call = self.contents.before(func, args, kwargs, origin["source"])
         with provenance.annotate(origin):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+        self.contents.behind(call, func, args, kwargs, result)
+        return result
 
 
 @contextmanager
@@ -259,9 +388,10 @@ def converted_to_themselves() -> Iterator[None]:
 
 @contextmanager
 def quiet_generator() -> Iterator[None]:
-    """Restore the state of the user's default random generator afterwards."""
+    """Restore the states of the default random generators afterwards, Python's among them."""
     state = torch.default_generator.get_state()
     try:
-        yield
+        with quiet_python_random():
+            yield
     finally:
         torch.default_generator.set_state(state)

@@ -32,6 +32,7 @@ from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
 from partc.trace.between_blocks import adopt_between
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
+from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
 
@@ -59,8 +60,11 @@ class Source:
         objective = _scalar(loss or _own_loss) if train else _call
         return cls(model, checked, _input_names(model, checked, loss), objective, train)
 
-    def recorded(self, left_out: Sequence[RepeatedBlocks]) -> Graph:
-        """Record the graph without the blocks in ``left_out``; its ops may still write in place."""
+    def recorded(self, left_out: Sequence[RepeatedBlocks]) -> tuple[Graph, FrozenNumbers]:
+        """Record the graph without the blocks in ``left_out``; its ops may still write in place.
+
+        With it come the Python numbers that it was recorded with.
+        """
         try:
             with skipping(self.model, left_out):
                 recording = record(self.model, self.inputs, self.objective, self.train, left_out)
@@ -68,7 +72,8 @@ class Source:
             raise
         except Exception as error:
             raise _explain(error, self.model) from error
-        return _build(recording, self.model, self.names, self.train)
+        graph = _build(recording, self.model, self.names, self.train)
+        return graph, recording.numbers
 
     def spare_blocks(self) -> tuple[RepeatedBlocks, ...]:
         """The equal blocks that need not be recorded, found by running the forward alone."""
@@ -186,6 +191,7 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
     _describe(graph)
     _set_outputs(graph, recording, model, train)
+    graph.frozen = tuple(recording.frozen)
     return graph
 
 
@@ -237,7 +243,6 @@ def _lift_constants(graph: Graph, recording: Recording, num_own: int) -> None:
     lifted: dict[str, fx.Node] = {}
     for node in [n for n in graph.fx.nodes if n.op == "get_attr"]:
         tensor: Tensor = getattr(recording.module, str(node.target))
-        _refuse_trainable(tensor)
         if tensor.dim() == 0:
             new = _number(node, tensor)
         else:
@@ -279,16 +284,6 @@ def _constant(graph: Graph, anchor: fx.Node, tensor: Tensor, name: str) -> fx.No
     set_value(placeholder, Value("buffer", tuple(tensor.shape), tensor.dtype, name=name))
     set_fake(placeholder, fake_like(graph.fx, tensor))
     return placeholder
-
-
-def _refuse_trainable(tensor: Tensor) -> None:
-    if tensor.requires_grad:
-        raise TraceError(
-            where=f"a tensor of shape {tuple(tensor.shape)}",
-            what="the loss reads a trainable tensor that is no parameter of the model",
-            why="its gradient would be lost",
-            do="Make it a parameter of the module that is traced, or detach it.",
-        )
 
 
 def _computes(module: nn.Module) -> bool:

@@ -40,6 +40,8 @@ from partc.trace.capture import (
     quiet_generator,
     untouched,
 )
+from partc.trace.param_hooks import has_hooks
+from partc.trace.places import Reach, restored
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
@@ -58,6 +60,8 @@ def spare_blocks(
     Empty where that is not certain.
     """
     if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
+        return ()
+    if has_hooks(names_of(model).params):
         return ()
     try:
         whole = _run(model, inputs, objective, train, ())
@@ -222,6 +226,7 @@ def _run(
             quiet_log(),
             converted_to_themselves(),
             untouched(model),
+            restored(Reach.of(model, objective)),
             skipping(model, folds),
             watch.members(model),
         ):
@@ -339,6 +344,8 @@ class _Watch(TorchDispatchMode):
 
     def _spelled(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
+            if isinstance(arg, nn.Parameter) and id(arg) not in self.at:
+                raise _Unequal  # one that is in a variable: whose it is does not show
             return self.at.get(id(arg)) or _values(arg)
         if isinstance(arg, list | tuple):
             return tuple(map(self._spelled, arg))

@@ -24,7 +24,7 @@ def source_here() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             return line_text(code.co_filename, frame.f_lineno)
         if code.co_name == _ENTRY and code.co_filename.startswith(_OURS):
             return ""
@@ -44,7 +44,7 @@ def calls_here() -> tuple[tuple[str, int], ...]:
         is_module = code.co_filename == _MODULE and code.co_name == "_call_impl"
         if is_module or (code.co_name == _ENTRY and code.co_filename.startswith(_OURS)):
             break
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             found.append((code.co_name, frame.f_lineno))
         frame = frame.f_back
     return tuple(reversed(found))
@@ -54,7 +54,7 @@ def source_of(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
     found = ""
     for frame, line in _frames(error.__traceback__):
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             found = line_text(frame.f_code.co_filename, line)
     return found
 
@@ -76,7 +76,7 @@ def _frames(at: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 @cache
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
     """Whether a file is the user's: not torch's, not partc's, not generated in memory."""
     if filename.startswith("<"):
         return filename == "<stdin>"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -115,14 +115,18 @@ def grouped_products(
     return whole
 
 
-@contextmanager
-def raised_model(model: nn.Module) -> Iterator[None]:
-    """The modes under which a float64 copy of ``model`` computes what the model does.
+def raised_model(model: nn.Module) -> AbstractContextManager[None]:
+    """The modes under which ``model``, in float64 by then, computes what it does as it is now.
 
     Only rounding differs then.
     """
     narrow = any(p.dtype in NARROW for p in model.parameters())
-    with Raised(), EpsAsBuilt() if narrow else nullcontext():
+    return _raised(EpsAsBuilt() if narrow else nullcontext())
+
+
+@contextmanager
+def _raised(eps: AbstractContextManager[Any]) -> Iterator[None]:
+    with Raised(), eps:
         yield
 
 

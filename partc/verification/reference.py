@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import UsageError
-from partc.trace.capture import named_results
+from partc.trace.capture import named_results, untouched
 from partc.trace.fingerprint import named_tensors
-from partc.verification.precision import convert, converted, raised_model
+from partc.trace.places import Reach, restored
+from partc.verification.precision import converted, raised_model
 
 Loss = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
@@ -103,33 +103,54 @@ def eager(
     train: bool = True,
     pieces: Pieces = WHOLE,
 ) -> Reference:
-    """Run a step of a copy of the model, in ``dtype`` or, for None, in its own precision.
+    """Run a step of the model, in ``dtype`` or, for None, in its own precision.
 
-    With several ``pieces`` the loss is the mean over the pieces, and buffers are updated by the
-    first rank's pieces only, as a model with batch norm does with microbatches and under DDP.
+    The model itself runs, with its hooks and what its functions close over, on copies of its
+    tensors; it is left as it was. With several ``pieces`` the loss is the mean over the pieces, and
+    buffers are updated by the first rank's pieces only, as a model with batch norm does with
+    microbatches and under DDP.
     UsageError if the model has no values, or if the step draws random numbers.
     """
     _check_values(model)
-    mine = copy.deepcopy(model)
-    mine.zero_grad()
-    batch = tuple(inputs)
-    if dtype is not None:
-        mine, batch = convert(mine, dtype), tuple(converted(x, dtype) for x in inputs)
-    weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
+    batch = tuple(x if dtype is None else converted(x, dtype) for x in inputs)
     before = torch.get_rng_state()
-    with raised_model(model) if dtype == torch.float64 else nullcontext():
-        outcome = _trained(mine, batch, loss, pieces) if train else {}
-        outcome = outcome or _results(mine, batch, loss)
+    raised = raised_model(model) if dtype == torch.float64 else nullcontext()
+    with lent(model, loss, dtype), raised:
+        weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
+        outcome = _trained(model, batch, loss, pieces) if train else {}
+        outcome = outcome or _results(model, batch, loss)
+        params = dict(model.named_parameters())
+        reference = Reference(
+            weights=weights,
+            inputs=batch,
+            loss=outcome["loss"].detach() if train else None,
+            grads={name: p.grad for name, p in params.items() if p.grad is not None},
+            buffers={name: b.detach() for name, b in model.named_buffers()},
+            results={} if train else outcome,
+        )
     _check_random(before, model)
-    params = dict(mine.named_parameters())
-    return Reference(
-        weights=weights,
-        inputs=batch,
-        loss=outcome["loss"].detach() if train else None,
-        grads={name: p.grad for name, p in params.items() if p.grad is not None},
-        buffers={name: b.detach() for name, b in mine.named_buffers()},
-        results={} if train else outcome,
-    )
+    return reference
+
+
+@contextmanager
+def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iterator[None]:
+    """Let a model compute on copies of its tensors, in ``dtype`` unless None, without gradients.
+
+    The model is not copied: a copy would lose the hooks of parameters, and closures would still
+    have the tensors of the original. Afterwards it is as it was.
+    """
+    tensors = {id(each): each for each in named_tensors(model).values()}.values()
+    before = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
+    with untouched(model), restored(Reach.of(model, loss or model.forward)):
+        try:
+            for tensor, data, _ in before:
+                tensor.grad = None
+                tensor.data = converted(data, data.dtype if dtype is None else dtype)
+            yield
+        finally:
+            for tensor, data, grad in before:
+                tensor.grad = None
+                tensor.data, tensor.grad = data, grad
 
 
 def _trained(
@@ -140,12 +161,12 @@ def _trained(
     for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
         others = i % pieces.ranks > 0
         before = {n: b.clone() for n, b in model.named_buffers()} if others else {}
-        each = _objective(model, piece, loss)["loss"] / num
-        each.backward()
-        losses.append(each.detach())
+        losses.append(_objective(model, piece, loss)["loss"] / num)
         for name, buffer in before.items():
             model.get_buffer(name).data.copy_(buffer)
-    return {"loss": torch.stack(losses).sum()}
+    whole = torch.stack(losses).sum()
+    whole.backward()  # of all pieces at once, as gradient hooks look at the whole gradient
+    return {"loss": whole.detach()}
 
 
 def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:

@@ -1,0 +1,228 @@
+"""Say what every tensor of a run on fakes holds, by the calls that computed it.
+
+Fakes have no values. What their memory holds is named by a digest: of a parameter, buffer or input
+its name, of a result the call and what its operands held. Two runs of a step compute the same
+where their results have equal digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from partc.graph.fake_calls import storage_of, tensors_in
+
+SAMPLED_BYTES = 1 << 20  # of a larger constant, evenly spread elements stand for all
+# Ops whose result does not depend on what the tensor that they write held before.
+_OVERWRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_"}
+# What ``torch.tensor([1, 2])`` calls on the tensor of the numbers that it was given.
+_LITERAL_TENSORS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+_BATCH_NORMS = {
+    torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default,
+}  # fmt: skip
+_LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout)
+
+
+class Content(NamedTuple):
+    """What a piece of memory holds, and the run on whose values it depends; 0 for a constant."""
+
+    digest: str
+    run: int
+
+
+@dataclass
+class Outside:
+    """A tensor that the step closes over, and the line that read it first.
+
+    ``written``: the step writes into it; ``updated``: so that what it held before matters.
+    """
+
+    tensor: Tensor
+    source: str
+    written: bool = False
+    updated: bool = False
+
+
+_UNKNOWN = Content("", 0)
+
+
+class Call(NamedTuple):
+    """A call that is about to run: its digest, and the last run on whose values it depends."""
+
+    digest: str
+    run: int
+    stale: bool  # reads what an earlier run has left
+
+
+@dataclass
+class Contents:
+    """What memory holds in the course of several runs of one step, as a mode sees them.
+
+    ``outside`` has the tensors that the first run has closed over, by memory: no call made them,
+    and they are no parameters, buffers or inputs. ``calls`` has the digests of the first run's
+    calls, ``answers`` the numbers that it asked for.
+    """
+
+    run: int = 0
+    at: dict[int, Content] = field(default_factory=dict)
+    own: set[int] = field(default_factory=set)  # memory of parameters, buffers and inputs
+    outside: dict[int, Outside] = field(default_factory=dict)
+    calls: set[str] = field(default_factory=set)
+    answers: dict[Hashable, Any] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)  # so that no other memory gets the same number
+    drawn: int = 0
+
+    def begin(self, placeholders: Mapping[str, Tensor]) -> None:
+        """Begin a run on these parameters, buffers and inputs."""
+        self.run, self.drawn = self.run + 1, 0
+        for name, tensor in placeholders.items():
+            self._put(tensor, Content(_digest(name), self.run))
+            self.own.add(_memory(tensor))
+
+    # calls ---------------------------------------------------------------------------------------
+    def before(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: str = ""
+    ) -> Call:
+        """Describe a call before it runs, as it may write over what it reads."""
+        written = _ids(_written(func, args, kwargs)) if _overwrites(func) else set()
+        written |= _ids(tensors_in(kwargs.get("out")))
+        if self.run == 1 and func not in _LITERAL_TENSORS:
+            self._note_outside([*args, *kwargs.values()], source)
+        operands = tuple(self._text(each, written) for each in (*args, *sorted(kwargs.items())))
+        read = [x for x in tensors_in([*args, *kwargs.values()]) if id(x) not in written]
+        runs = [self.content(each).run for each in read]
+        draw = None
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.drawn += 1
+            draw = self.drawn
+            runs.append(self.run)
+        stale = any(0 < run < self.run for run in runs)
+        return Call(_digest(str(func), operands, draw), max(runs, default=0), stale)
+
+    def behind(
+        self, call: Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Note what the memory of a call's results, and of what it wrote, holds now."""
+        for i, tensor in enumerate(_written(func, args, kwargs)):
+            before, form = self.content(tensor), _form(tensor)
+            whole = _overwrites(func) and tensor.numel() == _elements(tensor)
+            if _memory(tensor) in self.outside:
+                outside = self.outside[_memory(tensor)]
+                outside.written, outside.updated = True, outside.updated or not whole
+            digest = _digest(call.digest, i) if whole else _digest(before.digest, form, call.digest)
+            self._put(tensor, Content(digest, call.run if whole else max(call.run, before.run)))
+        for i, tensor in enumerate(tensors_in(result)):
+            if _memory(tensor) not in self.at:
+                self._put(tensor, Content(_digest(call.digest, i), call.run))
+        if self.run == 1:
+            self.calls.add(call.digest)
+
+    # tensors -------------------------------------------------------------------------------------
+    def content(self, tensor: Tensor) -> Content:
+        """What a tensor's memory holds."""
+        known = self.at.get(_memory(tensor))
+        if known is None:
+            known = Content(_value_digest(tensor), 0)
+            self._put(tensor, known)
+        return known
+
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds what this run has computed from its parameters or inputs."""
+        memory = _memory(tensor)
+        return memory not in self.own and self.at.get(memory, _UNKNOWN).run == self.run
+
+    def described(self, tensor: Tensor) -> Hashable:
+        """What a tensor holds: equal for tensors of two runs that were computed alike."""
+        content = self.content(tensor)
+        age = "stale" if 0 < content.run < self.run else "own" if content.run else "constant"
+        return content.digest, age, _form(tensor)
+
+    def question(self, func: Any, args: Sequence[Any]) -> Hashable:
+        """A call that asks for a number, by what it reads."""
+        return func, tuple(self.described(each) for each in tensors_in(args))
+
+    def _note_outside(self, given: Sequence[Any], source: str) -> None:
+        for tensor in tensors_in(given):
+            if not isinstance(tensor, FakeTensor) and _memory(tensor) not in self.at:
+                self.outside[_memory(tensor)] = Outside(tensor, source)
+
+    def _text(self, arg: Any, written: set[int]) -> Any:
+        if isinstance(arg, Tensor):
+            return _form(arg) if id(arg) in written else self.described(arg)
+        if isinstance(arg, list | tuple):
+            return tuple([self._text(each, written) for each in arg])
+        return type(arg).__name__, repr(arg) if isinstance(arg, _LITERALS) else ""
+
+    def _put(self, tensor: Tensor, content: Content) -> None:
+        self.at[_memory(tensor)] = content
+        self.alive.append(tensor)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_of(tensor) if tensor.layout is torch.strided else id(tensor)
+
+
+def _ids(tensors: Iterator[Tensor]) -> set[int]:
+    return {id(each) for each in tensors}
+
+
+def _elements(tensor: Tensor) -> int:
+    """How many elements a tensor's memory has room for."""
+    if tensor.layout is not torch.strided:
+        return -1
+    return int(tensor.untyped_storage().nbytes()) // tensor.element_size()
+
+
+def _form(tensor: Tensor) -> Hashable:
+    form = tuple(tensor.shape), str(tensor.dtype), tensor.is_conj(), tensor.is_neg()
+    if tensor.layout is not torch.strided:
+        return form
+    return *form, tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def _digest(*parts: object) -> str:
+    return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors into whose memory a call writes."""
+    if func in _BATCH_NORMS and args[5]:  # training; its schema does not say that it writes
+        yield from tensors_in(args[3:5])
+    for i, name in _write_places(func):
+        yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
+
+
+@cache
+def _write_places(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments into whose memory an op writes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in func.tags:
+        return ()
+    return tuple((i, each.name) for i, each in enumerate(schema.arguments) if each.is_write)
+
+
+@cache
+def _overwrites(func: Any) -> bool:
+    """Whether an op writes tensors without reading what they held."""
+    name = str(getattr(func, "_schema", "")).partition("(")[0].rpartition("::")[2]
+    return name.partition(".")[0] in _OVERWRITE or name.endswith((".out", "_out"))
+
+
+def _value_digest(tensor: Tensor) -> str:
+    """The digest of a constant: of its values, or of some where it is large."""
+    known = tuple(tensor.shape), str(tensor.dtype)
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return _digest(*known)
+    with _disable_current_modes():
+        flat = tensor.detach().flatten()
+        step = 1 + flat.numel() * flat.element_size() // SAMPLED_BYTES
+        values = flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return _digest(*known, blake2b(values, digest_size=16).hexdigest())

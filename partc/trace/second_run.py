@@ -1,0 +1,174 @@
+"""Run a step a second time on fakes, and refuse it if it computes something else than the first.
+
+A program computes the same in every step. A step that keeps something outside of parameters and
+buffers, such as a hidden state, a counter or a cache, would not: the second run reads what the
+first one left. What is written and never read makes no difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partc.errors import PartcError, TraceError
+from partc.graph.fake_calls import call_on_fakes
+from partc.trace.contents import Call, Contents
+from partc.trace.known_numbers import READS
+from partc.trace.places import Place, Reach
+from partc.trace.python_random import Lines, states
+from partc.trace.source_lines import source_here
+
+Outcome = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]
+Run = Callable[[TorchDispatchMode], Outcome]  # results, gradients, buffers behind the step
+
+
+class Reads:
+    """The number attributes that modules' code has read, as pairs of class and attribute."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[type, str]] = set()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Note every attribute of a module that is read."""
+        found, watched = self.found, cast(Any, nn.Module)
+
+        def noted(module: nn.Module, name: str) -> Any:
+            found.add((type(module), name))
+            return object.__getattribute__(module, name)
+
+        watched.__getattribute__ = noted
+        try:
+            yield
+        finally:
+            del watched.__getattribute__
+
+
+@dataclass
+class History:
+    """What a step leaves behind for the next one, looked at around its first and second run."""
+
+    model: nn.Module
+    objective: Callable[..., Any]
+    begun: Reach  # before the first run
+    contents: Contents = field(default_factory=Contents)
+    reads: Reads = field(default_factory=Reads)
+    random: dict[str, Any] = field(default_factory=states)
+    changed: list[str] = field(default_factory=list)  # by the first run: names
+    left: list[str] = field(default_factory=list)  # tensors that the second run leaves: names
+
+    def outcome(self, outcome: Outcome) -> Hashable:
+        """What a run gave: equal for two runs that computed the same."""
+        results, grads, buffers = outcome
+        every = (*results, *grads, *buffers)
+        return tuple(None if each is None else self.contents.described(each) for each in every)
+
+    def check_second(self, first: Hashable, run: Run) -> None:
+        """Run the step again; TraceError if it is not what the first run was."""
+        random, behind = states(), self._reach()
+        numbers, begun = behind.numbers(), self.begun.numbers()
+        self.changed = [place.name for place in self._written(behind)]
+        self.changed += [name for name, number in numbers.items() if begun.get(name) != number]
+        again, lines = Again(self.contents), Lines()
+        try:
+            looking = lines.open() if random != self.random else nullcontext()
+            with disable_autocast_cache(), self.reads.open(), looking:  # as make_fx has it
+                second = self.outcome(run(again))
+        except PartcError:
+            raise
+        except Exception as error:
+            raise self._differs(again, f"{type(error).__name__}: {error}") from error
+        if random not in (self.random, states()):
+            raise _random(lines.found, random, self.random)
+        if first != second:
+            raise self._differs(again, "")
+        behind = self._reach()
+        _check_numbers(numbers, behind.numbers())
+        self.left = [place.name for place in self._written(behind)]
+
+    def notes(self) -> list[str]:
+        """Sentences on attributes and variables that the step sets, and a program does not."""
+        names = (re.sub(r"\.\d+\.", ".*.", name) for name in self.left)
+        return [f"the step sets {name}; a program does not" for name in dict.fromkeys(names)]
+
+    def _reach(self) -> Reach:
+        return Reach.of(self.model, self.objective)
+
+    def _written(self, behind: Reach) -> Iterator[Place]:
+        """The places with a tensor that the latest run has computed from parameters or inputs."""
+        for place in behind.places:
+            value = place.value
+            if isinstance(value, FakeTensor) and self.contents.is_computed(value):
+                yield place
+
+    def _differs(self, again: Again, error: str) -> TraceError:
+        why = ["this line reads what the step before has left"] if again.stale else []
+        why += [f"a step sets {', '.join(self.changed[:4])}"] if self.changed else []
+        why += [error] if error else []
+        return TraceError(
+            where=again.where or type(self.model).__name__,
+            what="the second step computes something else than the first",
+            why="; ".join(why) or "something outside of parameters and buffers has changed",
+            do="Make what is kept a buffer (register_buffer in __init__), which programs carry "
+            "from step to step, or give it as an input.",
+        )
+
+
+class Again(TorchDispatchMode):
+    """Runs calls on fakes, and notes the first one that the first run had not."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.contents, self.where, self.stale = contents, "", False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func in READS:
+            asked = self.contents.question(func, args)
+            if asked in self.contents.answers:
+                return self.contents.answers[asked]
+        call = self.contents.before(func, args, kwargs)
+        self._note(call, func)
+        result = call_on_fakes(func, args, kwargs)
+        self.contents.behind(call, func, args, kwargs, result)
+        return result
+
+    def _note(self, call: Call, func: Any) -> None:
+        if not self.where and call.digest not in self.contents.calls:
+            self.where, self.stale = source_here() or str(func), call.stale
+
+
+def _check_numbers(before: dict[str, str], after: dict[str, str]) -> None:
+    """TraceError if a number or the length of a list is another one behind the second run."""
+    for name, number in after.items():
+        if before.get(name, number) != number:
+            raise TraceError(
+                where=name,
+                what="it changes with every step",
+                why=f"{before[name]} behind one step, {number} behind the next",
+                do="A program runs no Python of the model: count in a buffer, or change it outside "
+                "of the step.",
+            )
+
+
+def _random(line: str, now: dict[str, Any], before: dict[str, Any]) -> TraceError:
+    name = next(name for name, state in now.items() if state != before.get(name))
+    return TraceError(
+        where=line or "the step",
+        what=f"it draws from {name}",
+        why="the number drawn while tracing would be that of every step",
+        do="Draw with torch, or draw outside of the step and give the number as an input.",
+    )

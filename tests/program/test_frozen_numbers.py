@@ -1,0 +1,153 @@
+"""Numbers that a script changes behind a compile, and hooks, on real ranks."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import partc
+from partc.errors import RunError, TraceError
+from partc.program.runtime import FIRST_STEPS
+from partc.trace.frozen_numbers import AT_ONCE
+from partc.verification.processes import Processes
+from tests.patience import patience
+
+BATCH = torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(0, 2, 48).view(8, 6)
+
+
+class Cooled(nn.Module):
+    """Reads numbers from attributes, from a dict and from a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.0)
+        self.temperature, self.epoch = 1.0, 0
+        self.weights = {"first": 0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.linear(x)) / self.temperature
+        return y * self.weights["first"]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A process group of one, for ranks that run in this process."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+CHANGES: list[tuple[str, str, Any, str]] = [
+    ("", "temperature", 0.5, "temperature was 1.0 when compiled and is 0.5 now"),
+    ("dropout", "p", 0.2, "dropout.p was 0.0 when compiled and is 0.2 now"),
+    ("dropout", "training", False, "dropout.training was True when compiled and is False now"),
+    ("", "weights", {"first": 2.0}, "weights['first'] was 0.5 when compiled and is 2.0 now"),
+]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def test_a_number_that_the_script_changes_stops_the_step(alone: None) -> None:
+    model = Cooled()
+    step = partc.Traced(model, BATCH, loss_of)
+    program = partc.compile(step, "dp=1", plan="ddp")
+    assert partc.Plan.parse(program.plan).notes == (
+        "frozen at trace time: model.weights['first'], 0.5",
+    )
+    stage = program.module()
+    for path, name, number, text in CHANGES:
+        module = model.get_submodule(path)
+        before = vars(module)[name]
+        setattr(module, name, number)
+        with pytest.raises(RunError, match="the numbers of the model as they were") as caught:
+            stage.step(*BATCH)
+        assert caught.value.what == f"model.{text}"
+        with pytest.raises(TraceError, match="not as it was when its step was traced"):
+            partc.compile(step, "dp=1", plan="ddp")
+        setattr(module, name, before)
+    model.epoch = 7  # no step reads it
+    model.eval()  # of the whole, as beside a training, not of one module
+    for _ in range(FIRST_STEPS + 2):
+        stage.step(*BATCH)
+    gone = weakref.ref(model)
+    del model, module, step
+    gc.collect()
+    assert gone() is None
+    stage.step(*BATCH)
+
+
+def test_numbers_of_a_loss_are_looked_at_too(alone: None) -> None:
+    factor, rate = [1.0], 3.0
+
+    def scaled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, x, y) * factor[0] * rate
+
+    program = partc.compile(Cooled(), "dp=1", BATCH, loss=scaled, plan="ddp")
+    assert "frozen at trace time: factor[0] of scaled, 1.0" in program.plan
+    stage = program.module()
+    stage.step(*BATCH)
+    factor[0] = 0.1
+    with pytest.raises(RunError, match=r"factor\[0\] of scaled was 1\.0 when compiled and is 0\.1"):
+        stage.step(*BATCH)
+    factor[0], rate = 1.0, 4.0
+    with pytest.raises(RunError, match=r"rate of scaled was 3\.0 when compiled and is 4\.0"):
+        stage.step(*BATCH)
+
+
+def test_later_steps_look_at_some_numbers_each() -> None:
+    layers = 2 * AT_ONCE
+    model = nn.Sequential(nn.Linear(6, 6), *(nn.Dropout(0.0) for _ in range(layers)))
+    program = partc.compile(model, "dp=1", BATCH[:1], loss=lambda m, x: m(x).sum(), plan="ddp")
+    numbers = program.numbers
+    model[layers].p = 0.5  # type: ignore[assignment]
+    rounds = -(-len(numbers.numbers) // AT_ONCE)
+    found = [numbers.changes() for _ in range(2 * rounds)]
+    assert rounds > 3
+    assert [bool(each) for each in found] == ([False] * (rounds - 1) + [True]) * 2
+    assert numbers.all_changes() == found[-1]
+    assert pickle.loads(pickle.dumps(program)).numbers.numbers == ()
+
+
+def hooked() -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)).double()
+    model[0].weight.register_hook(lambda grad: grad / grad.norm())
+    model[2].bias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    return model
+
+
+def steps_with_hooks() -> None:
+    batch = [each.double() for each in BATCH]
+    model = hooked()
+    stage = partc.compile(model, "dp=2", batch, loss=loss_of, plan="fsdp").module()
+    ours = torch.optim.SGD(stage.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1)
+    stage.load_full(model)
+    for _ in range(3):
+        loss = loss_of(model, *batch)
+        torch.testing.assert_close(stage.step(*batch), loss.detach())
+        loss.backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = stage.full_state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(whole[name], tensor)
+
+
+@pytest.mark.gloo
+def test_ranks_train_with_hooks_as_one_device_does() -> None:
+    with Processes(2, timeout=patience()) as world:
+        world.run(steps_with_hooks)

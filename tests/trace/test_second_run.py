@@ -1,0 +1,237 @@
+"""What a step keeps outside of parameters and buffers: refused if a later step reads it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from partc.errors import TraceError
+from partc.lowering import trace
+from tests.compare import check
+
+X = torch.randn(8, 6, dtype=torch.float64)
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Keeps(nn.Module):
+    """Has attributes of several kinds, of which the given function makes use."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.hidden = torch.zeros(6, dtype=torch.float64)
+        self.latest: Tensor | None = None
+        self.cache: list[Tensor] = []
+        self.known: dict[str, Any] = {"hidden": torch.zeros(6, dtype=torch.float64)}
+        self.count, self.size = 0, 0
+        self.own = random.Random(0)
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function(self, self.linear(x)).sum()
+        return result
+
+
+def hidden_state(model: Any, y: Tensor) -> Any:
+    model.hidden = (model.hidden + y.detach().mean(0)).tanh()
+    return y.mul(model.hidden)
+
+
+def state_once_there_is_one(model: Any, y: Tensor) -> Any:
+    y = y if model.latest is None else y + model.latest
+    model.latest = y.detach()
+    return y
+
+
+def first_batch(model: Any, y: Tensor) -> Any:
+    if model.latest is None:
+        model.latest = y.detach()
+    return y - model.latest
+
+
+def growing_cache(model: Any, y: Tensor) -> Any:
+    model.cache.append(y.detach())
+    return y * torch.stack(model.cache).mean(0)
+
+
+def in_a_dict(model: Any, y: Tensor) -> Any:
+    model.known["hidden"], before = y.detach().mean(0), model.known["hidden"]
+    return y * before
+
+
+def counted(model: Any, y: Tensor) -> Any:
+    model.count += 1
+    return y / model.count
+
+
+def lazy_buffer(model: Any, y: Tensor) -> Any:
+    if not hasattr(model, "mean"):
+        model.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+    model.mean.mul_(0.9).add_(y.detach().mean(0))
+    return y * model.mean
+
+
+def in_backward(model: Any, y: Tensor) -> Any:
+    def hook(grad: Tensor) -> Any:
+        model.known["calls"] = model.known.get("calls", 0) + 1
+        return grad * model.known["calls"]
+
+    y.register_hook(hook)
+    return y * 2
+
+
+def clock(model: Any, y: Tensor) -> Any:
+    return y * time.perf_counter()
+
+
+def own_generator(model: Any, y: Tensor) -> Any:
+    return y * model.own.random()
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (hidden_state, r"step before has left; a step sets model\.hidden"),
+        (state_once_there_is_one, r"step before has left; a step sets model\.latest"),
+        (first_batch, r"step before has left; a step sets model\.latest"),
+        (growing_cache, r"step before has left; a step sets model\.cache\[0\]"),
+        (in_a_dict, r"step before has left; a step sets model\.known\['hidden'\]"),
+        (counted, r"a step sets model\.count"),
+        (lazy_buffer, "step before has left"),
+        (in_backward, r"a step sets .*model\.known"),
+        (clock, "something outside of parameters and buffers"),
+        (own_generator, "something outside of parameters and buffers"),
+    ],
+)
+def test_what_the_next_step_reads_is_refused(forward: Forward, why: str) -> None:
+    model = Keeps(forward)
+    before, known = dict(vars(model)), dict(model.known)
+    with pytest.raises(TraceError, match="second step computes something else") as caught:
+        trace(model, (X,))
+    assert caught.match(why)
+    assert "test_second_run.py:" in caught.value.where
+    assert "register_buffer" in caught.value.do
+    assert vars(model) == before
+    assert model.known == known
+    assert model.cache == []
+
+
+def kept_for_looking(model: Any, y: Tensor) -> Any:
+    model.latest = y.detach() * 2
+    return y
+
+
+def cached_constant(model: Any, y: Tensor) -> Any:
+    if model.size != y.shape[1]:
+        model.size = y.shape[1]
+        model.latest = torch.arange(model.size, dtype=y.dtype).cos()
+    return y * model.latest
+
+
+def log_of_a_mean(model: Any, y: Tensor) -> Any:
+    model.known["mean"] = 0.9 * model.known.get("mean", 0.0) + y.detach().mean()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "notes"),
+    [
+        (kept_for_looking, ("the step sets model.latest; a program does not",)),
+        (cached_constant, ()),
+        (log_of_a_mean, ("the step sets model.known['mean']; a program does not",)),
+    ],
+)
+def test_what_no_step_reads_is_noted(forward: Forward, notes: tuple[str, ...]) -> None:
+    assert check(Keeps(forward), (X,)).frozen == notes
+
+
+@pytest.mark.parametrize("threshold", [1, 1000])
+def test_a_count_of_steps_is_refused_even_where_it_does_not_matter_yet(threshold: int) -> None:
+    def warm_up(model: Any, y: Tensor) -> Any:
+        model.count += 1
+        return y * 2 if model.count > threshold * 10 else y
+
+    with pytest.raises(TraceError, match=r"^model\.count: it changes with every step \(1 behind"):
+        trace(Keeps(warm_up), (X,))
+
+
+def test_state_of_a_loss_is_refused_and_restored() -> None:
+    before: list[Any] = [torch.zeros(6, dtype=torch.float64)]
+    losses: list[Tensor] = []
+
+    def momentum(model: Any, x: Tensor) -> Tensor:
+        y = model.linear(x)
+        result: Tensor = (y * before[0]).sum()
+        before[0] = y.detach().mean(0)
+        return result
+
+    def logs(model: Any, x: Tensor) -> Tensor:
+        losses.append(model(x))
+        return losses[-1]
+
+    model, zeros = Keeps(lambda model, y: y), before[0]
+    with pytest.raises(TraceError, match=r"a step sets before\[0\] of momentum"):
+        trace(model, (X,), momentum)
+    with pytest.raises(TraceError, match=r"^len\(losses of logs\): it changes with every step"):
+        trace(model, (X,), logs)
+    assert before[0] is zeros
+    assert losses == []
+
+
+def skipped_layer(model: Any, y: Tensor) -> Any:
+    if random.random() < 1e-9:
+        y = y * 2
+    return y
+
+
+def scaled_by_numpy(model: Any, y: Tensor) -> Any:
+    scale = float(np.random.rand())
+    return y * scale
+
+
+@pytest.mark.parametrize(
+    ("forward", "line", "module"),
+    [
+        (skipped_layer, "random.random()", "from random"),
+        (scaled_by_numpy, "np.random.rand()", "from numpy.random"),
+    ],
+)
+def test_numbers_drawn_in_python_are_refused(forward: Forward, line: str, module: str) -> None:
+    states = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[index]
+    with pytest.raises(TraceError, match=f"it draws {module} ") as caught:
+        trace(Keeps(forward), (X,))
+    assert line in caught.value.where
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tobytes() == states[1]  # type: ignore[index]
+
+
+def test_numbers_drawn_from_a_seed_are_constants() -> None:
+    def seeded(model: Any, y: Tensor) -> Any:
+        random.seed(3)
+        return y * random.random()
+
+    check(Keeps(seeded), (X,))
+
+
+class Casts(nn.Module):
+    """An LSTM under autocast, whose cache of cast weights lives for one run alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.mse_loss(self.rnn(x)[0], x)
+
+
+def test_autocast_keeps_nothing() -> None:
+    trace(Casts(), (torch.randn(4, 5, 6),))
