@@ -119,7 +119,8 @@ class RankLinks:
             to = ", ".join(f"{literal(w)}: {_numbers(s)}" for w, s in self._receivers.items())
             ranks = _numbers(self.schedule.rank_of)
             call = f"{self.helpers.use('Links')}(mesh, {ranks}, {{{to}}})"
-            yield Line(f"self.links = {call}", "the rank of every stage; which stages receive")
+            yield Line("# the rank of every stage, and the stages that receive from another rank")
+            yield Line(f"self.links = {call}")
 
     def meet(self, device: str) -> Iterator[Line]:
         """The statement of ``step`` that connects the ends of this pipeline's links."""
