@@ -52,7 +52,9 @@ class _Ranks(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unset_fake_temporarily():
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(  # type: ignore[no-untyped-call]
+                func, types, args, kwargs or {}
+            )
 
 
 @dataclass(frozen=True)

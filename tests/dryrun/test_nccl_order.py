@@ -210,7 +210,10 @@ def test_an_early_receive_holds_up_a_shared_group() -> None:
 
 def test_what_ranks_must_agree_on() -> None:
     other = asks("all_reduce a; wait 1")
-    small = [Start(1, "all_reduce", PAIR, None, "float32[3]", "hand.py:7"), Wait(1, "hand.py:8")]
+    small: list[Event] = [
+        Start(1, "all_reduce", PAIR, None, "float32[3]", "hand.py:7"),
+        Wait(1, "hand.py:8"),
+    ]
     with pytest.raises(CheckError, match=r"all_reduce of float32\[3\].*float32\[4\]"):
         check_order({0: other, 1: small})
     assert "runs all_reduce" in outcome("all_reduce a; wait 1", "broadcast a; wait 1")

@@ -222,7 +222,8 @@ class ToyStep(nn.Module):
         self.pp = mesh.get_group("pp")
         self.stage0 = Stage0(mesh)
         self.stages = {0: self.stage0}
-        self.links = Links(mesh, range(2), {"x": range(1, 2), "d": range(1)})  # the rank of every stage; which stages receive
+        # the rank of every stage, and the stages that receive from another rank
+        self.links = Links(mesh, range(2), {"x": range(1, 2), "d": range(1)})
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing()}
         self.x_out = {0: Outbox(self.links["x", 1], bound=1)}

@@ -251,7 +251,8 @@ class ToyStep(nn.Module):
         self.stage0 = Stage0(mesh)
         self.stage3 = Stage3(mesh)
         self.stages = {0: self.stage0, 3: self.stage3}
-        self.links = Links(mesh, [0, 1, 1, 0], {"x": [1, 3], "d": [0, 2]})  # the rank of every stage; which stages receive
+        # the rank of every stage, and the stages that receive from another rank
+        self.links = Links(mesh, [0, 1, 1, 0], {"x": [1, 3], "d": [0, 2]})
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing(), 3: Inbox(self.links["x", 3], [((3, 10, 12), torch.float64)])}
         self.x_out = {0: Outbox(self.links["x", 1], bound=1), 3: Nothing()}

@@ -245,8 +245,8 @@ class ToyStep(nn.Module):
         self.stage0 = Stage0(mesh)
         self.stage2 = Stage2(mesh)
         self.stages = {0: self.stage0, 2: self.stage2}
-        self.links = Links(
-            mesh, [0, 1, 0, 1], {"x": range(1, 4), "d": range(3)})  # the rank of every stage; which stages receive
+        # the rank of every stage, and the stages that receive from another rank
+        self.links = Links(mesh, [0, 1, 0, 1], {"x": range(1, 4), "d": range(3)})
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {0: Nothing(), 2: Inbox(self.links["x", 2], [((3, 10, 12), torch.float64)])}
         self.x_out = {0: Outbox(self.links["x", 1], bound=5),

@@ -246,7 +246,8 @@ class ToyStep(nn.Module):
         self.pp, self.pp_rank = mesh.get_group("pp"), pp_rank
         self.stage = Stage(mesh)
         self.stages = {pp_rank: self.stage}
-        self.links = Links(mesh, range(4), {"x": range(1, 4), "d": range(3)})  # the rank of every stage; which stages receive
+        # the rank of every stage, and the stages that receive from another rank
+        self.links = Links(mesh, range(4), {"x": range(1, 4), "d": range(3)})
         # by stage: where a forward's `x` comes from and goes to
         self.x_in = {pp_rank: Inbox(self.links["x", pp_rank], [((3, 10, 12), torch.float64)])}
         self.x_out = {pp_rank: Outbox(self.links["x", pp_rank + 1], bound=1)}
