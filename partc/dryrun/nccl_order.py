@@ -13,9 +13,25 @@ from collections.abc import Mapping, Sequence
 
 from partc.dryrun.nccl_deadlock import explain
 from partc.dryrun.nccl_rules import Rules, Run
-from partc.dryrun.recording import Event
+from partc.dryrun.recording import Event, record
+from partc.program.role import Role
 
 LAZY = Rules()
+ALL_RULES = tuple(Rules(bound, blocking) for bound in (False, True) for blocking in (False, True))
+
+
+def check_roles(roles: Mapping[int, Role]) -> None:
+    """Check the programs of some ranks, by global rank, as their texts stand; all rules apply.
+
+    Each program runs once on tensors without data. The first ranks of all pipeline stages are
+    enough where the ranks beside them run the same files.
+
+    Raises:
+        CheckError: ranks wait for each other for ever, or do not ask for the same.
+    """
+    recorded = {rank: record(role, rank) for rank, role in roles.items()}
+    for rules in ALL_RULES:
+        check_order(recorded, rules)
 
 
 def check_order(

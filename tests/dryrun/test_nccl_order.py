@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from partc.codegen.helpers import links as printed_links
 from partc.dryrun.alone import LoneMesh
-from partc.dryrun.nccl_order import check_order
+from partc.dryrun.nccl_order import ALL_RULES, check_order, check_roles
 from partc.dryrun.nccl_rules import Rules
 from partc.dryrun.recording import (
     Communicator,
@@ -28,6 +28,7 @@ from partc.dryrun.recording import (
 from partc.errors import CheckError
 from partc.plan.mesh import Mesh
 from partc.program import Program
+from partc.program.role import Role
 from tests.pipelines import TRAINING, toy_program
 
 STARTS = 100
@@ -37,7 +38,6 @@ LAYOUTS = {  # preset, and microbatches
     "pp=4": ("ddp", 4),
     "pp=2,dp=2,tp=2": ("fsdp+megatron", 2),
 }
-ALL_RULES = [Rules(bound, blocking) for bound in (False, True) for blocking in (False, True)]
 
 
 @cache
@@ -68,6 +68,30 @@ def test_later_steps_begin_without_meeting() -> None:
         check_order(twice, rules)
     met = sum(isinstance(e, Start) and e.size == "float32[1]" for e in once[1])
     assert met == sum(isinstance(e, Start) and e.size == "float32[1]" for e in twice[1]) > 0
+
+
+def spoilt(made: Program, old: str, new: str) -> dict[int, Role]:
+    """The first rank of every stage, with something else in the text of pipeline rank 0."""
+    ranks = {rank: made.mesh.first_rank(rank) for rank in range(made.mesh.pipeline_ranks)}
+    roles = {rank: made.role(rank) for rank in ranks.values()}
+    text = made.source(0)
+    assert old in text
+    return roles | {0: Role.load(text.replace(old, new), "pipeline0.py")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self.links.meet(ids.device)", "pass", "the same transfers in one order"),
+        ("i % 2 == odd", "i % 2 != odd", "for ever|makes a group"),
+        ("self.x_out[stage].put(", "tuple(", "for ever|never comes"),
+    ],
+)
+def test_one_pipeline_of_several_as_its_text_stands(old: str, new: str, message: str) -> None:
+    made = program("pp=2,dp=2,tp=2", "1f1b")
+    check_roles(spoilt(made, "Step = ", "Step = "))
+    with pytest.raises(CheckError, match=message):
+        check_roles(spoilt(made, old, new))
 
 
 # Until links were made by all ranks and met before the first step, programs had these lines.
