@@ -27,7 +27,7 @@ def alone(
 
     Args:
         rank: the rank of the mesh that runs, which the others need not.
-        library: what ``get_backend`` answers (``topology.LIBRARIES``).
+        library: what carries tensors (``topology.LIBRARIES``).
         live: counts memory and checks streams, if given.
     """
     here = LoneMesh(role.mesh, rank)
@@ -119,8 +119,8 @@ class LoneDist:
     def get_global_rank(self, group: Any, group_rank: int) -> int:
         return self.here.layout.peers(self.here.rank, group)[group_rank]
 
-    def get_backend(self, group: Any = None) -> str:
-        return self.library
+    def get_backend_config(self, group: Any = None) -> str:
+        return f"cpu:{self.library}"
 
     def new_group(self, ranks: list[int]) -> Any:
         return tuple(sorted(ranks))

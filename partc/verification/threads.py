@@ -157,8 +157,8 @@ class ThreadDist:
         call = Call("transfer", lane, tensor, tensor.detach().clone(), tensor, _caller())
         return self._world.start(pair, call, lambda sent: [sent[0], sent[0]])
 
-    def get_backend(self, group: Group | None = None) -> str:
-        return "gloo"  # so that programs take the code paths of the CPU
+    def get_backend_config(self, group: Group | None = None) -> str:
+        return "cpu:gloo"  # so that programs take the code paths of the CPU
 
     def barrier(self, group: Group | None = None, async_op: bool = False) -> Done | None:
         none = torch.zeros(1)

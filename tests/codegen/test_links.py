@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from partc.api import compile
 from partc.codegen.helpers.links import Inbox, Links, Outbox
 from partc.errors import RunError
+from partc.plan import Plan
+from partc.program import load
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
 from tests.example_program import example_program
@@ -67,6 +72,39 @@ def number(key: tuple[str, int], message: int) -> int:
 def test_links_ask_no_backend_for_its_name(backend: str | None, world: Processes) -> None:
     """A name need not say what carries a tensor: ``cpu:gloo,cuda:nccl``, or none at all."""
     assert world.run(sent_around, backend) == [[True] * 2 * 3 * MESSAGES] * 4
+
+
+def sharded_loss(folder: Path, backend: str | None) -> list[float]:
+    """The loss and the norm of a step on this rank."""
+    start_anew(backend)
+    stage, (model, x) = load(folder).module(), small()
+    stage.load_full(model)
+    return [stage.step(x).item(), stage.clip_grad_norm_(1.0).item()]
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    return model, torch.randn(8, 6, dtype=torch.float64)
+
+
+def small_loss(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_sums_ask_what_carries_a_tensor(sends: bool, world: Processes, tmp_path: Path) -> None:
+    """Whose reduce_scatter takes other shapes than NCCL's."""
+    model, x = small()
+    plan = Plan(preset="fsdp", messages=sends)
+    compile(model, "dp=2", (x,), loss=small_loss, plan=plan).save(tmp_path / "saved")
+    loss = small_loss(model, x)
+    loss.backward()
+    expected = [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+    for backend in ("cpu:gloo", None):
+        found = world.run(sharded_loss, tmp_path / "saved", backend, num=2)
+        assert found == [pytest.approx(expected)] * 2
 
 
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp=3", "interleaved-1f1b"), ("pp=4", "zb-h1")])
