@@ -218,7 +218,7 @@ class _File:
             helpers=self.helpers.text(),
             blocks=blocks,
             stages=values,
-            links="link_groups" in self.helpers.used,
+            links="Links" in self.helpers.used,
             linked=schedule.stages > 1,
             name=f"{identifier(graph.model) or 'Model'}Step",
             title=title.code,

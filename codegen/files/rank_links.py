@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -16,7 +17,6 @@ from partc.codegen.files.stage_flow import received
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.text import Line
 from partc.graph import Graph, Phase, fake_of
-from partc.plan.mesh import PP
 from partc.quoting import literal
 from partc.schedules.actions import Schedule
 from partc.schedules.programs import BACKWARD, FORWARD, Wiring
@@ -25,7 +25,6 @@ LINKS = {
     "x_in": "by stage: where a forward's `x` comes from and goes to",
     "d_in": "and a backward's `d`, the gradient of `x`",
 }
-TAGS = 64  # tags of a link, one for each tensor of a message: `link_groups` counts by as many
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,6 @@ class RankLinks:
     def stages(self) -> tuple[int, ...]:
         return self.schedule.stages_of(self.rank)
 
-    @property
-    def free_tag(self) -> int:
-        """The first tag that no link uses; sums of tied gradients take it and those behind."""
-        return TAGS * 2 * self.schedule.stages
-
     def made(self) -> Iterator[Line]:
         """The statements of ``__init__`` that make the links; none for a single stage."""
         if self.schedule.stages == 1:
@@ -63,13 +57,16 @@ class RankLinks:
             entries = ", ".join(f"{number}: {made}" for number, made in table_of.items())
             yield Line(f"self.{name} = {{{entries}}}")
 
+    def _ways(self) -> Iterator[tuple[str, Phase, int]]:
+        """What links carry, the phase that receives it, and how many stages ahead it goes."""
+        yield "x", "F", 1
+        if self.trains:
+            yield "d", "B", -1
+
     def _links(self) -> Iterator[tuple[str, Mapping[int, str]]]:
         """For ``x_in``, ``x_out``, ``d_in``, ``d_out`` the text that makes each stage's end."""
         last = self.schedule.stages - 1
-        kinds: list[tuple[str, Phase, int]] = [("x", "F", 1), ("d", "B", -1)]
-        for name, phase, ahead in kinds:
-            if phase == "B" and not self.trains:
-                continue
+        for name, phase, ahead in self._ways():
             inward = {s: self._end(s - ahead, s, phase, True, last) for s in self.stages}
             outward = {s: self._end(s, s + ahead, phase, False, last) for s in self.stages}
             yield f"{name}_in", inward
@@ -93,30 +90,42 @@ class RankLinks:
         rank_of = self.schedule.rank_of
         if rank_of[source] == rank_of[target]:
             return f"{self.helpers.use('Shelf')}()"
-        link = f"links[{_link(target, phase)}]"
+        link = f"self.links[{_link(target, phase)}]"
         if inward:
             likes = [_like(n) for n in received(self.graphs[target], phase)]
             return f"{self.helpers.use('Inbox')}({link}, [{', '.join(likes)}])"
         channel = self.wiring.channels[2 * source + (BACKWARD if phase == "B" else FORWARD)]
         return f"{self.helpers.use('Outbox')}({link}, bound={self.wiring.bounds[channel]})"
 
-    def _groups(self) -> Iterator[Line]:
-        """The statement that makes the communicators of all links from or to this rank."""
-        rank_of, found = self.schedule.rank_of, {}
-        for source in range(self.schedule.stages - 1):
-            ways: list[tuple[Phase, tuple[int, int]]] = [
-                ("F", (source, source + 1)),
-                ("B", (source + 1, source)),
+    @cached_property
+    def _receivers(self) -> dict[str, list[int]]:
+        """For ``x`` and ``d`` the stages that receive them from another rank."""
+        rank_of, last = self.schedule.rank_of, self.schedule.stages - 1
+        found = {
+            what: [
+                stage
+                for stage in range(last + 1)
+                if 0 <= stage - ahead <= last
+                and rank_of[stage - ahead] != rank_of[stage]
+                and received(self.graphs[stage], phase)
             ]
-            for phase, ends in ways:
-                ranks = tuple(rank_of[stage] for stage in ends)
-                used = received(self.graphs[ends[1]], phase) and (phase == "F" or self.trains)
-                if used and self.rank in ranks and len({*ranks}) > 1:
-                    found[_link(ends[1], phase)] = ranks
-        if found:
-            entries = ", ".join(f"({link}): {ranks}" for link, ranks in found.items())
-            call = f"{self.helpers.use('link_groups')}(self.{PP}, {{{entries}}})"
-            yield Line(f"links = {call}", "to which stage: from rank, to rank")
+            for what, phase, ahead in self._ways()
+        }
+        return {what: stages for what, stages in found.items() if stages}
+
+    def _groups(self) -> Iterator[Line]:
+        """The statement that makes the links of all ranks; every rank's program has the same."""
+        if self._receivers:
+            to = ", ".join(f"{literal(w)}: {_numbers(s)}" for w, s in self._receivers.items())
+            ranks = _numbers(self.schedule.rank_of)
+            call = f"{self.helpers.use('Links')}(mesh, {ranks}, {{{to}}})"
+            yield Line("# the rank of every stage, and the stages that receive from another rank")
+            yield Line(f"self.links = {call}")
+
+    def meet(self, device: str) -> Iterator[Line]:
+        """The statement of ``step`` that connects the ends of this pipeline's links."""
+        if self._receivers:
+            yield Line(f"self.links.meet({device})")
 
     def each(self, kind: str, call: str) -> Iterator[Line]:
         """The statements that call a method of every ``Inbox``, or every ``Outbox``."""
@@ -131,6 +140,18 @@ class RankLinks:
         elif links:
             yield Line(f"for link in ({', '.join(links)}):")
             yield Line(f"link.{call}", indent=1)
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Numbers as text, as a range where they follow each other.
+
+    >>> _numbers([1, 2, 3]), _numbers([0, 1, 1, 0])
+    ('range(1, 4)', '[0, 1, 1, 0]')
+    """
+    first, end = numbers[0], numbers[-1] + 1
+    if [*numbers] != [*range(first, end)]:
+        return str([*numbers])
+    return f"range({first}, {end})" if first else f"range({end})"
 
 
 def _link(target: int, phase: Phase) -> str:

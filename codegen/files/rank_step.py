@@ -108,6 +108,7 @@ class RankStep:
     def step(self) -> Iterator[Line]:
         """The statements of ``step``: begin, the loops of the schedule, the sums at the end."""
         yield from self._lend()
+        yield from self.links.meet(self._device)
         yield Line("for stage in self.stages.values():")
         yield Line(f"stage.begin({', '.join(self.arguments)})", indent=1)
         begin = f"begin({self.schedule.microbatches}, {self._device})"
@@ -183,7 +184,7 @@ class RankStep:
     def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
         """The statement that sums a tied parameter's gradients of several pipeline ranks."""
         if self._is_apart(one):
-            ranks, tag = list(one.ranks(self.schedule)), self.links.free_tag + number
+            ranks = list(one.ranks(self.schedule))
             call = self.links.helpers.use("sum_tied")
             path = self._path(one.name, self.mine(one)[0])
-            yield Line(f"{call}({path}, before_{number}, {ranks}, {tag}, self.{PP})", "tied")
+            yield Line(f"{call}({path}, before_{number}, {ranks}, self.{PP})", "tied")

@@ -1,7 +1,8 @@
 """Transfers between pipeline ranks, as generated programs carry them.
 
-Each link is one-way and in order: on NCCL it has a communicator of its own, so that it never
-stands behind another; on gloo a tag does the same.
+Each link is one-way, in order, and a process group of its own: NCCL knows no tags and runs all
+transfers of a group one after the other, so that in a shared group a receive that is posted early
+would hold up what has to be sent before.
 """
 # mypy: disable-error-code="attr-defined, misc, union-attr, no-any-return"
 # (a parameter keeps its part of a gradient as an attribute; torch may give no Work)
@@ -11,15 +12,55 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-Link = tuple[dist.ProcessGroup, int, int, int]  # communicator, from rank, to rank, first tag
+Link = tuple[dist.ProcessGroup, int, int]  # a group of its own, from rank, to rank
+
+
+class Links(dict[tuple[str, int], Link]):
+    """This rank's links by what they carry (`x` or `d`) and the stage to which they lead."""
+
+    def __init__(
+        self, mesh: DeviceMesh, rank_of: range | list[int], to: dict[str, range | list[int]]
+    ) -> None:
+        """Make a group for every link of every pipeline, on all ranks in one order, as torch asks.
+
+        `rank_of`: the pipeline rank of every stage; `to`: the stages that receive `x`, or `d`.
+        """
+        super().__init__()
+        self.device: torch.device | None = None
+        dim = mesh.mesh_dim_names.index("pp")
+        pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+        # every second stage first: links that share no rank are then made at the same time
+        order = [(what, i) for odd in (0, 1) for what in to for i in to[what] if i % 2 == odd]
+        for what, stage in order:
+            sender = rank_of[stage - 1 if what == "x" else stage + 1]
+            for ranks in pipelines:
+                ends = ranks[sender], ranks[rank_of[stage]]
+                group = dist.new_group([*ends])
+                if dist.get_rank() in ends:
+                    self[what, stage] = (group, *ends)
+
+    def meet(self, device: torch.device) -> None:
+        """Before the first step, pass one element over every link, in the order of all ranks.
+
+        NCCL connects two ranks at their first transfer, and there each waits for the other.
+        """
+        if device != self.device:
+            for group, source, target in self.values():
+                x = torch.zeros(1, device=device)
+                if dist.get_rank() == source:
+                    dist.isend(x, target, group=group).wait()
+                else:
+                    dist.irecv(x, source, group=group).wait()
+            self.device = device
 
 
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
     def __init__(self, link: Link, likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self.group, self.source, _, self.tag = link
+        self.group, self.source, _ = link
         self.likes = likes
 
     def begin(self, num: int, device: torch.device) -> None:
@@ -33,10 +74,7 @@ class Inbox:
         if self.left:
             self.left -= 1
             new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
-            self.posted.append([
-                (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
-                for i, x in enumerate(new)
-            ])  # fmt: skip
+            self.posted.append([(x, dist.irecv(x, self.source, group=self.group)) for x in new])
 
     def take(self) -> list[Tensor]:
         """The next microbatch's tensors; those after it start to arrive."""
@@ -51,17 +89,14 @@ class Outbox:
     """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
 
     def __init__(self, link: Link, bound: int) -> None:
-        self.group, _, self.target, self.tag = link
+        self.group, _, self.target = link
         self.bound = bound
         self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
         """Start to send one microbatch's tensors."""
         whole = [x.contiguous() for x in tensors]
-        self.sent.append([
-            (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
-            for i, x in enumerate(whole)
-        ])  # fmt: skip
+        self.sent.append([(x, dist.isend(x, self.target, group=self.group)) for x in whole])
         self.wait(self.bound)
 
     def wait(self, bound: int = 0) -> None:
@@ -92,22 +127,6 @@ class Nothing:
 
     def take(self) -> tuple[Tensor, ...]:
         return ()
-
-
-def link_groups(
-    pp: dist.ProcessGroup, links: dict[tuple[str, int], tuple[int, int]]
-) -> dict[tuple[str, int], Link]:
-    """Every link, from rank to rank.
-
-    On NCCL each has a communicator of its own; both ends make theirs in the order of names.
-    """
-    alone = dist.get_backend(pp) == "nccl"
-    found = {}
-    for (what, stage), ends in sorted(links.items()):
-        source, target = (dist.get_global_rank(pp, rank) for rank in ends)
-        group = dist.new_group([source, target], use_local_synchronization=True) if alone else pp
-        found[what, stage] = (group, source, target, 64 * (2 * stage + (what == "d")))
-    return found
 
 
 def add_partial(param: nn.Parameter, grad: Tensor) -> None:
@@ -163,7 +182,7 @@ def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Pa
 
 
 def sum_tied(
-    param: nn.Parameter, before: Tensor, ranks: list[int], tag: int, group: dist.ProcessGroup
+    param: nn.Parameter, before: Tensor, ranks: list[int], group: dist.ProcessGroup
 ) -> None:
     """Add the gradients that several pipeline ranks have for one parameter to what was there.
 
@@ -176,7 +195,7 @@ def sum_tied(
         peer = dist.get_global_rank(group, rank)
         ways = [(dist.isend, mine), (dist.irecv, parts[rank])]
         for start, x in ways if here < rank else reversed(ways):
-            works.append(start(x, peer, group=group, tag=tag))
+            works.append(start(x, peer, group=group))
     for work in works:
         work.wait()
     total = sum(parts.values())

@@ -38,7 +38,7 @@ def finish_partials(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]])
 
 def by_messages(x: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether to send messages: gloo's collectives copy all that they bring once more."""
-    return dist.get_backend(group) == "gloo" and not x.is_cuda
+    return not x.is_cuda and f"{x.device.type}:gloo" in dist.get_backend_config(group)
 
 
 class Messages(dist.Work):

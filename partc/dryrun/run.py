@@ -8,22 +8,19 @@ memory for tensors. CheckError where a call touches memory of a transfer under w
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as c10d
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from partc.dryrun.alone import alone
 from partc.dryrun.layers import deep_stacks, most_of_all, shorten
 from partc.dryrun.lines import SourceLines
 from partc.dryrun.live_memory import Lines, LiveMemory
 from partc.dryrun.turns import KnownTurns, NotSteady, Turns
-from partc.plan.mesh import Mesh
-from partc.program.role import RankMesh, Role
+from partc.program.role import Role
 
 
 @dataclass(frozen=True)
@@ -111,110 +108,6 @@ def report(role: Role, peak_bytes: int, line: int, lines: Lines) -> DryRun:
     return DryRun(peak_bytes, line, tuple(sorted(holders, key=lambda h: (-h.num_bytes, h.line))))
 
 
-@contextmanager
-def alone(
-    role: Role, rank: int, library: str = "gloo", live: LiveMemory | None = None
-) -> Iterator[RankMesh]:
-    """Replace ``torch.distributed`` in a role's module by functions that move nothing.
-
-    One rank can then run without the others.
-    """
-    dist = role.module.__dict__.get("dist")  # the program of one rank alone needs none
-    here = _Here(role.mesh, rank)
-    role.module.__dict__["dist"] = _Dist(here, library, live)
-    try:
-        yield here
-    finally:
-        role.module.__dict__["dist"] = dist
-
-
 def _text(file: str, line: int) -> str:
     """A line of a loaded role, without the comment."""
     return linecache.getline(file, line).partition("  #")[0].strip()
-
-
-@dataclass(frozen=True)
-class _Here:
-    """One rank's view of the mesh, as a DeviceMesh gives it."""
-
-    mesh: Mesh
-    rank: int
-
-    def get_group(self, mesh_dim: Any = None) -> str:
-        return str(mesh_dim)
-
-    def get_local_rank(self, mesh_dim: Any = None) -> int:
-        return self.mesh.coords(self.rank)[mesh_dim]
-
-
-class _Started:
-    """The handle of a transfer; like c10d's handles, it keeps the tensors until it is deleted."""
-
-    def __init__(self, tensors: tuple[Tensor, ...], live: LiveMemory | None, number: int) -> None:
-        self.tensors, self.live, self.number = tensors, live, number
-
-    def wait(self) -> None:
-        if self.live is not None:
-            self.live.streams.wait(self.number)
-
-
-class _Dist:
-    """The functions of torch.distributed that rank programs call; they move no data.
-
-    The handle of a transfer keeps operand and result alive, as those of gloo and NCCL do.
-    """
-
-    ReduceOp, Work = c10d.ReduceOp, c10d.Work
-
-    def __init__(self, here: _Here, library: str, live: LiveMemory | None) -> None:
-        self.here, self.library, self.live = here, library, live
-
-    def get_rank(self, group: str) -> int:
-        """This rank's coordinate on an axis; a group is named by its axis here."""
-        return self.here.get_local_rank(group)
-
-    def all_reduce(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:
-        return self._start("all_reduce", (), (tensor,), async_op)
-
-    def all_gather_single(
-        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
-    ) -> _Started:
-        return self._start("all_gather", (input,), (output,), async_op)
-
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
-    ) -> _Started:
-        return self._start("reduce_scatter", (input,), (output,), async_op)
-
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, async_op: bool = False, **named: Any
-    ) -> _Started:
-        return self._start("all_to_all", (input,), (output,), async_op)
-
-    def broadcast(self, tensor: Tensor, async_op: bool = False, **named: Any) -> _Started:
-        return self._start("broadcast", (), (tensor,), async_op)
-
-    def isend(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
-        return self._start("send", (tensor,), (), True)
-
-    def irecv(self, tensor: Tensor, *args: Any, **named: Any) -> _Started:
-        return self._start("receive", (), (tensor,), True)
-
-    def get_global_rank(self, group: Any, rank: int) -> int:
-        return rank
-
-    def get_backend(self, group: Any = None) -> str:
-        return self.library
-
-    def new_group(self, *args: Any, **named: Any) -> str:
-        return "pair"
-
-    def _start(
-        self, name: str, sent: tuple[Tensor, ...], arriving: tuple[Tensor, ...], later: bool
-    ) -> _Started:
-        number = 0
-        if self.live is not None:
-            number = self.live.streams.start(name, self.live.place(), sent, arriving)
-            if not later:
-                self.live.streams.wait(number)
-        return _Started((*sent, *arriving), self.live, number)

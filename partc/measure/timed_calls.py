@@ -187,7 +187,7 @@ def replaced_calls(replace: Callable[[str, Function], Function]) -> Iterator[Non
     call the collective.
     """
     names = [name for name in CALLS if hasattr(dist, name)]
-    originals = {name: getattr(dist, name) for name in (*names, "get_backend")}
+    originals = {name: getattr(dist, name) for name in (*names, "get_backend_config")}
     depth = 0  # above 0 inside of an original, whose own calls are not replaced
 
     def as_programs_do(name: str) -> Function:
@@ -210,14 +210,14 @@ def replaced_calls(replace: Callable[[str, Function], Function]) -> Iterator[Non
 
         return call
 
-    def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    def get_backend_config(group: dist.ProcessGroup | None = None) -> str:
         sends = sys._getframe(1).f_code.co_name == by_messages.__name__ and not depth
-        return "none of its own" if sends else str(originals["get_backend"](group))
+        return "none of its own" if sends else str(originals["get_backend_config"](group))
 
     new = {name: replace(name, as_programs_do(name)) for name in CALLS}
     for name in names:
         setattr(dist, name, replaced(name))
-    dist.get_backend = get_backend  # type: ignore[assignment]
+    dist.get_backend_config = get_backend_config  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -17,15 +17,16 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 def clip_gradients(
     held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], max_norm: float,
-    norm_type: float = 2.0, error_if_nonfinite: bool = False,
+    norm_type: float = 2.0, error_if_nonfinite: bool = False, *, zero: Tensor,
 ) -> Tensor:  # fmt: skip
     """Scale this rank's gradients so that the model's norm is at most ``max_norm``.
 
     Returns the norm before. ``held``: each parameter, and whether this rank's copy of the shard is
     the first (of a tied parameter, the one on its first stage). ``groups``: the process groups of
-    all mesh axes, which together span all ranks. RunError if the norm must be finite and is not.
+    all mesh axes, which together span all ranks. ``zero``: 0 on this rank's device and in the dtype
+    of the norm, the same on all ranks. RunError if the norm must be finite and is not.
     """
-    norm = total_norm(held, groups, float(norm_type))
+    norm = total_norm(held, groups, float(norm_type), zero)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RunError(
             where="clip_grad_norm_",
@@ -41,7 +42,7 @@ def clip_gradients(
 
 
 def total_norm(
-    held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], norm_type: float
+    held: Sequence[tuple[Tensor, bool]], groups: Sequence[Any], norm_type: float, zero: Tensor
 ) -> Tensor:
     """The norm of all ranks' gradients, first copies only; UsageError unless ``norm_type`` > 0."""
     if not norm_type > 0:
@@ -51,13 +52,12 @@ def total_norm(
             why="it is a positive number or infinity",
             do="Use 2.0, 1.0 or math.inf.",
         )
-    device, dtype = _place(held)
     norms = [
-        torch.linalg.vector_norm(param.grad, norm_type, dtype=dtype)
+        torch.linalg.vector_norm(param.grad, norm_type, dtype=zero.dtype)
         for param, first in held
         if param.grad is not None and first and param.grad.numel()
     ]
-    stacked = torch.stack([torch.zeros((), dtype=dtype, device=device), *norms])
+    stacked = torch.stack([zero, *norms])
     if math.isinf(norm_type):
         return _reduce(stacked.amax(), groups, dist.ReduceOp.MAX)
     return _reduce(stacked.pow(norm_type).sum(), groups, dist.ReduceOp.SUM) ** (1 / norm_type)
@@ -67,11 +67,3 @@ def _reduce(value: Tensor, groups: Sequence[Any], op: Any) -> Tensor:
     for group in groups:
         dist.all_reduce(value, op, group=group)
     return value
-
-
-def _place(held: Sequence[tuple[Tensor, bool]]) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype of the norm: the parameters' device, float32 or float64."""
-    params = [param for param, _ in held]
-    wide = any(param.dtype == torch.float64 for param in params)
-    device = params[0].device if params else torch.device("cpu")
-    return device, torch.float64 if wide else torch.float32

@@ -48,6 +48,7 @@ class RankTensors:
             name: torch.zeros(shard.shape, dtype=shard.dtype, device=device)
             for name, shard in self.holders.aside.items()
         }
+        self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
 
@@ -62,7 +63,15 @@ class RankTensors:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.held.values())).device
+        """Of this rank's tensors; of what the rank was built on, if its stages have none."""
+        return next((tensor.device for tensor in self.held.values()), self._empty.device)
+
+    def zero(self) -> Tensor:
+        """0 in the type of a norm of the whole model: the same on ranks that hold no tensor."""
+        kinds = {shard.dtype for shard in self.all_shards.values()}
+        kinds |= {tensor.dtype for tensor in self.held.values()}
+        wide = torch.float64 in kinds
+        return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self.device)
 
     # names -----------------------------------------------------------------------------------
     def read(self, step: nn.Module) -> None:
@@ -72,6 +81,7 @@ class RankTensors:
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a function (of ``.to()``) to the tensors that are kept beside the rank's module."""
         self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
+        self._empty = fn(self._empty)
 
     def named(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Each held tensor under each of its names, and whether a state dict contains the name."""

@@ -27,9 +27,22 @@ RANKS = "PIPELINE_RANKS"  # where several run the file: SHARDS and BUFFERS have 
 class RankMesh(Protocol):
     """What a Step needs of a mesh: a torch DeviceMesh, or a stand-in where ranks are threads."""
 
+    @property
+    def mesh(self) -> Tensor: ...
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None: ...
+
+    def size(self, mesh_dim: int) -> int: ...
+
     def get_group(self, mesh_dim: Any = None) -> Any: ...
 
     def get_local_rank(self, mesh_dim: Any = None) -> int: ...
+
+
+def rank_table(mesh: Mesh) -> Tensor:
+    """The ranks of a mesh, one dim for each axis, as ``DeviceMesh.mesh`` has them."""
+    return torch.arange(mesh.num_ranks, dtype=torch.int).view([size for _, size in mesh.axes])
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ class Stage(nn.Module):
         held = self._tensors.held
         params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
         groups = list(self._tensors.groups.values())
-        return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
+        zero = self._tensors.zero()
+        return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite, zero=zero)
 
     # whole tensors ---------------------------------------------------------------------------
     def load_full(self, source: Source, *, strict: bool = True) -> None:

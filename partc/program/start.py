@@ -27,14 +27,29 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
         _join(here)
     check_agreement(program, here)
     mesh = mesh or device_mesh(program.mesh, here.type)
-    if mesh is not None and Mesh.of(mesh) != program.mesh:
+    if mesh is not None:
+        _check_mesh(mesh, program.mesh)
+    return Stage(program, mesh, here)
+
+
+def _check_mesh(mesh: DeviceMesh, compiled: Mesh) -> None:
+    """RunError unless a DeviceMesh has the program's axes, and its ranks in their own order."""
+    if Mesh.of(mesh) != compiled:
         raise RunError(
             where=f"mesh {Mesh.of(mesh)}",
             what="is not the mesh of this program",
-            why=f"it was compiled for {program.mesh}",
+            why=f"it was compiled for {compiled}",
             do="Pass a DeviceMesh with these axes in this order, or none.",
         )
-    return Stage(program, mesh, here)
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(compiled.num_ranks)):
+        raise RunError(
+            where=f"mesh {compiled}",
+            what=f"its ranks stand in the order {ranks}",
+            why="a rank's file, and its pieces of the weights, follow from its number",
+            do="Pass a DeviceMesh whose ranks are 0, 1, 2, ... in order, or none; to run ranks on "
+            "other devices, start them in another order.",
+        )
 
 
 def _device_of(device: str) -> torch.device:

@@ -28,16 +28,14 @@ from partc.schedules import Schedule
 from partc.schedules.programs import Collective
 from partc.schedules.step_costs import Link
 
-DRY_RUN_ACTIONS = 4096  # of a rank; the peak of a rank with more is the simulation's
-
 
 @dataclass(frozen=True)
 class RankCost:
     """One pipeline rank's memory in bytes, the share of its time in bubbles, and its waits.
 
     ``in_flight``: activations and messages at the peak of the simulated step. ``live``: the peak of
-    the dry run, with gradients, without parameters, buffers and inputs; 0 where the program was too
-    long for a dry run. ``holders``: the largest parts of ``live``.
+    the dry run, with gradients, without parameters, buffers and inputs. ``holders``: the largest
+    parts of ``live``.
     """
 
     stages: tuple[int, ...]
@@ -54,8 +52,7 @@ class RankCost:
     @property
     def peak_bytes(self) -> int:
         """The peak of the rank's memory: state, optimizer states included, and live bytes."""
-        live = self.live or self.grads + self.in_flight
-        return self.params + self.optimizer + self.buffers_and_inputs + live
+        return self.params + self.optimizer + self.buffers_and_inputs + self.live
 
 
 @dataclass(frozen=True)
@@ -207,18 +204,20 @@ def pipeline_cost(
 def _rank_costs(
     graphs: Sequence[Graph], step: Step, roles: Sequence[Role], optimizer: str, library: str
 ) -> tuple[RankCost, ...]:
-    """The costs of every rank; a dry run reuses the turns of earlier ranks' equal stages."""
+    """The costs of every rank; a dry run reuses the turns of earlier ranks' equal stages.
+
+    CheckError where a program, however long its schedule, uses memory of a transfer under way.
+    """
     known: Known = {}
     found = []
     for rank, role in enumerate(roles):
-        long = len(step.schedule.orders[rank]) > DRY_RUN_ACTIONS
-        ran = None if long else dry_run(role, role.mesh.first_rank(rank), known, library)
+        ran = dry_run(role, role.mesh.first_rank(rank), known, library)
         found.append(_rank_cost(graphs, step, rank, ran, optimizer))
     return tuple(found)
 
 
 def _rank_cost(
-    graphs: Sequence[Graph], step: Step, rank: int, ran: DryRun | None, optimizer: str
+    graphs: Sequence[Graph], step: Step, rank: int, ran: DryRun, optimizer: str
 ) -> RankCost:
     schedule, simulated = step.schedule, step.simulated
     stages = schedule.stages_of(rank)
@@ -228,16 +227,15 @@ def _rank_cost(
     grads = {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
     buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
     trained = trained_bytes_of(graphs, stages)
-    of_grads, in_flight = sum(grads.values()), int(simulated.peaks[rank])
     return RankCost(
         stages=stages,
         params=sum(params.values()),
-        grads=of_grads,
+        grads=sum(grads.values()),
         optimizer=STATE_COPIES[optimizer] * trained,
         buffers_and_inputs=sum(buffers.values()) + sum(map(num_bytes, graphs[0].inputs.values())),
-        in_flight=in_flight,
-        live=0 if ran is None else ran.peak_bytes,
-        holders=_holders(ran, of_grads, in_flight),
+        in_flight=int(simulated.peaks[rank]),
+        live=ran.peak_bytes,
+        holders=tuple((str(each), each.num_bytes) for each in ran.holders[:TOP]),
         bubble=simulated.bubbles[rank],
         exposed_s=simulated.exposed[rank],
     )
@@ -255,13 +253,6 @@ def _sizes(graph: Graph, named: Mapping[str, fx.Node]) -> dict[str, int]:
     """Bytes of parameters, gradients or buffers by name, times the equal blocks they stand for."""
     places = {**graph.params, **graph.buffers}
     return {name: graph.times(places[name]) * num_bytes(node) for name, node in named.items()}
-
-
-def _holders(ran: DryRun | None, grads: int, in_flight: int) -> Holders:
-    """What holds most memory: source lines, or the simulation's two sums without a dry run."""
-    if ran is None:
-        return ("gradients", grads), ("activations and messages in flight", in_flight)
-    return tuple((str(each), each.num_bytes) for each in ran.holders[:TOP])
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -91,10 +91,30 @@ class World:
         self.here = threading.local()
         self.meetings: dict[tuple[tuple[int, ...], str, int], Meeting] = {}
         self.counts: dict[tuple[tuple[int, ...], str, int], int] = {}  # calls so far, by rank
+        self.groups: list[tuple[tuple[int, ...], str]] = []  # members, and where the first made it
+        self.made = dict.fromkeys(range(num), 0)  # groups that each rank has made
         self.waiting: dict[int, Meeting] = {}
         self.open: dict[int, list[Call]] = {rank: [] for rank in range(num)}
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
+
+    def make_group(self, members: tuple[int, ...], line: str) -> int:
+        """Note that this rank makes its next group; return the group's number.
+
+        StopRank, after a RunError is noted, if an earlier rank's group of that number has other
+        members: torch names groups by their number.
+        """
+        rank = self.here.rank
+        with self.changed:
+            self._stop_if_failed()
+            number = self.made[rank]
+            self.made[rank] += 1
+            if number == len(self.groups):
+                self.groups.append((members, line))
+            if self.groups[number][0] != members:
+                self.fail(_other_group(rank, number, (members, line), self.groups[number]))
+                self._stop_if_failed()
+            return number
 
     def start(
         self, group: Group, call: Call, compute: Callable[[list[Tensor]], list[Tensor]]
@@ -226,6 +246,19 @@ class Done:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _other_group(
+    rank: int, number: int, mine: tuple[tuple[int, ...], str], first: tuple[tuple[int, ...], str]
+) -> RunError:
+    (members, line), (expected, there) = mine, first
+    return RunError(
+        where=f"rank {rank}, {line}",
+        what=f"it makes a group of ranks {[*members]}",
+        why=f"the first rank to make group {number} gave it ranks {[*expected]} at {there}, and "
+        "torch tells groups apart by their number",
+        do="Make all groups on all ranks, in one order.",
+    )
 
 
 def _disagreement(meeting: Meeting) -> RunError:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from partc.errors import RunError
 from partc.plan.mesh import Mesh
+from partc.program.role import rank_table
 from partc.verification.rendezvous import Call, Done, Group, StopRank, World
 
 T = TypeVar("T")
@@ -29,14 +30,25 @@ SUM, MAX = c10d.ReduceOp.SUM, c10d.ReduceOp.MAX
 class ThreadMesh:
     """One rank's view of the mesh, as a DeviceMesh gives it."""
 
-    mesh: Mesh
+    layout: Mesh
     rank: int
 
+    @property
+    def mesh(self) -> Tensor:
+        return rank_table(self.layout)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return self.layout.names
+
+    def size(self, mesh_dim: int) -> int:
+        return self.layout.axes[mesh_dim][1]
+
     def get_group(self, mesh_dim: Any = None) -> Group:
-        return Group(tuple(self.mesh.peers(self.rank, mesh_dim)), mesh_dim, self.rank)
+        return Group(tuple(self.layout.peers(self.rank, mesh_dim)), mesh_dim, self.rank)
 
     def get_local_rank(self, mesh_dim: Any = None) -> int:
-        return self.mesh.coords(self.rank)[mesh_dim]
+        return self.layout.coords(self.rank)[mesh_dim]
 
 
 class ThreadDist:
@@ -53,6 +65,12 @@ class ThreadDist:
 
     def get_world_size(self, group: Group | None = None) -> int:
         return self._world.num if group is None else group.size()
+
+    def new_group(self, ranks: list[int]) -> Group:
+        """A group beside those of the mesh; RunError unless all ranks make the same ones."""
+        members = tuple(sorted(ranks))
+        number = self._world.make_group(members, _caller())
+        return Group(members, "link", self._world.here.rank, f"group {number}")
 
     def get_global_rank(self, group: Group, group_rank: int) -> int:
         return group.ranks[group_rank]
@@ -118,7 +136,7 @@ class ThreadDist:
     ) -> Done:  # fmt: skip
         ranks = self._group(group).ranks
         target = ranks[group_dst] if group_dst is not None else int(dst or 0)
-        return self._transfer(tensor, self._world.here.rank, target, tag)
+        return self._transfer(tensor, self._world.here.rank, target, group, tag)
 
     def irecv(
         self, tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0,
@@ -127,16 +145,20 @@ class ThreadDist:
         ranks = self._group(group).ranks
         source = ranks[group_src] if group_src is not None else int(src or 0)
         _poison(tensor)
-        return self._transfer(tensor, source, self._world.here.rank, tag)
+        return self._transfer(tensor, source, self._world.here.rank, group, tag)
 
-    def _transfer(self, tensor: Tensor, source: int, target: int, tag: int) -> Done:
+    def _transfer(
+        self, tensor: Tensor, source: int, target: int, group: Group | None, tag: int
+    ) -> Done:
         """A send or a receive, as a collective of the two ranks."""
-        group = Group((source, target), "pipeline", self._world.here.rank, f"tag {tag}")
-        call = Call("transfer", f"tag {tag}", tensor, tensor.detach().clone(), tensor, _caller())
-        return self._world.start(group, call, lambda sent: [sent[0], sent[0]])
+        shared = self._group(group)
+        lane = f"{shared.lane or shared.axis} tag {tag}"
+        pair = Group((source, target), shared.axis, self._world.here.rank, lane)
+        call = Call("transfer", lane, tensor, tensor.detach().clone(), tensor, _caller())
+        return self._world.start(pair, call, lambda sent: [sent[0], sent[0]])
 
-    def get_backend(self, group: Group | None = None) -> str:
-        return "gloo"  # so that programs take the code paths of the CPU
+    def get_backend_config(self, group: Group | None = None) -> str:
+        return "cpu:gloo"  # so that programs take the code paths of the CPU
 
     def barrier(self, group: Group | None = None, async_op: bool = False) -> Done | None:
         none = torch.zeros(1)

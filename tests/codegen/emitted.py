@@ -56,7 +56,7 @@ def fill(module: ModuleType, step: nn.Module, values: dict[str, Tensor], mesh: A
 def piece(whole: Tensor, cuts: Any, mesh: Any) -> Tensor:
     """What the rank at a mesh stand-in's coordinates holds of a whole."""
     for axis, dim, outer in cuts:
-        whole = take_piece(whole, dim, outer, mesh.mesh.size(axis), mesh.get_local_rank(axis))
+        whole = take_piece(whole, dim, outer, mesh.layout.size(axis), mesh.get_local_rank(axis))
     return whole
 
 

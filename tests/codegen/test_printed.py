@@ -92,7 +92,7 @@ def test_over_nccl_programs_reduce_and_scatter_at_once(
     monkeypatch.setattr(ThreadDist, "reduce_scatter_single", noted)
     verify(made, case.model, case.inputs, case.loss).check()
     assert not called
-    monkeypatch.setattr(ThreadDist, "get_backend", lambda dist, group: "nccl")
+    monkeypatch.setattr(ThreadDist, "get_backend_config", lambda dist, group: "cpu:nccl")
     verify(made, case.model, case.inputs, case.loss).check()
     assert called
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from partc.api import compile
-from partc.dryrun.run import alone, dry_run
+from partc.dryrun.alone import alone
+from partc.dryrun.run import dry_run
 from partc.program.role import Role
 from partc.reports.cost import cost_report
 from tests.allocations import measured_peak_bytes

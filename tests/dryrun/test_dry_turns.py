@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import partc
+from partc.codegen.files.rank_links import RankLinks
+from partc.codegen.text import Line
 from partc.dryrun import turns as dry_turns
 from partc.dryrun.run import Known, dry_run
 from partc.dryrun.turns import Key, Turns
+from partc.errors import CheckError
 from partc.plan import Plan
 from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
@@ -72,3 +77,19 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(dry_turns.Turns, "_execute", counted)
     return executed
+
+
+def test_a_long_schedule_is_run_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends that nobody waits for are found however many microbatches there are."""
+    each = RankLinks.each
+
+    def without_outboxes(links: RankLinks, kind: str, call: str) -> Iterator[Line]:
+        return iter(()) if kind == "Outbox" else each(links, kind, call)
+
+    monkeypatch.setattr(RankLinks, "each", without_outboxes)
+    model, num = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2100  # 4,200 actions of a rank
+    with pytest.raises(CheckError, match=r"nobody waits for send"):
+        partc.compile(
+            model, "pp=2", (torch.zeros(num, 2),), loss=lambda m, x: m(x).sum(), plan="ddp",
+            microbatches=num,
+        )  # fmt: skip

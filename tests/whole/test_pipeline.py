@@ -232,7 +232,7 @@ def test_tied_gradients_do_not_wait_for_each_other(
         exec(helpers.text(), printed)
         param = nn.Parameter(torch.zeros(2))
         param.grad = torch.full((2,), 10.0**rank)
-        printed["sum_tied"](param, None, order, 7, Group((0, 1, 2), "pp", rank))
+        printed["sum_tied"](param, None, order, Group((0, 1, 2), "pp", rank))
         return param.grad.tolist()
 
     assert threads.run_ranks(3, run, timeout=patience()) == [[111.0, 111.0]] * 3

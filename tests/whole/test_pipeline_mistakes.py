@@ -134,9 +134,10 @@ PROGRAMS: dict[str, tuple[int, Edit]] = {  # which rank's program is spoiled, an
     for name, rank, pattern, by in [
         ("tied gradients not summed", 0, r"^ *sum_tied\(.*?\)\s*(#.*?)?\n", ""),
         ("tied gradients summed on one rank only", 1, r"^ *sum_tied\(.*?\)\s*(#.*?)?\n", ""),
-        ("sent to oneself", 0, r'Outbox\(links\["x", 1\]', 'Outbox(links["d", 0]'),
-        ("sent with another tag", 0, r"64 \* \(2", "64 * (3"),
-        ("sent tensors swapped", 0, r"enumerate\(whole\)", "enumerate(whole[::-1])"),
+        ("sent to oneself", 0, r'Outbox\(self\.links\["x", 1\]', 'Outbox(self.links["d", 0]'),
+        ("links made in another order", 0, r"i % 2 == odd", "i % 2 != odd"),
+        ("links met in another order", 0, r"in self\.values\(\)", "in reversed(self.values())"),
+        ("sent tensors swapped", 0, r"for x in whole\]", "for x in whole[::-1]]"),
         ("not sent", 0, r"self\.x_out\[stage\]\.put\((.*?)\)$", r"\1"),
         ("received is not waited for", 1, r"(for _, done in here:\s*)done\.wait\(\)", r"\1pass"),
         ("sends are not waited for", 0, r"^ *self\.x_out\[0\]\.wait\(\)\n", ""),

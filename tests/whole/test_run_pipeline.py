@@ -239,3 +239,35 @@ def test_a_saved_pipeline_refuses_a_wrong_world(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "has 2 ranks, but 1 processes were started" in done.stderr
+
+
+def bare() -> tuple[torch.nn.Module, Tensor]:
+    """A model whose first stage has no parameters, and a batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(6, 3)).double()
+    return model, torch.randn(4, 6, dtype=torch.float64)
+
+
+def bare_loss(model: torch.nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
+    return out.square().mean()
+
+
+def norm_of(folder: Path) -> float:
+    stage, (model, x) = load(folder).module(), bare()
+    stage.load_full(model)
+    stage.step(x)
+    return stage.clip_grad_norm_(MAX_NORM).item()
+
+
+def test_a_rank_without_parameters_takes_part(world: Processes, tmp_path: Path) -> None:
+    """It knows the device, and the type of the norm, as the others do."""
+    from partc.api import compile as compile_program
+
+    model, x = bare()
+    compile_program(
+        model, "pp=2", (x,), loss=bare_loss, plan="ddp", stages=["1"], microbatches=2
+    ).save(tmp_path / "bare")
+    bare_loss(model, x).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
+    assert world.run(norm_of, tmp_path / "bare", num=2) == [pytest.approx(norm)] * 2

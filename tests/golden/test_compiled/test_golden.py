@@ -86,8 +86,9 @@ def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
     sent = [x.reshape(num, -1) for x in grads.values()]
     grads.clear()
     sent = torch.cat(sent, 1) if len(sent) > 1 else sent[0]
-    gloo = dist.get_backend(group) == "gloo"  # its reduce_scatter sends twice as much
-    mine = torch.empty_like(sent if gloo else sent[0])  # the pieces of all ranks, or their sum
+    gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
+    # gloo's reduce_scatter sends twice as much: the pieces of all ranks arrive, else their sum
+    mine = torch.empty_like(sent if gloo else sent[0])
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
     done = start(mine, sent, group=group, async_op=True)
     parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)

@@ -28,7 +28,7 @@ INPUTS = {  # the global batch: (shape, dtype)
     "labels": ((24, 10), "int64"),
 }
 
-Link = tuple[dist.ProcessGroup, int, int, int]  # communicator, from rank, to rank, first tag
+Link = tuple[dist.ProcessGroup, int, int]  # a group of its own, from rank, to rank
 
 
 def add_grad(param: nn.Parameter, grad: Tensor) -> None:
@@ -59,11 +59,50 @@ def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
     return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
 
 
+class Links(dict[tuple[str, int], Link]):
+    """This rank's links by what they carry (`x` or `d`) and the stage to which they lead."""
+
+    def __init__(
+        self, mesh: DeviceMesh, rank_of: range | list[int], to: dict[str, range | list[int]]
+    ) -> None:
+        """Make a group for every link of every pipeline, on all ranks in one order, as torch asks.
+
+        `rank_of`: the pipeline rank of every stage; `to`: the stages that receive `x`, or `d`.
+        """
+        super().__init__()
+        self.device: torch.device | None = None
+        dim = mesh.mesh_dim_names.index("pp")
+        pipelines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+        # every second stage first: links that share no rank are then made at the same time
+        order = [(what, i) for odd in (0, 1) for what in to for i in to[what] if i % 2 == odd]
+        for what, stage in order:
+            sender = rank_of[stage - 1 if what == "x" else stage + 1]
+            for ranks in pipelines:
+                ends = ranks[sender], ranks[rank_of[stage]]
+                group = dist.new_group([*ends])
+                if dist.get_rank() in ends:
+                    self[what, stage] = (group, *ends)
+
+    def meet(self, device: torch.device) -> None:
+        """Before the first step, pass one element over every link, in the order of all ranks.
+
+        NCCL connects two ranks at their first transfer, and there each waits for the other.
+        """
+        if device != self.device:
+            for group, source, target in self.values():
+                x = torch.zeros(1, device=device)
+                if dist.get_rank() == source:
+                    dist.isend(x, target, group=group).wait()
+                else:
+                    dist.irecv(x, source, group=group).wait()
+            self.device = device
+
+
 class Inbox:
     """Receives a stage's tensors, microbatch after microbatch, one ahead of what is taken."""
 
     def __init__(self, link: Link, likes: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self.group, self.source, _, self.tag = link
+        self.group, self.source, _ = link
         self.likes = likes
 
     def begin(self, num: int, device: torch.device) -> None:
@@ -77,10 +116,7 @@ class Inbox:
         if self.left:
             self.left -= 1
             new = [torch.empty(s, dtype=d, device=self.device) for s, d in self.likes]
-            self.posted.append([
-                (x, dist.irecv(x, self.source, group=self.group, tag=self.tag + i))
-                for i, x in enumerate(new)
-            ])
+            self.posted.append([(x, dist.irecv(x, self.source, group=self.group)) for x in new])
 
     def take(self) -> list[Tensor]:
         """The next microbatch's tensors; those after it start to arrive."""
@@ -95,17 +131,14 @@ class Outbox:
     """Sends a stage's tensors; at most `bound` microbatches are under way at a time."""
 
     def __init__(self, link: Link, bound: int) -> None:
-        self.group, _, self.target, self.tag = link
+        self.group, _, self.target = link
         self.bound = bound
         self.sent: list[list[tuple[Tensor, dist.Work]]] = []
 
     def put(self, tensors: tuple[Tensor, ...]) -> None:
         """Start to send one microbatch's tensors."""
         whole = [x.contiguous() for x in tensors]
-        self.sent.append([
-            (x, dist.isend(x, self.target, group=self.group, tag=self.tag + i))
-            for i, x in enumerate(whole)
-        ])
+        self.sent.append([(x, dist.isend(x, self.target, group=self.group)) for x in whole])
         self.wait(self.bound)
 
     def wait(self, bound: int = 0) -> None:
@@ -123,21 +156,6 @@ class Nothing:
 
     def take(self) -> tuple[Tensor, ...]:
         return ()
-
-
-def link_groups(pp: dist.ProcessGroup,
-                links: dict[tuple[str, int], tuple[int, int]]) -> dict[tuple[str, int], Link]:
-    """Every link, from rank to rank.
-
-    On NCCL each has a communicator of its own; both ends make theirs in the order of names.
-    """
-    alone = dist.get_backend(pp) == "nccl"
-    found = {}
-    for (what, stage), ends in sorted(links.items()):
-        source, target = (dist.get_global_rank(pp, rank) for rank in ends)
-        group = dist.new_group([source, target], use_local_synchronization=True) if alone else pp
-        found[what, stage] = (group, source, target, 64 * (2 * stage + (what == "d")))
-    return found
 
 
 class Stage0(nn.Module):
@@ -233,15 +251,14 @@ class ToyStep(nn.Module):
         self.stage0 = Stage0(mesh)
         self.stage3 = Stage3(mesh)
         self.stages = {0: self.stage0, 3: self.stage3}
-        links = link_groups(
-            self.pp, {("x", 1): (0, 1), ("d", 0): (1, 0), ("x", 3): (1, 0), ("d", 2): (0, 1)},
-        )  # to which stage: from rank, to rank
+        # the rank of every stage, and the stages that receive from another rank
+        self.links = Links(mesh, [0, 1, 1, 0], {"x": [1, 3], "d": [0, 2]})
         # by stage: where a forward's `x` comes from and goes to
-        self.x_in = {0: Nothing(), 3: Inbox(links["x", 3], [((3, 10, 12), torch.float64)])}
-        self.x_out = {0: Outbox(links["x", 1], bound=1), 3: Nothing()}
+        self.x_in = {0: Nothing(), 3: Inbox(self.links["x", 3], [((3, 10, 12), torch.float64)])}
+        self.x_out = {0: Outbox(self.links["x", 1], bound=1), 3: Nothing()}
         # and a backward's `d`, the gradient of `x`
-        self.d_in = {0: Inbox(links["d", 0], [((3, 10, 12), torch.float64)]), 3: Nothing()}
-        self.d_out = {0: Nothing(), 3: Outbox(links["d", 2], bound=1)}
+        self.d_in = {0: Inbox(self.links["d", 0], [((3, 10, 12), torch.float64)]), 3: Nothing()}
+        self.d_out = {0: Nothing(), 3: Outbox(self.links["d", 2], bound=1)}
 
     def F(self, stage: int, i: int) -> None:
         """Forward of microbatch `i`: `x` from the stage before, the result to the stage behind."""
@@ -265,6 +282,7 @@ class ToyStep(nn.Module):
     @torch.no_grad()
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Schedule v-half, 8 microbatches."""
+        self.links.meet(ids.device)
         for stage in self.stages.values():
             stage.begin(ids, labels)
         for link in (self.x_in[3], self.d_in[0]):
