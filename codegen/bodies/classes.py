@@ -151,7 +151,10 @@ class BlockClass:
         ``gather`` serves both phases where the backward gathers the same weights as the forward;
         else the backward has ``regather``.
         """
-        forward, mine = ([tensor_args(n) for n in self.gathered(s)] for s in (self.forward, side))
+        forward, mine = (
+            [(tensor_args(n), n.kwargs.get("dtype")) for n in self.gathered(s)]
+            for s in (self.forward, side)
+        )
         return "" if not mine else "gather" if forward in (mine, []) else "regather"
 
     def gather_methods(self) -> list[dict[str, str]]:
@@ -176,13 +179,13 @@ class BlockClass:
         """The lines that start gathers which are alike: one transfer, or a loop over weights."""
         names = [self._attribute(shard) for node in starts for shard in tensor_args(node)]
         whole, alone = names == self._params(), len(starts) == 1
-        shards = "[*self.parameters()]" if whole else f"[{', '.join(names)}]"
-        sent = shards if alone else "[weight]"
+        every = "self.parameters()" if whole else ""
+        sent = c10d.shards(names if alone else ["weight"], starts[0], every if alone else "")
         call = c10d.transfer(starts[0], sent, moves(starts[0]), self.helpers)
         if alone:
             return [Line(f"self.whole {put} {call}")]
         empty = [Line("self.whole = []")] if put == "=" else []
-        each = "self.parameters()" if whole else shards
+        each = every or f"[{', '.join(names)}]"
         return [*empty, Line(f"for weight in {each}:"), Line(f"self.whole += {call}", indent=1)]
 
     def taken(self, gathered: str, side: Interface) -> str:
@@ -418,6 +421,6 @@ def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
 
     def alike(start: fx.Node) -> object:
         joined = start.target in collectives.JOINED
-        return start if joined else tuple(start.kwargs[k] for k in ("axis", "num"))
+        return start if joined else tuple(start.kwargs.get(k) for k in ("axis", "num", "dtype"))
 
     return (list(together) for _, together in groupby(starts, key=alike))

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from partc.graph.fake_calls import quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks
+from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.source_lines import calls_here, source_here
 
@@ -115,7 +116,7 @@ def record(
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
     with (
         untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
-        converted_to_themselves(), _portable_kernels(), mode,
+        converted_to_themselves(), cuda_autocast_on_cpu(), _portable_kernels(), mode,
     ):  # fmt: skip
         make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
         recording.module = make(params, buffers, fakes)

@@ -40,6 +40,7 @@ from partc.trace.capture import (
     quiet_generator,
     untouched,
 )
+from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
@@ -221,6 +222,7 @@ def _run(
             quiet_generator(),
             quiet_log(),
             converted_to_themselves(),
+            cuda_autocast_on_cpu(),
             untouched(model),
             skipping(model, folds),
             watch.members(model),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from partc.errors import UsageError
 from partc.trace.capture import named_results
+from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.verification.precision import convert, converted, raised_model
 
@@ -117,7 +118,8 @@ def eager(
         mine, batch = convert(mine, dtype), tuple(converted(x, dtype) for x in inputs)
     weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
     before = torch.get_rng_state()
-    with raised_model(model) if dtype == torch.float64 else nullcontext():
+    raised = raised_model(model) if dtype == torch.float64 else nullcontext()
+    with cuda_autocast_on_cpu(), raised:
         outcome = _trained(mine, batch, loss, pieces) if train else {}
         outcome = outcome or _results(mine, batch, loss)
     _check_random(before, model)
