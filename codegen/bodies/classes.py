@@ -180,7 +180,9 @@ class BlockClass:
         names = [self._attribute(shard) for node in starts for shard in tensor_args(node)]
         whole, alone = names == self._params(), len(starts) == 1
         every = "self.parameters()" if whole else ""
-        sent = c10d.shards(names if alone else ["weight"], starts[0], every if alone else "")
+        sent = c10d.shards(
+            names if alone else ["weight"], starts[0], self.helpers, every if alone else ""
+        )
         call = c10d.transfer(starts[0], sent, moves(starts[0]), self.helpers)
         if alone:
             return [Line(f"self.whole {put} {call}")]

@@ -71,19 +71,18 @@ def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers
     return f"{helpers.use(name)}({', '.join(operands)})"
 
 
-def shards(names: Sequence[str], gather: fx.Node, every: str = "") -> str:
+def shards(names: Sequence[str], gather: fx.Node, helpers: Helpers, every: str = "") -> str:
     """The list of weights that a gather sends, in the dtype in which it sends them:
-    ``[self.q, self.k]``, ``[w.to(torch.bfloat16) for w in (self.q, self.k)]``.
+    ``[self.q, self.k]``, ``cast([self.q, self.k], torch.bfloat16)``.
 
     ``every`` is the text that gives the same weights, where there is a shorter one.
     """
-    dtype, listed = gather.kwargs.get("dtype"), ", ".join(names)
+    dtype, listed = gather.kwargs.get("dtype"), f"*{every}" if every else ", ".join(names)
     if dtype is None:
-        return f"[*{every}]" if every else f"[{listed}]"
-    cast = f".to({literal(dtype)})"
+        return f"[{listed}]"
     if len(names) == 1:
-        return f"[{listed}{cast}]"
-    return f"[w{cast} for w in {every or f'({listed})'}]"
+        return f"[{names[0]}.to({literal(dtype)})]"
+    return f"{helpers.use('cast')}([{listed}], {literal(dtype)})"
 
 
 def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:
