@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from partc.errors import TraceError
 from partc.trace.source_lines import source_here
@@ -189,6 +190,7 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
     casts, made = _Casts(), WeakSet[Any]()
     begin, enter = autocast_mode.autocast.__init__, autocast_mode.autocast.__enter__
     clear, cast = torch.clear_autocast_cache, autocast_mode._cast
+    device_type = checkpoint._infer_device_type  # whose autocast a recomputation enters again
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made.add(self)
@@ -211,6 +213,9 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
     def cast_input(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
 
+    def recomputed_on(*args: Any) -> str:
+        return "cuda" if torch.is_autocast_enabled("cuda") else device_type(*args)
+
     if torch.is_autocast_enabled("cuda"):
         casts.register()
     try:
@@ -220,6 +225,7 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
             patch.object(autocast_mode.autocast, "__enter__", entered),
             patch.object(torch, "clear_autocast_cache", cleared),
             patch.object(autocast_mode, "_cast", cast_input),
+            patch.object(checkpoint, "_infer_device_type", recomputed_on),
         ):
             yield
     finally:

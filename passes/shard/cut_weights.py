@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, is_weight, picked, results_of, tensor_args, value
+from partc.graph.casts import is_cast
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
@@ -92,6 +93,8 @@ class _Walk:
         operands = tensor_args(node)
         free = [o for o in operands if o not in self.at]
         options = [s for s in self._options(node, operands) if self._meets(operands, s)]
+        if len(free) == len(operands) == 1:
+            options = []  # a view of a weight, which is not looked through as a cast is
         for strategy in options:
             if self._arrives(operands, strategy) or (
                 free and self._spreads(node, operands, strategy)
@@ -213,15 +216,18 @@ class _Walk:
             for g in gets
         )
 
-    # parameters, and what is made of one parameter alone (a transposed or cast weight)
+    # parameters, and what is made of one parameter alone (a cast, a transposed cast)
     # ---------------
     def _derived(self, node: fx.Node) -> bool:
-        """Whether a value is made of one undecided parameter alone (``t(w)``, a cast of ``w``).
+        """Whether a value is a cast of one undecided parameter, or made of such a cast alone
+        (``t(cast(w))``).
 
         Its layout is decided where it meets an activation.
         """
         operands = tensor_args(node)
-        return len(operands) == 1 and operands[0] not in self.at and len(results_of(node)) == 1
+        if len(operands) != 1 or operands[0] in self.at or len(results_of(node)) != 1:
+            return False
+        return is_cast(node) or operands[0].op == "call_function"
 
     def _follow(self, node: fx.Node) -> None:
         """Give a value that is made of one parameter alone the layout that follows from that of the

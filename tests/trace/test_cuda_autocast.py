@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import partc
 from partc.errors import TraceError
@@ -40,6 +41,11 @@ def dtypes(loss: Callable[..., Tensor], word: str) -> set[torch.dtype]:
     """The dtypes in which a step of Small computes the calls of an op."""
     graph = trace(Small(), (batch(),), loss)
     return {fake_of(n).dtype for n in graph.calls() if op_word(n.target) == word}
+
+
+class Checkpointed(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def in_autocast(**options: Any) -> Callable[..., Tensor]:
@@ -100,7 +106,7 @@ def test_old_names_and_functions_of_their_own_cast_too() -> None:
 
 
 def test_a_step_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, model = in_autocast(dtype=BF16), Small()
+    loss, model = in_autocast(dtype=BF16), Checkpointed()
     made = partc.compile(model, "dp=2", (batch(),), loss=loss, plan="fsdp")
     assert partc.verify(made, model, (batch(),), loss).check().worst.error < 1e-12
     assert partc.verify(made, model, (batch(),), loss, dtype=None).worst.error < 0.02
