@@ -33,12 +33,12 @@ from partc.graph.casts import is_cast, widens
 from partc.graph.graph_edits import run_fake
 from partc.graph.input_only import input_only
 from partc.passes.shard.cast_weights import cast_weights
-from partc.passes.shard.microbatches import check_microbatches
+from partc.passes.shard.microbatches import check_microbatches, in_pieces, until_last
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
-from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R, Sharding, U
 from partc.rules import Strategy, write_local_call
 from partc.rules.local_batch_norm import VARIANT, keeps_first
@@ -277,7 +277,7 @@ class _Partition:
         if MICROBATCH_AXIS not in mesh.names:
             return self._final(node, want)
         have = value(node).sharding
-        before = (_until_last if when == "step" else _in_pieces)(have, want, mesh)
+        before = (until_last if when == "step" else in_pieces)(have, want, mesh)
         turn = self._get(node, before.with_(MICROBATCH_AXIS, U, mesh), value(node))
         whole = value(turn).sharding.with_(MICROBATCH_AXIS, R, mesh)
         kwargs = {"axis": MICROBATCH_AXIS, "num": mesh.size(MICROBATCH_AXIS)}
@@ -303,30 +303,6 @@ class _Partition:
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))
-
-
-SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
-
-
-def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
-    """The sharding in which a gradient accumulates if ranks reduce once, after the last microbatch.
-
-    If resharding to ``want`` takes other collectives than sums, each microbatch does those.
-    """
-    sums = have.with_(MICROBATCH_AXIS, R, mesh)
-    if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
-        return have
-    waits = [axis for axis in mesh.names if have.on(axis) == U]
-    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
-
-
-def _in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
-    """The sharding in which a gradient accumulates if each microbatch reduce-scatters it (ZeRO-2).
-
-    Axes that store the gradient replicated still all-reduce after the last microbatch only.
-    """
-    waits = [axis for axis in mesh.names if have.on(axis) == U and want.on(axis) == R]
-    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
 
 
 def _drop_unused(graph: fx.Graph) -> None:
