@@ -188,8 +188,10 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
     on a machine without a GPU, which switched it off.
     """
     casts, made = _Casts(), WeakSet[Any]()
-    begin, enter = autocast_mode.autocast.__init__, autocast_mode.autocast.__enter__
-    clear, cast = torch.clear_autocast_cache, autocast_mode._cast
+    begin: Any = autocast_mode.autocast.__init__
+    enter: Any = autocast_mode.autocast.__enter__
+    clear: Any = torch.clear_autocast_cache
+    cast: Any = autocast_mode._cast
     device_type = checkpoint._infer_device_type  # whose autocast a recomputation enters again
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

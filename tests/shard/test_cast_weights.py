@@ -35,7 +35,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, FFN), nn.Linear(FFN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        y: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y
 
 
 class Tower(nn.Module):

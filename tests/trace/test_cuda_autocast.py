@@ -30,7 +30,8 @@ class Small(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.softmax(self.up(self.norm(x)), -1))
+        y: Tensor = self.down(F.softmax(self.up(self.norm(x)), -1))
+        return x + y
 
 
 def batch() -> Tensor:
@@ -51,7 +52,7 @@ class Checkpointed(Small):
 def in_autocast(**options: Any) -> Callable[..., Tensor]:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cuda", **options):
-            return model(x).square().mean()
+            return model(x).square().mean()  # type: ignore[no-any-return]
 
     return loss
 
@@ -86,14 +87,14 @@ def test_ops_run_in_the_dtypes_of_a_gpu() -> None:
 def test_old_names_and_functions_of_their_own_cast_too() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=F16)
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=F16)  # type: ignore[untyped-decorator]
         def forward(ctx: Any, x: Tensor) -> Tensor:
             assert x.dtype == F16
             return 2 * x
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
             return 2 * grad
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         return
     with pytest.warns(UserWarning, match="CUDA is not available"):
 
-        @torch.autocast("cuda", dtype=BF16)
+        @torch.autocast("cuda", dtype=BF16)  # type: ignore[untyped-decorator]
         def decorated(model: nn.Module, x: Tensor) -> Tensor:
             return model(x).mean()  # type: ignore[no-any-return]
 

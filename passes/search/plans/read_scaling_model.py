@@ -362,7 +362,7 @@ def _gathered_share(param: fx.Node) -> float:
     if not readers or not all(map(is_cast, readers)):
         return 1.0
     sizes = [fake_of(reader).element_size() for reader in readers]
-    return min(1.0, float(max(sizes)) / fake_of(param).element_size())
+    return min(1.0, float(max(sizes) / fake_of(param).element_size()))
 
 
 def _makes_weight_grad(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ Equal calls are written once, and so are units that differ only in their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -127,7 +127,7 @@ def _weights_text(weights: Weights) -> str:
     return text if weights.gathered == weights.size else f"{text} {_size_text(weights.gathered)}"
 
 
-def _weights(words: Sequence[str]) -> Weights:
+def _weights(words: list[str]) -> Weights:
     size = _size(words[:4])
     return Weights(size, int(words[4]), words[5], _size(words[6:]) if words[6:] else size)
 
