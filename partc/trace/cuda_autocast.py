@@ -192,7 +192,8 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
     enter: Any = autocast_mode.autocast.__enter__
     clear: Any = torch.clear_autocast_cache
     cast: Any = autocast_mode._cast
-    device_type = checkpoint._infer_device_type  # whose autocast a recomputation enters again
+    # whose autocast a recomputation enters again
+    device_type: Any = checkpoint._infer_device_type
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made.add(self)
@@ -216,7 +217,7 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
         return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
 
     def recomputed_on(*args: Any) -> str:
-        return "cuda" if torch.is_autocast_enabled("cuda") else device_type(*args)
+        return "cuda" if torch.is_autocast_enabled("cuda") else str(device_type(*args))
 
     if torch.is_autocast_enabled("cuda"):
         casts.register()
