@@ -131,8 +131,15 @@ def _all_reduce(x: Pieces, mesh: Mesh, axis: str, num: int, op: str = "sum") -> 
     return _groups(x, mesh, axis, lambda p: [join_pieces(p, kind, 1)] * num)
 
 
-def _all_gather(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1) -> Pieces:
-    return _groups(x, mesh, axis, lambda p: [join_pieces(p, cut(dim), outer)] * num)
+def _all_gather(
+    x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1,
+    dtype: torch.dtype | None = None,
+) -> Pieces:  # fmt: skip
+    def make(pieces: list[Tensor]) -> list[Tensor]:
+        sent = [piece.to(dtype or piece.dtype) for piece in pieces]
+        return [join_pieces(sent, cut(dim), outer)] * num
+
+    return _groups(x, mesh, axis, make)
 
 
 def _reduce_scatter(x: Pieces, mesh: Mesh, axis: str, num: int, dim: int, outer: int = 1) -> Pieces:

@@ -51,13 +51,13 @@ def _start(
     ``every``: they gather all parameters of the class.
     """
     alone = len(starts) == 1
-    shards = "[*self.parameters()]" if every else f"[{', '.join(names)}]"
-    sent = shards if alone else "[weight]"
+    whole = "self.parameters()" if every else ""
+    sent = c10d.shards(names if alone else ["weight"], starts[0], helpers, whole if alone else "")
     call = c10d.transfer(starts[0], sent, moves(starts[0]), helpers)
     if alone:
         return [Line(f"self.whole {put} {call}")]
     empty = [Line("self.whole = []")] if put == "=" else []
-    weights = "self.parameters()" if every else shards
+    weights = whole or f"[{', '.join(names)}]"
     return [*empty, Line(f"for weight in {weights}:"), Line(f"self.whole += {call}", indent=1)]
 
 
@@ -69,6 +69,6 @@ def _gathered_alike(starts: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
 
     def alike(start: fx.Node) -> object:
         joined = start.target in collectives.JOINED
-        return start if joined else tuple(start.kwargs[k] for k in ("axis", "num"))
+        return start if joined else tuple(start.kwargs.get(k) for k in ("axis", "num", "dtype"))
 
     return (list(together) for _, together in groupby(starts, key=alike))

@@ -140,7 +140,10 @@ class BlockClass:
         ``gather`` serves both phases where the backward gathers the same weights as the forward;
         else the backward has ``regather``.
         """
-        forward, mine = ([tensor_args(n) for n in self.gathered(s)] for s in (self.forward, side))
+        forward, mine = (
+            [(tensor_args(n), n.kwargs.get("dtype")) for n in self.gathered(s)]
+            for s in (self.forward, side)
+        )
         return "" if not mine else "gather" if forward in (mine, []) else "regather"
 
     def gather_methods(self) -> list[dict[str, str]]:

@@ -131,10 +131,10 @@ class Transfers(Expressions):
 
     def _gather_weights(self, node: fx.Node) -> Statement:
         """The start of a gather of weights: ``gathered = gather_weights([...], 2, self.dp)``."""
-        shards = ", ".join(str(self.text(n)) for n in tensor_args(node))
+        shards = c10d.shards([str(self.text(n)) for n in tensor_args(node)], node, self.helpers)
         name = self.scope.fresh("gathered")
         self.seen[node] = Text(name)
-        call = c10d.transfer(node, f"[{shards}]", moves(node), self.helpers)
+        call = c10d.transfer(node, shards, moves(node), self.helpers)
         return Statement([Line(f"{name} = {call}")], binds=[node])
 
     def _reduce(self, node: fx.Node) -> Statement:

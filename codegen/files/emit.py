@@ -229,16 +229,18 @@ class RoleText:
         return tables, entries
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
-        """The table entries of parameters or buffers; ``prefix`` is cut off their names.
+        """The table entries of parameters or buffers; ``prefix``, the path of a block, is cut off
+        their names, which then name no layer.
 
         An entry has the tensor's type as a comment, where no declaration shows that.
         """
         listed = is_listed(self.graph, list(stored))
+        layers = None if prefix else self.layers
         lines = []
         for node, attribute in stored.items():
             r = row(self.graph, node, attribute)
             name = r.name.removeprefix(prefix)
-            text = literal(name) if self.layers is None else self.layers.literal(name)
+            text = literal(name) if layers is None else layers.literal(name)
             remark = comment(typed(node)) if listed else ""
             lines.append(Line(f"{literal(attribute)}: ({text}, {r.known})", remark))
         return lines

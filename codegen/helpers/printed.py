@@ -110,6 +110,11 @@ class Exchanged(dist.Work):
         return True
 
 
+def cast(weights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """This rank's pieces of weights in the dtype in which the forward reads the weights."""
+    return [weight.to(dtype) for weight in weights]
+
+
 def gather_weights(
     shards: list[Tensor], num: int, group: dist.ProcessGroup
 ) -> list[tuple[list[Tensor], dist.Work]]:

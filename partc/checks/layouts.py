@@ -103,6 +103,13 @@ def _check_moves(node: fx.Node, mesh: Mesh) -> None:
     for move in moves(node):
         if move.result is not None:
             _check_move(node, move, move.result, mesh)
+            _check_dtype(node, move, move.result)
+
+
+def _check_dtype(node: fx.Node, move: Move, result: fx.Node) -> None:
+    """Check that a collective changes no dtype, except a gather that says to which."""
+    if value(result).dtype != move.kwargs.get("dtype", value(move.operand).dtype):
+        raise wrong(node, "it casts only where it names a dtype", "Correct the result's dtype.")
 
 
 def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from partc.cost.storage import Replay, replay
@@ -51,12 +52,15 @@ def sent_bytes(node: fx.Node) -> int:
 
 
 def put_in_bytes(node: fx.Node) -> int:
-    """Bytes of one rank's operands of a collective."""
-    return sum(_num_bytes(fake_of(operand)) for operand in tensor_args(node))
+    """Bytes that one rank puts into a collective: its operands, in the dtype that is sent."""
+    sent: torch.dtype | None = node.kwargs.get("dtype")  # type: ignore[assignment]
+    fakes = map(fake_of, tensor_args(node))
+    return sum(fake.numel() * (sent or fake.dtype).itemsize for fake in fakes)
 
 
 def packed_bytes(node: fx.Node) -> int:
-    """Bytes read and written before a collective starts, to make its operands one buffer.
+    """Bytes read and written before a collective starts, to make its operands one buffer, in the
+    dtype that is sent.
 
     0 where the one operand can be sent as it lies in memory.
     """
@@ -66,7 +70,15 @@ def packed_bytes(node: fx.Node) -> int:
         cut = (node.kwargs["to_dim"], node.kwargs.get("to_outer", 1)) != (0, 1)
     else:
         cut = node.target in targets and _is_cut_inside(node)
-    return 2 * put_in_bytes(node) if together or cut else 0
+    packed = 2 * put_in_bytes(node) if together or cut else 0
+    return packed + _cast_bytes(node)
+
+
+def _cast_bytes(node: fx.Node) -> int:
+    """Bytes read and written to cast a gather's shards to the dtype in which they are sent."""
+    if node.kwargs.get("dtype") is None:
+        return 0
+    return sum(_num_bytes(fake_of(operand)) for operand in tensor_args(node)) + put_in_bytes(node)
 
 
 def unpacked_bytes(node: fx.Node) -> int:

@@ -198,7 +198,8 @@ class _Shapes:
             if node.target in collectives.COLLECTIVES:
                 kind, axis = kind_of(node), str(node.kwargs["axis"])
                 top, bottom = sent_share(kind, _symbol(axis))
-                sent[axis, kind] += sum(map(self._bytes, tensor_args(node))) * top / bottom
+                put_in = sum(self._sent(operand, node) for operand in tensor_args(node))
+                sent[axis, kind] += put_in * top / bottom
         return SymbolicCosts(
             flops=_sum(node_flops(node, self._shapes) for node in graph.calls()),
             moved_bytes=_sum(
@@ -231,6 +232,11 @@ class _Shapes:
     def _bytes(self, node: fx.Node) -> Any:
         tensors = zip(_tensors(node), self.of[node], strict=True)
         return sum(prod(shape) * tensor.element_size() for tensor, shape in tensors)
+
+    def _sent(self, operand: fx.Node, move: fx.Node) -> Any:
+        """The bytes of a collective's operand, in the dtype in which the collective sends it."""
+        sent: Any = move.kwargs.get("dtype") or fake_of(operand).dtype
+        return prod(self.of[operand][0]) * sent.itemsize
 
     def _divided(self, node: fx.Node, shapes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Local shapes, with the size of an axis that shards a dim as a symbol.

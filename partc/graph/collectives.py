@@ -23,11 +23,16 @@ def all_reduce(x: Tensor, *, axis: str, num: int, op: str = "sum") -> Tensor:
     return torch.empty_like(x)
 
 
-def all_gather(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
-    """Give every rank the whole tensor: ``f32[8@axis] -> f32[8]``."""
+def all_gather(
+    x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Give every rank the whole tensor: ``f32[8@axis] -> f32[8]``.
+
+    With ``dtype`` each rank casts its shard before it is sent: ``f32[8@axis] -> bf16[8]``.
+    """
     shape = list(x.shape)
     shape[dim] *= num
-    return x.new_empty(shape)
+    return x.new_empty(shape, dtype=dtype)
 
 
 def reduce_scatter(x: Tensor, *, axis: str, num: int, dim: int, outer: int = 1) -> Tensor:
@@ -53,11 +58,12 @@ def all_reduce_joined(xs: Sequence[Tensor], *, axis: str, num: int) -> tuple[Ten
 
 
 def all_gather_joined(
-    xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int]
-) -> tuple[Tensor, ...]:
+    xs: Sequence[Tensor], *, axis: str, num: int, dims: Sequence[int], outers: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """A bucket of all_gathers; tensor i is sharded along ``dims[i]``."""
     cuts = zip(xs, dims, outers, strict=True)
-    return tuple(all_gather(x, axis=axis, num=num, dim=d, outer=o) for x, d, o in cuts)
+    return tuple(all_gather(x, axis=axis, num=num, dim=d, outer=o, dtype=dtype) for x, d, o in cuts)
 
 
 def reduce_scatter_joined(

@@ -132,15 +132,22 @@ class Transfer:
 
 @dataclass
 class TimedWork:
-    """The handle that a replaced function returns; its ``wait`` also notes how long it took."""
+    """The handle that a replaced function returns; its ``wait`` also notes how long it took.
+
+    ``held`` keeps what is sent and received until computing has waited. A transfer holds its
+    tensors itself only up to the first wait, and on a GPU that is the wait of the clock's stream,
+    behind which computing may still run ahead of the transfer.
+    """
 
     work: dist.Work
     transfer: Transfer
     clock: Clock
+    held: tuple[Any, ...] = ()
 
     def wait(self) -> bool:
         begin = self.clock.now()
         self.work.wait()
+        self.held = ()
         self.transfer.waits.append((begin, self.clock.now()))
         return True
 
@@ -173,7 +180,7 @@ class TransferTimes:
                 transfer.end, transfer.waits = end, [(transfer.begin, end)]
                 return None
             self.clock.note_end(work, transfer.note_end)
-            return TimedWork(work, transfer, self.clock)
+            return TimedWork(work, transfer, self.clock, (arguments, keywords))
 
         return call
 

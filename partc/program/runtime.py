@@ -36,6 +36,7 @@ class Stage(nn.Module):
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
+        _check_default_dtype()
         self._tensors = RankTensors(program, self._role, mesh, device)
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
@@ -68,8 +69,8 @@ class Stage(nn.Module):
             The loss of the global batch, ``f32[]``, the same on every rank.
 
         Raises:
-            RunError: an input has another shape, dtype or device; or the script has changed a
-                number of the model since it was compiled in this process.
+            RunError: an input has another shape, dtype or device; autocast is on; or the script
+                has changed a number of the model since it was compiled in this process.
         """
         self._check_inputs(inputs)
         self._check_numbers()
@@ -206,6 +207,7 @@ class Stage(nn.Module):
 
     def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
         device = self.device.type
+        _check_casts(device)
         wanted = [(shape, dtype, device) for shape, dtype in self._role.inputs.values()]
         given = [(tuple(x.shape), x.dtype, x.device.type) for x in inputs]
         if given == wanted:
@@ -317,6 +319,30 @@ def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
     root._buffers[leaf] = tensor
     if not saved:
         root._non_persistent_buffers_set.add(leaf)
+
+
+def _check_casts(device: str) -> None:
+    """RunError where a program's ops would get other dtypes than they were compiled with."""
+    _check_default_dtype()
+    if torch.is_autocast_enabled(device):
+        raise RunError(
+            where="step",
+            what=f'it runs inside of torch.autocast("{device}")',
+            why="the casts of a program are those that its loss made when it was compiled",
+            do="Enter autocast in the loss that is compiled, and call step outside of it.",
+        )
+
+
+def _check_default_dtype() -> None:
+    """RunError where tensors of a program that name no dtype would not be float32."""
+    default = torch.get_default_dtype()
+    if default != torch.float32:
+        raise RunError(
+            where="torch.get_default_dtype()",
+            what=f"the default dtype is {default}",
+            why="the program was compiled with float32 as the default of what names no dtype",
+            do="Call torch.set_default_dtype(torch.float32) before it is loaded and run.",
+        )
 
 
 def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:

@@ -37,6 +37,7 @@ from partc.trace.closed_over import (
     notes_on,
 )
 from partc.trace.contents import Contents
+from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
@@ -190,7 +191,7 @@ class _Step:
         with (
             _no_warning(), untouched(model), restored(reach), module_scopes(model),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
-            _portable_kernels(), mode,
+            cuda_autocast_on_cpu(), _portable_kernels(), mode,
         ):  # fmt: skip
             yield
 

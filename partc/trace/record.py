@@ -55,6 +55,7 @@ class Source:
         loss its loss is the model's result, or the result's ``.loss``. Without a loss and under
         ``torch.no_grad()`` the forward alone is recorded, with every tensor of the result by name.
         """
+        _check_default_dtype()
         checked = _checked(inputs)
         train = loss is not None or torch.is_grad_enabled()
         objective = _scalar(loss or _own_loss) if train else _call
@@ -120,6 +121,18 @@ def _scalar(objective: Objective) -> Objective:
         return loss
 
     return checked
+
+
+def _check_default_dtype() -> None:
+    """TraceError where ops that name no dtype would not make float32, as they do in a program."""
+    default = torch.get_default_dtype()
+    if default != torch.float32:
+        raise TraceError(
+            where="torch.get_default_dtype()",
+            what=f"the default dtype is {default}",
+            why="a program runs where it is float32, and what names no dtype there is float32",
+            do="Make the model under your default, then set it back to torch.float32 and compile.",
+        )
 
 
 def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -40,6 +40,7 @@ from partc.trace.capture import (
     quiet_generator,
     untouched,
 )
+from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
 
@@ -225,6 +226,7 @@ def _run(
             quiet_generator(),
             quiet_log(),
             converted_to_themselves(),
+            cuda_autocast_on_cpu(),
             untouched(model),
             restored(Reach.of(model, objective)),
             skipping(model, folds),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from partc.errors import UsageError
 from partc.trace.capture import named_results, untouched
+from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
 from partc.verification.precision import converted, raised_model
@@ -115,7 +116,7 @@ def eager(
     batch = tuple(x if dtype is None else converted(x, dtype) for x in inputs)
     before = torch.get_rng_state()
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
-    with lent(model, loss, dtype), raised:
+    with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised:
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
         outcome = _trained(model, batch, loss, pieces) if train else {}
         outcome = outcome or _results(model, batch, loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from partc.graph import Graph
 from partc.graph.graph_edits import rename_calls
 from partc.passes.canonical.cancel_transposes import cancel_transposes
+from partc.passes.canonical.cast_first import cast_first
 from partc.passes.canonical.drop_noops import drop_noops
 from partc.passes.canonical.fold_dropout import fold_dropout
 from partc.passes.canonical.fold_linear import fold_linear
@@ -66,6 +67,7 @@ CANONICAL = (
     Pass(join_scatters, JOINT, "pieces written side by side are their cat"),
     Pass(unsort_rows, JOINT, "sorted rows come back by the inverse order: a look-up, no scatter"),
     Pass(narrow_expands, JOINT, "compute on small tensors before they are expanded"),
+    Pass(cast_first, JOINT, "a weight's shard can be cast where it is stored, a view of it cannot"),
     Pass(
         cancel_transposes,
         JOINT,

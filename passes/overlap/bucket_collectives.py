@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import fx
 
+from partc.cost.bytes import put_in_bytes
 from partc.cost.collective_cost import collective_seconds
 from partc.graph import (
     Graph,
@@ -210,7 +211,7 @@ def _copy_seconds(node: fx.Node, mesh: Mesh) -> float:
     bucket. An all-reduce copies nothing: its gradients are computed in the bucket
     (``codegen/calls/joint_grads.py``).
     """
-    sent_bytes, arrived_bytes = (int(fake_of(n).nbytes) for n in (first_operand(node), node))
+    sent_bytes, arrived_bytes = put_in_bytes(node), int(fake_of(node).nbytes)
     in_a_row = node.kwargs.get("dim") == 0 and node.kwargs.get("outer", 1) == 1
     copied_bytes = 0
     if node.target is collectives.all_gather:
@@ -269,7 +270,7 @@ def _form(node: fx.Node) -> tuple[Any, str, int]:
 
 def _num_bytes(node: fx.Node) -> int:
     """The bytes of a transfer's operand or result, whichever is larger."""
-    return max(int(fake_of(n).nbytes) for n in (first_operand(node), node))
+    return max(put_in_bytes(node), int(fake_of(node).nbytes))
 
 
 # rewriting ----------------------------------------------------------------------------------------
@@ -300,6 +301,8 @@ def _call(graph: Graph, members: Sequence[fx.Node]) -> fx.Node:
     if "dim" in members[0].kwargs:
         kwargs["dims"] = [m.kwargs["dim"] for m in members]
         kwargs["outers"] = [m.kwargs.get("outer", 1) for m in members]
+    if any("dtype" in m.kwargs for m in members):
+        kwargs["dtype"] = fake_of(members[0]).dtype
     single: Any = members[0].target
     joined: Any = JOINED[single]
     return graph.fx.call_function(joined, ([first_operand(m) for m in members],), kwargs)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, is_weight, picked, results_of, tensor_args, value
+from partc.graph.casts import is_cast
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
 from partc.rules import Strategy
@@ -75,22 +76,25 @@ class _Walk:
             call, index = picked(node)
             self.at[node] = self.results[call][index]
             return
+        if self._derived(node):
+            return  # decided with its parameter, where it meets an activation
+        for operand in tensor_args(node):
+            self._follow(operand)
         best = self._best(node)
         for operand, layout in zip(tensor_args(node), best.ins, strict=True):
             if operand not in self.at:
                 self._fix(operand, layout)
         finished = tuple(R if out.kind in "UM" else out for out in best.outs)
         self.results[node] = finished
-        if not self._derived(node):
-            self.at[node] = finished[0] if finished else R
+        self.at[node] = finished[0] if finished else R
 
     def _best(self, node: fx.Node) -> Strategy:
         """The first strategy that keeps an arriving sharding or shards a weight, or whole."""
         operands = tensor_args(node)
         free = [o for o in operands if o not in self.at]
         options = [s for s in self._options(node, operands) if self._meets(operands, s)]
-        if self._derived(node):
-            options = []
+        if len(free) == len(operands) == 1:
+            options = []  # a view of a weight, which is not looked through as a cast is
         for strategy in options:
             if self._arrives(operands, strategy) or (
                 free and self._spreads(node, operands, strategy)
@@ -212,15 +216,34 @@ class _Walk:
             for g in gets
         )
 
-    # parameters, and what is made of one parameter alone (a transposed or cast weight)
+    # parameters, and what is made of one parameter alone (a cast, a transposed cast)
     # ---------------
     def _derived(self, node: fx.Node) -> bool:
-        """Whether a value is made of one undecided parameter alone (``t(w)``, a cast of ``w``).
+        """Whether a value is a cast of one undecided parameter, or made of such a cast alone
+        (``t(cast(w))``).
 
         Its layout is decided where it meets an activation.
         """
         operands = tensor_args(node)
-        return len(operands) == 1 and operands[0] not in self.at and len(results_of(node)) == 1
+        if len(operands) != 1 or operands[0] in self.at or len(results_of(node)) != 1:
+            return False
+        return is_cast(node) or operands[0].op == "call_function"
+
+    def _follow(self, node: fx.Node) -> None:
+        """Give a value that is made of one parameter alone the layout that follows from that of the
+        parameter, if another reader has decided the parameter since.
+        """
+        if node in self.at or node.op != "call_function":
+            return
+        source = tensor_args(node)[0]
+        self._follow(source)
+        if source in self.at:
+            self.at[node] = self._ahead(node, self.at[source])
+
+    def _ahead(self, node: fx.Node, have: Layout) -> Layout:
+        """The layout of a one-operand call's result where its operand has the layout ``have``."""
+        found = (s.outs[0] for s in strategies_for(node, self.num, [(0, have)]) if s.ins[0] == have)
+        return next(found, R) if have != R else R
 
     def _fix(self, node: fx.Node, layout: Layout) -> None:
         """Set the layout of a parameter, or of a derived value and the parameter behind it."""
@@ -244,9 +267,14 @@ class _Walk:
         )
 
     def _divides(self, operand: fx.Node, layout: Layout) -> bool:
-        """Whether the axis divides what the other axes leave of a parameter's dim."""
-        if layout.kind != "cut" or operand.op != "placeholder":
+        """Whether the axis divides what the other axes leave of a parameter's dim, also of one that
+        ``operand`` is made of.
+        """
+        if layout.kind != "cut":
             return True
+        if operand.op != "placeholder":
+            behind = self._behind(operand, layout)
+            return behind is not None and self._divides(tensor_args(operand)[0], behind)
         others = self.params.get(value(operand).name, {})
         sharding = Sharding.of({**others, self.axis: layout}, self.mesh)
         return sharding.local_shape(value(operand).shape, self.mesh) is not None

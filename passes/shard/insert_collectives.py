@@ -7,8 +7,10 @@ made in, collectives are inserted: ``f32[8@dp,64] -> all_gather -> f32[8,64]``.
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from partc.graph import (
@@ -27,14 +29,16 @@ from partc.graph import (
     tensor_args,
     value,
 )
+from partc.graph.casts import is_cast, widens
 from partc.graph.graph_edits import run_fake
 from partc.graph.input_only import input_only
-from partc.passes.shard.microbatches import check_microbatches
+from partc.passes.shard.cast_weights import cast_weights
+from partc.passes.shard.microbatches import check_microbatches, in_pieces, until_last
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
-from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R, Sharding, U
 from partc.rules import Strategy, write_local_call
 from partc.rules.local_batch_norm import VARIANT, keeps_first
@@ -54,6 +58,7 @@ class _Partition:
 
     ``copies`` has per node of the whole graph its local nodes by sharding, the produced one first.
     ``gathered`` has the all-gathered copies of a parameter, per phase (FSDP) or per step (ZeRO-1).
+    ``casts`` are the casts of parameters, and views of these, that are made with those copies.
     """
 
     graph: Graph
@@ -61,7 +66,8 @@ class _Partition:
     choices: Choices
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, dict[Sharding, fx.Node]] = field(default_factory=dict)
-    gathered: dict[tuple[fx.Node, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
+    gathered: dict[tuple[Hashable, str], dict[Sharding, fx.Node]] = field(default_factory=dict)
+    casts: dict[fx.Node, fx.Node] = field(default_factory=dict)
     input_only: set[fx.Node] = field(
         default_factory=set
     )  # what exists for all microbatches at once
@@ -73,6 +79,7 @@ class _Partition:
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, planned in pins.items() if any(x.then for x in planned.values())}
         self.input_only = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
+        self.casts = cast_weights(self.graph, self.plan, self.choices, self.moved)
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
@@ -83,7 +90,8 @@ class _Partition:
             piece = self._reshard(batch, placed(node, self.plan), value(node))
             self.copies[node] = {value(piece).sharding: piece, Sharding(): batch}
         for node in self.graph.calls():
-            self._call(node)
+            if node not in self.casts:
+                self._call(node)
         outputs = self._finish(self.graph.outputs)
         self.out.output(outputs.as_dict())
         local = replace(self.graph, fx=self.out, mesh=mesh)
@@ -112,19 +120,23 @@ class _Partition:
         set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
 
-    def _localized(self, node: fx.Node, chosen: dict[str, Strategy]) -> fx.Node:
-        """Write one call with the strategies ``chosen`` by axis, its operands resharded."""
+    def _localized(
+        self, node: fx.Node, chosen: dict[str, Strategy], at: Value | None = None
+    ) -> fx.Node:
+        """Write one call with the strategies ``chosen`` by axis, its operands resharded; ``at``
+        says where and when it runs, if not where the whole graph has it.
+        """
+        known = at or value(node)
         operands = tensor_args(node)
         local_of: list[fx.Node] = []
         for i, operand in enumerate(operands):
             layouts = {axis: s.ins[i] for axis, s in chosen.items()}
             if len(results_of(operand)) == 1 and not isinstance(fake_of(operand), (tuple, list)):
                 want = Sharding.of(layouts, self.graph.mesh)
-                local_of.append(self._get(operand, want, value(node)))
+                local_of.append(self._get(operand, want, known))
             else:  # the tuple that a getitem reads
-                local_of.append(next(iter(self.copies[operand].values())))
+                local_of.append(next(iter(self._copies(operand, known).values())))
         new = write_local_call(self.out, node, local_of, chosen, self.graph.mesh)
-        known = value(node)
         own = any(s.variant == VARIANT for s in chosen.values())
         origin = Origin.LOCAL_STATISTICS if own else known.origin
         set_value(new, replace(known, name=known.name or node.name, origin=origin))
@@ -177,17 +189,34 @@ class _Partition:
     def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
         """The copies that a reader may use.
 
-        An all-gathered parameter exists for one phase (FSDP, ``gather = "use"``) or for the step.
+        An all-gathered parameter, or a cast of it, exists for one phase (FSDP, ``gather = "use"``)
+        or for the step.
         """
-        if value(node).kind != "param":
+        param = self.casts.get(node, node)
+        if value(param).kind != "param":
             return self.copies[node]
-        (stored, shard), *_ = self.copies[node].items()
+        (stored, shard), *_ = self.copies[param].items()
         lives = {self.plan.gather[a] for a, _ in stored.layouts if a in self.plan.gather}
-        scope = (node, reader.phase if "use" in lives else "step")
+        what = node if node not in self.casts or not is_cast(node) else (param, value(node).dtype)
+        scope = (what, reader.phase if "use" in lives else "step")
         if scope not in self.gathered:
-            used = placed(node, self.plan)
-            self.gathered[scope] = {used: self._reshard(shard, used, reader)}
+            used = placed(param, self.plan)
+            if node is param:
+                copies = {used: self._reshard(shard, used, reader)}
+            elif is_cast(node) and not widens(node):
+                copies = {used: self._reshard(shard, used, reader, value(node).dtype)}
+            else:
+                copies = {value(node).sharding: self._anew(node, reader)}
+            self.gathered[scope] = copies
         return self.gathered[scope]
+
+    def _anew(self, node: fx.Node, reader: Value) -> fx.Node:
+        """Write a view or cast of a gathered weight in the phase and module of its reader."""
+        at = replace(
+            value(node), module=reader.module, source=reader.source, calls=reader.calls,
+            phase=reader.phase, stage=reader.stage,
+        )  # fmt: skip
+        return self._localized(node, self.choices.get(node, {}), at)
 
     def _cost(self, have: Sharding, want: Sharding) -> float:
         costs = (
@@ -196,9 +225,16 @@ class _Partition:
         )
         return sum(float("inf") if c is None else c for c in costs)
 
-    def _reshard(self, node: fx.Node, want: Sharding, reader: Value) -> fx.Node:
+    def _reshard(
+        self, node: fx.Node, want: Sharding, reader: Value, dtype: torch.dtype | None = None
+    ) -> fx.Node:
+        """Write the collectives to the sharding ``want``; the first one casts to ``dtype``."""
         made_by = value(node)
-        for step in reshard_steps(made_by.sharding, want, self.graph.mesh):
+        steps = [*reshard_steps(made_by.sharding, want, self.graph.mesh)]
+        if dtype is not None:
+            made_by = replace(made_by, dtype=dtype)
+            steps[0] = replace(steps[0], kwargs={**steps[0].kwargs, "dtype": dtype})
+        for step in steps:
             node = self._step(node, step, made_by, reader)
         return node
 
@@ -241,7 +277,7 @@ class _Partition:
         if MICROBATCH_AXIS not in mesh.names:
             return self._final(node, want)
         have = value(node).sharding
-        before = (_until_last if when == "step" else _in_pieces)(have, want, mesh)
+        before = (until_last if when == "step" else in_pieces)(have, want, mesh)
         turn = self._get(node, before.with_(MICROBATCH_AXIS, U, mesh), value(node))
         whole = value(turn).sharding.with_(MICROBATCH_AXIS, R, mesh)
         kwargs = {"axis": MICROBATCH_AXIS, "num": mesh.size(MICROBATCH_AXIS)}
@@ -267,30 +303,6 @@ class _Partition:
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))
-
-
-SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
-
-
-def _until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
-    """The sharding in which a gradient accumulates if ranks reduce once, after the last microbatch.
-
-    If resharding to ``want`` takes other collectives than sums, each microbatch does those.
-    """
-    sums = have.with_(MICROBATCH_AXIS, R, mesh)
-    if all(step.target in SUMS for step in reshard_steps(sums, want, mesh)):
-        return have
-    waits = [axis for axis in mesh.names if have.on(axis) == U]
-    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
-
-
-def _in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
-    """The sharding in which a gradient accumulates if each microbatch reduce-scatters it (ZeRO-2).
-
-    Axes that store the gradient replicated still all-reduce after the last microbatch only.
-    """
-    waits = [axis for axis in mesh.names if have.on(axis) == U and want.on(axis) == R]
-    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
 
 
 def _drop_unused(graph: fx.Graph) -> None:

@@ -18,7 +18,9 @@ from partc.errors import PlanError
 from partc.graph import Graph, collectives, op_word, picked, shape_of, update, value
 from partc.graph.graph_edits import call_before
 from partc.passes.canonical.open_means import NLL
-from partc.plan.mesh import MICROBATCH_AXIS
+from partc.passes.shard.reshard import reshard_steps
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.plan.sharding import R, Sharding, U
 
 aten = torch.ops.aten
 
@@ -67,3 +69,27 @@ def _count(call: fx.Node, known: fx.Node) -> fx.Node:
         each = call_before(call, aten.mul.Tensor, chosen, valid)
     dims = list(range(len(shape_of(each))))
     return call_before(call, aten.sum.dim_IntList, each, dims)
+
+
+_SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
+
+
+def until_last(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
+    """The sharding in which a gradient accumulates if ranks reduce once, after the last microbatch.
+
+    If resharding to ``want`` takes other collectives than sums, each microbatch does those.
+    """
+    sums = have.with_(MICROBATCH_AXIS, R, mesh)
+    if all(step.target in _SUMS for step in reshard_steps(sums, want, mesh)):
+        return have
+    waits = [axis for axis in mesh.names if have.on(axis) == U]
+    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)
+
+
+def in_pieces(have: Sharding, want: Sharding, mesh: Mesh) -> Sharding:
+    """The sharding in which a gradient accumulates if each microbatch reduce-scatters it (ZeRO-2).
+
+    Axes that store the gradient replicated still all-reduce after the last microbatch only.
+    """
+    waits = [axis for axis in mesh.names if have.on(axis) == U and want.on(axis) == R]
+    return Sharding.of({**dict(want.layouts), **dict.fromkeys(waits, U)}, mesh)

@@ -13,7 +13,8 @@ from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, Outputs, is_weight, results_of, value
+from partc.graph import Graph, Outputs, first_operand, is_weight, results_of, value
+from partc.graph.casts import is_cast, widens
 from partc.passes.shard.reshard import transition_cost
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
@@ -54,6 +55,7 @@ class Prices:
         self.input_axis = any(self.axis in cuts for cuts in self.plan.inputs.values())
         self.scatter = self.plan.scatter.get(self.axis)
         self.final = _final_layouts(self.graph, self.plan, self.axis)
+        self.one_grad = for_one_grad(self.graph)
 
     def price(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float | None:
         """The price of a strategy in bytes; None if the call cannot have it."""
@@ -164,8 +166,18 @@ class Prices:
             # Breaks ties: a partial sum of partial sums stays unfinished, any other is finished at
             # once.
             tilt = 0.999 if all(i.kind == "U" for i in strategy.ins) else 1.001
-            cost += ratio * tilt * self._bytes(node) if layout.kind in "UM" or final else 0.0
+            sized = self._narrowest(node) if layout.kind == "U" else node
+            cost += ratio * tilt * self._bytes(sized) if layout.kind in "UM" or final else 0.0
         return cost
+
+    def _narrowest(self, node: fx.Node) -> fx.Node:
+        """The value whose bytes price an unfinished sum: of a gradient that is cast upwards, the
+        one before the cast, so that ranks do not add in bf16 what is cast to f32 in order to be
+        added.
+        """
+        if node in self.one_grad and is_cast(node) and widens(node):
+            return first_operand(node)
+        return node
 
     def local(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> float:
         """The price of the bytes that each rank reads and writes, in network bytes."""
@@ -218,6 +230,17 @@ class Prices:
             )
             for i, fake in enumerate(results_of(node))
         )
+
+
+def for_one_grad(graph: Graph) -> set[fx.Node]:
+    """The calls whose results only one parameter's gradient depends on."""
+    grads, found = set(graph.grads.values()), set[fx.Node]()
+    for node in reversed(list(graph.calls())):
+        reader = next(iter(node.users), None)
+        ends = node in grads and reader is graph.fx.output_node()
+        if len(node.users) == 1 and (ends or reader in found):
+            found.add(node)
+    return found
 
 
 def _divides(

@@ -130,7 +130,7 @@ class AxisWalk:
         """
         try:
             # Weight gradients alone come last: they may read copies that other calls have gathered.
-            self._walk(_for_one_grad(self.graph))
+            self._walk(self.prices.one_grad)
             self._walk(set())
         except OwnOrderFailsError:
             self._forget()
@@ -272,17 +272,6 @@ class AxisWalk:
             self.made[o][0].kind == "cut" and want not in self.made[o]
             for o, want in zip(tensor_args(node), best.ins, strict=True)
         )
-
-
-def _for_one_grad(graph: Graph) -> set[fx.Node]:
-    """The calls whose results only one parameter's gradient depends on."""
-    grads, found = set(graph.grads.values()), set[fx.Node]()
-    for node in reversed(list(graph.calls())):
-        reader = next(iter(node.users), None)
-        ends = node in grads and reader is graph.fx.output_node()
-        if len(node.users) == 1 and (ends or reader in found):
-            found.add(node)
-    return found
 
 
 def whole_strategy(node: fx.Node) -> Strategy:

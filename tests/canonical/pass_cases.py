@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from partc.graph import Graph
 from partc.passes.canonical.cancel_transposes import cancel_transposes
+from partc.passes.canonical.cast_first import cast_first
 from partc.passes.canonical.drop_noops import drop_noops
 from partc.passes.canonical.fold_linear import fold_linear
 from partc.passes.canonical.fold_masks import fold_masks
@@ -40,6 +41,29 @@ forward (loss)
   twice = mul.Tensor(flat, 2) : f64[24]
 outputs
   result y = twice
+""",
+    ),
+    "cast_first": (
+        cast_first,
+        """\
+graph M
+param w : f32[6,4]
+param v : f32[8,4]
+input x : bf16[3,4]
+forward (loss)
+  a = split.Tensor(w, 3) : (f32[3,4], f32[3,4])
+  b = a[0] : f32[3,4]
+  c = a[1] : f32[3,4]
+  d = t(b) : f32[4,3]
+  e = _to_copy(d, dtype=bf16) : bf16[4,3]
+  f = _to_copy(c, dtype=bf16) : bf16[3,4]
+  g = mm(x, e) : bf16[3,3]
+  h = mm(g, f) : bf16[3,4]
+  part = slice.Tensor(v, 0, 0, 3) : f32[3,4]
+  stays = _to_copy(part, dtype=bf16) : bf16[3,4]
+  sum = add.Tensor(h, stays) : bf16[3,4]
+outputs
+  result y = sum
 """,
     ),
     "cancel_transposes": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from partc.cli.main import main
 from partc.cost.roofline import BLOCKS, WAIT
 from partc.errors import UsageError
 from partc.measure.bench import bench
+from partc.measure.timed_calls import TransferTimes
 from partc.measure.timed_step import time_step
 from tests.patience import patience
 
@@ -190,3 +192,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="torchrun --nproc-per-node"):
         bench(folder, device="cuda")
     assert main(["bench", folder, "--steps", "1"]) == 2
+
+
+def test_a_transfer_holds_its_tensors_until_computing_has_waited() -> None:
+    """On a GPU the clock's stream waits first, at which torch lets go of what is sent."""
+
+    class Noted:
+        """A tensor, as far as memory is concerned."""
+
+    work: Any = ToldWork(ToldClock(), 0.0, None)
+    times, sent = TransferTimes(ToldClock(), {"7": "dp"}), Noted()  # type: ignore[arg-type]
+    start = times._timed("isend", lambda x, group: work)
+    handle, alive = start(sent, group=Group()), weakref.ref(sent)
+    del sent
+    assert alive() is not None
+    handle.wait()
+    assert alive() is None

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from partc.errors import LoadError, RunError
+import partc
+from partc.errors import LoadError, RunError, TraceError
 from partc.plan.mesh import Mesh
 from partc.program.runtime import Stage
 from partc.program.tensorfile import write_tensors
@@ -302,5 +303,23 @@ def test_one_rank_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         stage, model = stage_on(1, 1), example_model()
         close(stage.step(*example_batch()), eager_step(model))
+        refuses_other_dtypes(stage)
     finally:
         dist.destroy_process_group()
+
+
+def refuses_other_dtypes(stage: Stage) -> None:
+    """Autocast, or another default dtype, would change what the program's text means."""
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RunError, match="inside of torch"),
+    ):
+        stage.step(*example_batch())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RunError, match="default dtype is torch"):
+            stage.step(*example_batch())
+        with pytest.raises(TraceError, match="default dtype is torch"):
+            partc.compile(example_model(), "dp=2", example_batch(), loss=example_loss)
+    finally:
+        torch.set_default_dtype(torch.float32)

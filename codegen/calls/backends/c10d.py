@@ -15,6 +15,7 @@ from partc.graph import collectives
 from partc.graph.moves import Move, gathers_param, kind_of
 from partc.passes.shard.propagate import is_zero
 from partc.plan.mesh import MICROBATCH_AXIS
+from partc.quoting import literal
 
 WEIGHTS_AND_GRADS = {
     "all_gather": "gather_weights",
@@ -68,6 +69,20 @@ def transfer(node: fx.Node, tensors: str, each: Sequence[Move], helpers: Helpers
     if name == "scatter_grads" and (cuts := cuts_of(each)):
         name, operands = "scatter_cut_grads", [*operands, *cuts]
     return f"{helpers.use(name)}({', '.join(operands)})"
+
+
+def shards(names: Sequence[str], gather: fx.Node, helpers: Helpers, every: str = "") -> str:
+    """The list of weights that a gather sends, in the dtype in which it sends them:
+    ``[self.q, self.k]``, ``cast([self.q, self.k], torch.bfloat16)``.
+
+    ``every`` is the text that gives the same weights, where there is a shorter one.
+    """
+    dtype, listed = gather.kwargs.get("dtype"), f"*{every}" if every else ", ".join(names)
+    if dtype is None:
+        return f"[{listed}]"
+    if len(names) == 1:
+        return f"[{names[0]}.to({literal(dtype)})]"
+    return f"{helpers.use('cast')}([{listed}], {literal(dtype)})"
 
 
 def taken(gathered: str, each: Sequence[Move], helpers: Helpers) -> str:

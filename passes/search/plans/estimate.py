@@ -285,7 +285,8 @@ class Estimator:
     def _gather_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         weights = self.profile.weights[unit]
         axis, ranks = self._shard_axis(mesh)
-        return collective_seconds("all_gather", weights.size.local(1, one.tp) / ranks, mesh, axis)
+        num_bytes = weights.gathered.local(1, one.tp) / ranks
+        return collective_seconds("all_gather", num_bytes, mesh, axis)
 
     def _reduce_s(self, one: Candidate, mesh: Mesh, unit: int) -> float:
         """Seconds to reduce the gradients of a unit over the data axis."""
@@ -350,7 +351,9 @@ class Estimator:
         """
         pieces, sharded = one.data_ranks * one.microbatches, self._sharded(one)
         gathers = one.data == "fsdp" and sharded > 1
-        sizes = [self.profile.weights[u].size.local(1, one.tp) for u in units]
+        weights = [self.profile.weights[u] for u in units]
+        sizes = [each.size.local(1, one.tp) for each in weights]
+        gathered = [each.gathered.local(1, one.tp) for each in weights]
         grads = [size / (sharded if one.data == "fsdp" else 1) for size in sizes]
         kept = [self.profile.saved[u].local(pieces, one.tp) for u in units]
         accumulates = one.microbatches * one.pp > 1
@@ -360,15 +363,17 @@ class Estimator:
             yield {
                 "gradients": sum(grads if accumulates else grads[at:]),
                 "activations": others * sum(kept) + sum(kept[: at + 1]),
-                "working": working.local(pieces, one.tp) + (_around(sizes, at) if gathers else 0.0),
+                "working": working.local(pieces, one.tp)
+                + (_around(sizes, gathered, at) if gathers else 0.0),
             }
 
 
-def _around(sizes: Sequence[float], at: int) -> float:
+def _around(sizes: Sequence[float], gathered: Sequence[float], at: int) -> float:
     """Bytes of unsharded tensors under FSDP while the backward of unit ``at`` runs: weights of the
     unit and the next one (being gathered), gradients of the unit and the last two (being reduced).
     """
-    return 2 * sizes[at] + sum(sizes[max(0, at - 1) : at]) + sum(sizes[at + 1 : at + 3])
+    held = gathered[at] + sum(gathered[max(0, at - 1) : at])
+    return held + sizes[at] + sum(sizes[at + 1 : at + 3])
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from partc.cost.roofline import work_of
 from partc.cost.storage import replay
 from partc.graph import Graph, Value, collectives, fake_of, picked, tensor_args, value
 from partc.graph.blocks import blocks_of
+from partc.graph.casts import is_cast
 from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
 from partc.passes.runner import State, Table, run
@@ -296,7 +297,9 @@ class _Reader:
             nodes = found.get(number, [])
             size = sum((self._size(n) for n in nodes), Sizes())
             dtypes = [DTYPE_NAMES[fake_of(n).dtype] for n in nodes] or ["f32"]
-            yield Weights(size, len(nodes), max(dict.fromkeys(dtypes), key=dtypes.count))
+            gathered = sum((self._size(n).times(_gathered_share(n)) for n in nodes), Sizes())
+            commonest = max(dict.fromkeys(dtypes), key=dtypes.count)
+            yield Weights(size, len(nodes), commonest, gathered)
 
     # memory ----------------------------------------------------------------------------------
     def _saved(self, curve: MemoryCurve, by_name: Mapping[str, fx.Node]) -> Iterator[Sizes]:
@@ -349,6 +352,17 @@ class _Reader:
             if any(self._unit(u) > unit for u in readers) and isinstance(fake_of(node), Tensor):
                 found[unit] += self._size(node)
         yield from found
+
+
+def _gathered_share(param: fx.Node) -> float:
+    """The bytes of a parameter as it is gathered, as a share of those that are stored: 0.5 for a
+    float32 parameter that the step reads as bf16 alone.
+    """
+    readers = [user for user in param.users if user.op == "call_function"]
+    if not readers or not all(map(is_cast, readers)):
+        return 1.0
+    sizes = [fake_of(reader).element_size() for reader in readers]
+    return min(1.0, float(max(sizes) / fake_of(param).element_size()))
 
 
 def _makes_weight_grad(node: fx.Node) -> bool:

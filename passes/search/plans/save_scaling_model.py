@@ -112,13 +112,24 @@ def _unit_text(found: ScalingModel, number: int, calls: Iterable[int]) -> str:
     weights = found.weights[number]
     lines = [
         _words(calls),
-        f"{_size_text(weights.size)} {weights.count} {weights.largest_dtype}",
+        _weights_text(weights),
         _size_text(found.saved[number]),
         _size_text(found.boundary[number]),
         _size_text(found.beside[number]),
     ]
     moves = (move for move in found.transfers if move.unit == number)
     return "\n".join([*lines, *map(_move_text, moves)])
+
+
+def _weights_text(weights: Weights) -> str:
+    """Bytes, number, dtype; the bytes that are gathered where these are others."""
+    text = f"{_size_text(weights.size)} {weights.count} {weights.largest_dtype}"
+    return text if weights.gathered == weights.size else f"{text} {_size_text(weights.gathered)}"
+
+
+def _weights(words: list[str]) -> Weights:
+    size = _size(words[:4])
+    return Weights(size, int(words[4]), words[5], _size(words[6:]) if words[6:] else size)
 
 
 def _move_text(move: Transfer) -> str:
@@ -145,7 +156,7 @@ def _profile_of_json(data: Mapping[str, Any]) -> ScalingModel:
         chain=tuple(map(int, data["chain"].split())),
         calls=_calls(data["calls"], [kind[0] for kind in kinds]),
         transfers=tuple(_transfers(kinds)),
-        weights=tuple(Weights(_size(w[:4]), int(w[4]), w[5]) for w in weights),
+        weights=tuple(map(_weights, weights)),
         saved=tuple(_size(kind[2].split()) for kind in kinds),
         boundary=tuple(_size(kind[3].split()) for kind in kinds),
         beside=tuple(_size(kind[4].split()) for kind in kinds),

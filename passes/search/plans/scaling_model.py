@@ -36,6 +36,11 @@ class Sizes:
         none, tensor, data, both = self.by_cut
         return none + tensor / tp + data / dp + both / (dp * tp)
 
+    def times(self, share: float) -> Sizes:
+        """A share of the bytes."""
+        none, tensor, data, both = (share * part for part in self.by_cut)
+        return Sizes((none, tensor, data, both))
+
     def __add__(self, other: Sizes) -> Sizes:
         a, b = self.by_cut, other.by_cut
         return Sizes((a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]))
@@ -58,11 +63,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one unit: their bytes, their number ``count``, and the commonest dtype."""
+    """The parameters of one unit: their bytes, their number ``count``, and the commonest dtype.
+
+    ``gathered`` are the bytes in the dtype in which FSDP gathers them: that of a cast where the
+    forward reads nothing else.
+    """
 
     size: Sizes
     count: int
     largest_dtype: str
+    gathered: Sizes
 
 
 @dataclass(frozen=True, eq=False)
