@@ -131,9 +131,9 @@ def scatter_grads(
     """Start to sum gradients in one transfer, keep this rank's pieces; ``grads`` is left empty."""
     shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
     sizes = [x.numel() // num for x in grads.values()]
-    sent = [x.reshape(num, -1) for x in grads.values()]
+    pieces = [x.reshape(num, -1) for x in grads.values()]
     grads.clear()
-    sent = torch.cat(sent, 1) if len(sent) > 1 else sent[0]
+    sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     total = torch.empty_like(sent[0])
     parts = zip(shapes.items(), total.split(sizes), strict=True)
     mine = {p: part.view(shape) for (p, shape), part in parts}

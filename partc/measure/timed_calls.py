@@ -224,7 +224,7 @@ def replaced_calls(replace: Callable[[str, Function], Function]) -> Iterator[Non
     new = {name: replace(name, as_programs_do(name)) for name in CALLS}
     for name in names:
         setattr(dist, name, replaced(name))
-    dist.get_backend_config = get_backend_config  # type: ignore[assignment]
+    dist.get_backend_config = get_backend_config
     try:
         yield
     finally:

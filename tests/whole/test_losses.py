@@ -81,12 +81,14 @@ class Residual(nn.Module):
         self.up, self.down = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        y: Tensor = x + self.down(torch.relu(self.up(x)))
+        return y
 
 
 def penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     penalty = torch.stack([p.square().sum() for p in model.parameters() if p.ndim > 1]).sum()
-    return F.mse_loss(model(x), y) + 1e-3 * penalty
+    loss: Tensor = F.mse_loss(model(x), y) + 1e-3 * penalty
+    return loss
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,9 @@ def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
     """Start to sum gradients in one transfer, keep this rank's pieces; `grads` is left empty."""
     shapes = {p: (x.shape[0] // num, *x.shape[1:]) for p, x in grads.items()}
     sizes = [x.numel() // num for x in grads.values()]
-    sent = [x.reshape(num, -1) for x in grads.values()]
+    pieces = [x.reshape(num, -1) for x in grads.values()]
     grads.clear()
-    sent = torch.cat(sent, 1) if len(sent) > 1 else sent[0]
+    sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
     # gloo's reduce_scatter sends twice as much: the pieces of all ranks arrive, else their sum
     mine = torch.empty_like(sent if gloo else sent[0])
