@@ -73,6 +73,7 @@ class Value:
     origin: Origin = Origin.MODEL
     turn: int | None = None  # the overlap piece of its block that this call belongs to
     from_forward: bool = False  # in the backward, but computed from forward values; no gradient
+    site: str = ""  # of a random draw: what decides its numbers (`draws.py`)
 
     @property
     def remark(self) -> str:
@@ -88,7 +89,8 @@ class Graph:
     ``constants`` has the values of buffers that are known at compile time, ``classes`` the name of
     each module's class by path. ``folds`` are blocks that the graph leaves out, since they equal a
     block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
-    on, so that they have no gradient.
+    on, so that they have no gradient. ``sites``: of a draw that was made between two blocks and
+    named after one of them, the name under which the model draws.
     """
 
     fx: FxGraph
@@ -102,6 +104,7 @@ class Graph:
         None  # the stages that stand for a pipeline's, where not all are here
     )
     untrained: tuple[str, ...] = ()
+    sites: dict[str, str] = field(default_factory=dict)
     early: EarlyReduction | None = (
         None  # of a stage's sums over ranks, which begin in its last backward
     )
@@ -218,19 +221,6 @@ def set_fake(node: fx.Node, fake: Any) -> None:
     # A known shape stays: in a local graph the Value has the whole shape, the fake the local one.
     if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
-
-
-def draw_of(node: fx.Node) -> str:
-    """The name of the random generator's state that a traced random op drew from.
-
-    Ops with the same name draw the same numbers; "" for ops that draw none.
-    """
-    drawn: str = node.meta.get("draw", "")
-    return drawn
-
-
-def set_draw(node: fx.Node, state: str) -> None:
-    node.meta["draw"] = state
 
 
 def is_tensor(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
+from partc.graph.draws import Draw
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
@@ -74,6 +75,7 @@ class Program:
         inputs: shape of the global batch and dtype, by the input's name.
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
+        draws: every random draw by its site: the whole value's shape, and how it is cut.
     """
 
     plan: str
@@ -87,6 +89,7 @@ class Program:
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
+    draws: Mapping[str, Draw] = field(default_factory=dict)
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -177,6 +180,7 @@ class Program:
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
+            draws=self.draws,
             files=digests,
         )
 
@@ -225,6 +229,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
         inputs=manifest.inputs,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
+        draws=manifest.draws,
     )
 
 

@@ -1,12 +1,11 @@
 """Run a training step once on fake tensors and record every ATen op with its origin.
 
 In: a module, a loss and inputs. Out: a raw ``torch.fx`` graph, in-place ops and views among its
-nodes, each annotated with module path, source line, phase and, if it is random, which draw it is.
+nodes, each annotated with module path, source line, phase and, if it is random, its site.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,10 +20,12 @@ from torch.backends import mkldnn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.graph.draws import takes_numbers
 from partc.graph.fake_calls import quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks
+from partc.trace.draw_sites import Sites
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.source_lines import calls_here, source_here
 
@@ -101,7 +102,8 @@ def record(
     params = [as_fake(p, mode) for p in names.params.values()]
     buffers = [as_fake(b, mode) for b in names.buffers.values()]
     fakes = [as_fake(i, mode) for i in inputs]
-    origins: Any = _Origins()  # type: ignore[no-untyped-call]
+    sites = Sites()
+    origins: Any = _Origins(sites)
 
     def step(params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> Any:
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
@@ -114,8 +116,8 @@ def record(
 
     unprinted = _use_lazy_graph_module(True)  # nobody runs the raw graph as Python text
     with (
-        untouched(model), module_scopes(model), quiet_generator(), quiet_log(), unprinted,
-        converted_to_themselves(), _portable_kernels(), mode,
+        untouched(model), module_scopes(model), sites.inside(model), quiet_log(), unprinted,
+        converted_to_themselves(), portable_kernels(), mode,
     ):  # fmt: skip
         make = make_fx(step, _allow_non_fake_inputs=True)  # with "fake" it would copy every fake
         recording.module = make(params, buffers, fakes)
@@ -123,7 +125,7 @@ def record(
 
 
 @contextmanager
-def _portable_kernels() -> Iterator[None]:
+def portable_kernels() -> Iterator[None]:
     """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel."""
     enabled: Any = mkldnn.enabled
     mkldnn.enabled = False  # type: ignore[assignment]
@@ -212,12 +214,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Origins(TorchDispatchMode):
-    """Annotates each op with the user's source line and each random op with the generator's state.
+    """Annotates each op with the user's source line, and each random op with its site."""
 
-    Equal states mean equal random numbers: ``torch.utils.checkpoint`` resets the generator before
-    the recomputation. A run on fakes draws nothing, so each random op here draws once by itself to
-    move the generator on.
-    """
+    def __init__(self, sites: Sites) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sites = sites
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -228,11 +229,8 @@ class _Origins(TorchDispatchMode):
             with suppress(UnknownNumberError):
                 return known_number(func, args)
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            with _disable_current_modes():
-                state = torch.default_generator.get_state().numpy().tobytes()
-                torch.rand(())
-            origin["draw"] = hashlib.sha256(state).hexdigest()
+        if takes_numbers(func, args, kwargs or {}):
+            origin["site"] = self.sites.of(func, kwargs or {})
         with provenance.annotate(origin):
             return func(*args, **(kwargs or {}))
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import UsageError
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.trace.capture import named_results
 from partc.trace.fingerprint import named_tensors
 from partc.verification.precision import convert, converted, raised_model
+from partc.verification.same_draws import SameDraws
 
 Loss = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
@@ -66,14 +68,24 @@ class Reference:
 class Pieces:
     """How the batch is cut for a model with batch statistics of single pieces (batch norm).
 
-    Into ``microbatches``, and each microbatch into one piece per data-parallel rank.
+    Into ``microbatches``, and each microbatch into one piece per data-parallel rank. ``axes`` are
+    the mesh axes of these ranks with their sizes, the outermost first.
     """
 
     ranks: int = 1
     microbatches: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def place(self, number: int) -> dict[str, int]:
+        """The coordinates of a piece on the axes that cut the batch."""
+        found = {MICROBATCH_AXIS: number // self.ranks}
+        rank = number % self.ranks
+        for axis, size in reversed(self.axes):
+            rank, found[axis] = divmod(rank, size)
+        return found
 
 
-WHOLE = Pieces()
+WHOLE, NO_DRAWS = Pieces(), SameDraws()
 
 
 def is_noise(size: float, most: float, dtype: torch.dtype) -> bool:
@@ -102,12 +114,14 @@ def eager(
     dtype: torch.dtype | None = torch.float64,
     train: bool = True,
     pieces: Pieces = WHOLE,
+    draws: SameDraws = NO_DRAWS,
 ) -> Reference:
     """Run a step of a copy of the model, in ``dtype`` or, for None, in its own precision.
 
     With several ``pieces`` the loss is the mean over the pieces, and buffers are updated by the
     first rank's pieces only, as a model with batch norm does with microbatches and under DDP.
-    UsageError if the model has no values, or if the step draws random numbers.
+    Random numbers are those of ``draws``. UsageError if the model has no values, or draws where the
+    program does not.
     """
     _check_values(model)
     mine = copy.deepcopy(model)
@@ -116,11 +130,9 @@ def eager(
     if dtype is not None:
         mine, batch = convert(mine, dtype), tuple(converted(x, dtype) for x in inputs)
     weights = {name: tensor.detach().clone() for name, tensor in named_tensors(mine).items()}
-    before = torch.get_rng_state()
     with raised_model(model) if dtype == torch.float64 else nullcontext():
-        outcome = _trained(mine, batch, loss, pieces) if train else {}
-        outcome = outcome or _results(mine, batch, loss)
-    _check_random(before, model)
+        outcome = _trained(mine, batch, loss, pieces, draws) if train else {}
+        outcome = outcome or _results(mine, batch, loss, draws)
     params = dict(mine.named_parameters())
     return Reference(
         weights=weights,
@@ -133,15 +145,16 @@ def eager(
 
 
 def _trained(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces, draws: SameDraws
 ) -> dict[str, Tensor]:
     """Run forward and backward of all pieces; return the mean loss."""
     num, losses = pieces.ranks * pieces.microbatches, []
     for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
         others = i % pieces.ranks > 0
         before = {n: b.clone() for n, b in model.named_buffers()} if others else {}
-        each = _objective(model, piece, loss)["loss"] / num
-        each.backward()
+        with draws.inside(model, pieces.place(i) if num > 1 else None):
+            each = _objective(model, piece, loss)["loss"] / num
+            each.backward()
         losses.append(each.detach())
         for name, buffer in before.items():
             model.get_buffer(name).data.copy_(buffer)
@@ -156,8 +169,11 @@ def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) ->
 
 
 @torch.no_grad()
-def _results(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
-    return named_results(model(*inputs) if loss is None else loss(model, *inputs))
+def _results(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, draws: SameDraws
+) -> dict[str, Tensor]:
+    with draws.inside(model):
+        return named_results(model(*inputs) if loss is None else loss(model, *inputs))
 
 
 def _check_values(model: nn.Module) -> None:
@@ -170,13 +186,3 @@ def _check_values(model: nn.Module) -> None:
             do="Give the model with weights; random ones will do.",
         )
 
-
-def _check_random(before: Tensor, model: nn.Module) -> None:
-    """UsageError if the step drew random numbers, as then no result is the right one."""
-    if not torch.equal(before, torch.get_rng_state()):
-        raise UsageError(
-            where=type(model).__name__,
-            what="its step draws random numbers, so there is nothing to compare with",
-            why="pieces of a dropout mask differ from the single device's mask",
-            do="Set its dropout to 0, or call model.eval(), and compile and verify that.",
-        )

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, is_call, ops, shape_of, value
+from partc.graph.draws import set_site, site_of
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -20,10 +21,11 @@ def fold_dropout(graph: Graph) -> None:
     """``bernoulli(empty_like(x), 1 - p) / (1 - p)`` becomes ``dropout_mask(x, p)``."""
     for node in list(graph.calls()):
         if is_call(node, aten.bernoulli.p):
-            users = sorted(node.users)  # several where a replayed draw was merged with this one
+            users = sorted(node.users)  # several where a repeated draw was merged with this one
             if users and all(_undoes_share(user, node) for user in users):
                 kept: Any = node.args[1]
                 mask = call_before(users[0], ops.dropout_mask, _shape_source(node), 1 - kept)
+                set_site(mask, site_of(node))
                 for user in users:
                     replace_by(user, mask)
     drop_dead(graph)

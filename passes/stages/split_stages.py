@@ -33,6 +33,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.ancestors import ancestors
+from partc.graph.draws import site_of
 from partc.graph.folds import list_member
 from partc.graph.input_only import input_only
 from partc.passes.canonical.dedupe_layers import Unfolded
@@ -54,7 +55,7 @@ def split_stages(local: Graph, plan: Plan, *, split_backward: bool = False) -> l
     free = input_only(local)
     once = _made_once(local)
     phases = _phases(local, plan, free, once)
-    everywhere = free | {n for n in local.calls() if is_weight(n)}
+    everywhere = input_only(local, draws=True) | {n for n in local.calls() if is_weight(n)}
     everywhere |= {n for n in once if not _of_weights(n)}
     ahead, back = _crossings(local, phases, everywhere)
     graphs = [
@@ -317,7 +318,8 @@ def _once(graph: Graph) -> Graph:
     known: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if value(node).phase == "S" and node.target not in collectives.COLLECTIVES:
-            key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+            given = repr(node.args), repr(sorted(node.kwargs.items()))
+            key = (node.target, *given, site_of(node))
             first = known.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
