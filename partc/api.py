@@ -347,7 +347,7 @@ def program_of(state: State) -> Program:
         constants=graph.constants,
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         schedule=write_csv(order) if order else "",
-        draws=drawn_by(state.stages or [state.graph]),
+        draws=drawn_by(state.stages or [state.graph], graph),
     )
 
 

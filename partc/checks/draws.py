@@ -9,7 +9,8 @@ from torch import fx
 from partc.checks.calls import wrong
 from partc.errors import CheckError
 from partc.graph import Graph, typed
-from partc.graph.draws import Draw, drawn_in, site_of
+from partc.graph.draws import UNREAD, Draw, drawn_in, site_of
+from partc.graph.folds import spread
 
 
 def check_draw(node: fx.Node, drawn: dict[str, fx.Node]) -> None:
@@ -26,8 +27,11 @@ def check_draw(node: fx.Node, drawn: dict[str, fx.Node]) -> None:
         raise wrong(node, why, "Draw once, or cut both in the same way.")
 
 
-def drawn_by(graphs: Iterable[Graph]) -> dict[str, Draw]:
-    """What the stages of a program draw by site; CheckError if two stages cut one draw in two ways."""
+def drawn_by(graphs: Iterable[Graph], joint: Graph) -> dict[str, Draw]:
+    """What the stages of a program draw by site, and what the model draws for nobody.
+
+    CheckError if two stages cut one draw in two ways. ``joint`` is the graph as it was traced.
+    """
     found: dict[str, Draw] = {}
     for graph in graphs:
         for site, draw in drawn_in(graph).items():
@@ -38,4 +42,7 @@ def drawn_by(graphs: Iterable[Graph]) -> dict[str, Draw]:
                     why="the two would have other numbers",
                     do="This is a fault in partc or in a pass of yours; report it with the plan.",
                 )
+    left_out = joint.kept.left_out if joint.kept else joint.folds
+    for site in spread(joint.sites, left_out):
+        found.setdefault(site, Draw(joint.sites.get(site, site), kind=UNREAD))
     return dict(sorted(found.items()))

@@ -89,8 +89,9 @@ class Graph:
     ``constants`` has the values of buffers that are known at compile time, ``classes`` the name of
     each module's class by path. ``folds`` are blocks that the graph leaves out, since they equal a
     block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
-    on, so that they have no gradient. ``sites``: of a draw that was made between two blocks and
-    named after one of them, the name under which the model draws.
+    on, so that they have no gradient. ``sites`` has the site of every random draw that was
+    traced, with the name under which the model draws: another one, where the draw was made between
+    two blocks and named after one of them.
     """
 
     fx: FxGraph

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,13 +41,26 @@ def takes_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     Attention whose ``dropout_p`` is 0 does not, nor a dropout that is not told to train.
     """
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return target in ops.DRAWS
+    if not _is_random(target):
+        return False
+    if target in ops.DRAWS:
+        return True
     given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
     for argument in target._schema.arguments:
         if argument.name in ("dropout_p", "train", "training"):
             return bool(given.get(argument.name, argument.default_value))
     return True
+
+
+@cache
+def _is_random(target: Any) -> bool:
+    """Whether an op may draw; torch's tag is missing on some, as on ``random_`` and ``binomial``."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target in ops.DRAWS
+    types = [str(argument.type) for argument in target._schema.arguments]
+    known = target.namespace == "aten" and word_of(target) in DRAWABLE
+    tagged = torch.Tag.nondeterministic_seeded in target.tags
+    return tagged or known or any("Generator" in each for each in types)
 
 
 def draws_numbers(node: fx.Node) -> bool:
@@ -89,19 +103,23 @@ def site_in(node: fx.Node, block: str) -> str:
     return f"*{site.removeprefix(block)}" if inside else site
 
 
+SORTED, UNREAD = "sorted", "unread"
+
+
 @dataclass(frozen=True)
 class Draw:
     """What a program draws at one site: the whole value's shape, and the cuts that make pieces.
 
     ``name``: the site as the model's own run counts it, which differs where the draw was given to a
-    block. ``cuts``: (axis, dim, outer, pieces) in the order in which they cut the whole.
-    ``ordered``: whether piece i has the rows of place i; false for rows that each rank has sorted.
+    block. ``cuts``: (axis, dim, outer, pieces) in the order in which they cut the whole. ``kind``:
+    SORTED where each rank has sorted its rows by itself, so that piece i is not that of place i;
+    UNREAD where the model draws, and the program need not.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = ()
     cuts: tuple[tuple[str, int, int, int], ...] = ()
-    ordered: bool = True
+    kind: str = ""
 
     @classmethod
     def of(cls, graph: Graph, node: fx.Node) -> Draw:
@@ -110,8 +128,8 @@ class Draw:
             (axis, layout.dim, known.sharding.local_outer(axis, mesh), mesh.size(axis))
             for axis, layout in known.sharding.cuts()
         )
-        ordered = not any(layout.permuted for _, layout in known.sharding.cuts())
-        return cls(graph.sites.get(known.site, known.site), tuple(known.shape), cuts, ordered)
+        kind = SORTED if any(layout.permuted for _, layout in known.sharding.cuts()) else ""
+        return cls(known.site, tuple(known.shape), cuts, kind)
 
 
 def drawn_in(graph: Graph) -> dict[str, Draw]:

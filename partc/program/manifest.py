@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from partc.errors import LoadError, PartcError
-from partc.graph.draws import Draw
+from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
@@ -59,7 +59,7 @@ class Manifest:
             "cost": dict(self.cost),
             "basis": self.basis.as_json(),
             "draws": {
-                site: [draw.name, list(draw.shape), list(map(list, draw.cuts)), draw.ordered]
+                site: [draw.name, list(draw.shape), list(map(list, draw.cuts)), draw.kind]
                 for site, draw in self.draws.items()
             },
             "files": dict(sorted(self.files.items())),
@@ -198,11 +198,11 @@ def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
     return TensorSpec(kind, _sizes(shape), _text(dtype))
 
 
-def _draw(name: Any, shape: Any, cuts: Any, ordered: Any) -> Draw:
-    _need(isinstance(ordered, bool), f"{ordered!r} is neither true nor false")
+def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:
+    _need(kind in ("", SORTED, UNREAD), f"{kind!r} is no kind of draw")
     each = ((_text(axis), *_sizes(sizes)) for axis, *sizes in cuts)
     return Draw(
-        _text(name), _sizes(shape), tuple((a, d, o, n) for a, d, o, n in each), ordered
+        _text(name), _sizes(shape), tuple((a, d, o, n) for a, d, o, n in each), kind
     )
 
 

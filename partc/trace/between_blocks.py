@@ -51,22 +51,21 @@ def adopt_between(forward: Calls) -> None:
 def name_adopted(graph: Graph) -> None:
     """Name each draw that a block was given after the block: ``dropout#3`` --> ``h.3.dropout``.
 
-    Blocks are then equal but for the path in front. ``graph.sites`` has the name before.
+    Blocks are then equal but for the path in front. ``graph.sites`` gets the site of every draw,
+    with its name before.
     """
     draws = draws_of(graph)
-    taken = {value(node).site for node in draws}
+    now = {value(node).site: value(node).site for node in draws}
     for node in draws:
         before, block = value(node).site, innermost_block(node)
         adopted = value(node).module != node.meta.get("custom", {}).get("module", "")
-        inside = before.startswith(f"{block}.")
-        if adopted and not inside and before not in graph.sites.values():
+        if adopted and now[before] == before and not before.startswith(f"{block}."):
             word = before.partition("#")[0].rpartition(".")[2]
             names = (f"{block}.{word}#{i}" if i else f"{block}.{word}" for i in count())
-            graph.sites[next(name for name in names if name not in taken)] = before
-            taken.update(graph.sites)
-    now = {before: name for name, before in graph.sites.items()}
+            now[before] = next(name for name in names if name not in now.values())
     for node in draws:
-        set_site(node, now.get(value(node).site, value(node).site))
+        set_site(node, now[value(node).site])
+    graph.sites = {site: before for before, site in now.items()}
 
 
 def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:

@@ -93,6 +93,16 @@ class Sites:
         return base if self.counts[base] == 1 else f"{base}#{self.counts[base] - 1}"
 
 
+@contextmanager
+def unmoved_generator() -> Iterator[None]:
+    """Give the generator afterwards the state that it has now."""
+    with _disable_current_modes():
+        before = torch.default_generator.get_state()
+    yield
+    with _disable_current_modes():
+        torch.default_generator.set_state(before)
+
+
 def _state() -> str:
     return hashlib.sha256(torch.default_generator.get_state().numpy().tobytes()).hexdigest()
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import UsageError
-from partc.graph.draws import FILLS, LIKES, Draw, takes_numbers, word_of
+from partc.graph.draws import FILLS, LIKES, SORTED, UNREAD, Draw, takes_numbers, word_of
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import take_piece
 from partc.trace.capture import portable_kernels
-from partc.trace.draw_sites import Sites
+from partc.trace.draw_sites import Sites, unmoved_generator
 
 SEED, STEP = 0, 1  # of the step that is compared
 Make = Callable[[Sequence[Tensor], tuple[int, ...], torch.Generator], Tensor]
@@ -68,8 +68,11 @@ class _Mode(TorchDispatchMode):
         if name not in self.by_name:
             raise _unknown(name)
         site, draw = self.by_name[name]
-        if not draw.ordered:
+        if draw.kind == SORTED:
             raise _sorted_rows(name)
+        if draw.kind == UNREAD:
+            with unmoved_generator():
+                return func(*args, **kwargs)
         into = kwargs.pop("out", None)
         result = _drawn(func, args, kwargs, _Pieces(site, draw, self.same.axes, self.at))
         return result if into is None else into.copy_(result)

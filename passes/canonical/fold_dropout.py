@@ -24,11 +24,17 @@ def fold_dropout(graph: Graph) -> None:
             users = sorted(node.users)  # several where a repeated draw was merged with this one
             if users and all(_undoes_share(user, node) for user in users):
                 kept: Any = node.args[1]
-                mask = call_before(users[0], ops.dropout_mask, _shape_source(node), 1 - kept)
+                mask = call_before(users[0], ops.dropout_mask, _shape_source(node), _zeros(kept))
                 set_site(mask, site_of(node))
                 for user in users:
                     replace_by(user, mask)
     drop_dead(graph)
+
+
+def _zeros(kept: float) -> float:
+    """The probability of a zero, as the user wrote it: 0.1 and not 0.09999999999999998."""
+    short = round(1 - kept, 12)
+    return short if 1 - short == kept else 1 - kept
 
 
 def _undoes_share(user: fx.Node, drawn: fx.Node) -> bool:

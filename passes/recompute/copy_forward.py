@@ -12,10 +12,12 @@ from partc.graph import (
     ANYWHERE,
     Graph,
     fake_of,
+    is_tensor,
     set_fake,
     set_value,
     stage_of,
     tensor_args,
+    typed,
     value,
 )
 from partc.graph.draws import draws_numbers, reads_shape_alone
@@ -100,14 +102,19 @@ class Copies:
                 swap[operand] = self._before(twin, reader)
         with self.graph.fx.inserting_before(reader):
             if reads_no_values(node):
-                swap = {shown: self._shape_of(node) for shown in tensor_args(node)}
+                swap = {shown: self._shape_of(node, reader) for shown in tensor_args(node)}
             copy = self.graph.fx.node_copy(node, lambda n: swap.get(n, n))
         set_value(copy, replace(value(node), phase="B"))
         set_fake(copy, fake_of(node))
         return copy
 
-    def _shape_of(self, draw: fx.Node) -> fx.Node:
-        """An empty tensor for a repeated draw to take its shape from: no value is kept for that."""
+    def _shape_of(self, draw: fx.Node, reader: fx.Node) -> fx.Node:
+        """A tensor for a repeated draw to take its shape from, so that no value is kept for that:
+        a gradient that the reader has at hand, or else an empty one.
+        """
+        for operand in tensor_args(reader):
+            if value(operand).phase == "B" and is_tensor(operand) and typed(operand) == typed(draw):
+                return operand
         fake = fake_of(draw)
         empty = self.graph.fx.call_function(
             torch.ops.aten.empty.memory_format, (list(fake.shape),), {"dtype": fake.dtype}
