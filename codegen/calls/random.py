@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from partc.codegen.calls.arguments import Call
@@ -61,7 +60,7 @@ class Drawing:
         return self._of_values(node, call, rng, device)
 
     def _of_values(self, node: fx.Node, call: Call, rng: str, device: str) -> Text:
-        """A draw that reads values, in one order whatever their strides; or one from sizes alone."""
+        """A draw that reads values, in one order whatever their strides, or sizes alone."""
         operands = node.all_input_nodes
         whole = {n: Text(f"{call.operand(n).at(ATOM)}.contiguous()") for n in operands}
         plain = Call(node, call.given, lambda n: whole[n], device)

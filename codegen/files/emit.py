@@ -297,7 +297,7 @@ class RoleText:
         return numbered(self.layers.literal(parent), "i"), over
 
     def site_literal(self, site: str) -> str:
-        """A site as an expression in a method; in a stage with relative layers ``self.n`` is in it."""
+        """A site as an expression in a method, with ``self.n`` where layers are relative."""
         return literal(site) if self.layers is None else self.layers.literal(site, f"self.{FIRST}")
 
     def _dtypes(self) -> dict[str, torch.dtype]:

@@ -94,7 +94,7 @@ def _paths(graph: Graph) -> Iterator[str]:
 
 
 def count_from_first(graph: Graph, layers: Layers) -> Graph:
-    """Rename modules, parameters, buffers and draws of a graph as ``Layers.relative`` does, in place.
+    """Rename modules, tensors and draws of a graph as ``Layers.relative`` does, in place.
 
     The graph returned has the same nodes, and tables (``classes``) with the new names.
     """

@@ -2,9 +2,9 @@
 
 A site is a text in the user's words: the path of the module that draws, ``h.3.attn.dropout``, with
 a number behind it where one module draws several times, ``h.3.attn.dropout#1``; outside of modules
-the word of the op, ``rand``. The numbers of a draw follow from seed, step, microbatch, site, and this rank's place on the mesh axes that cut the
-value. So copies of one call (a recomputation, another pipeline stage) draw equal numbers, and calls
-of two sites never do.
+the word of the op, ``rand``. The numbers of a draw follow from seed, step, microbatch, site, and
+this rank's place on the mesh axes that cut the value. So copies of one call (a recomputation,
+another pipeline stage) draw equal numbers, and calls of two sites never do.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from partc.graph.folds import spread
 aten = torch.ops.aten
 # Ops that take a generator, by name; `native_dropout` and `rrelu` are rewritten with these.
 DRAWABLE = frozenset(
-    """
-    bernoulli binomial cauchy exponential geometric log_normal multinomial native_dropout normal
-    normal_functional poisson rand rand_like randint randint_like randn randn_like random randperm
-    rrelu_with_noise sample_dirichlet standard_gamma uniform
-    """.split()
-)
+    (
+        "bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial",
+        "native_dropout", "normal", "normal_functional", "poisson", "rand", "rand_like", "randint",
+        "randint_like", "randn", "randn_like", "random", "randperm", "rrelu_with_noise",
+        "sample_dirichlet", "standard_gamma", "uniform",
+    )
+)  # fmt: skip
 FILLS = (  # in-place ops of torch that fill a tensor, of which they read shape and dtype alone
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal_functional", "random",
     "uniform",
@@ -54,7 +55,7 @@ def takes_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @cache
 def _is_random(target: Any) -> bool:
-    """Whether an op may draw; torch's tag is missing on some, as on ``random_`` and ``binomial``."""
+    """Whether an op may draw; torch's tag is missing on some (``random_``, ``binomial``)."""
     if not isinstance(target, torch._ops.OpOverload):
         return target in ops.DRAWS
     types = [str(argument.type) for argument in target._schema.arguments]
@@ -97,7 +98,7 @@ def draws_of(graph: Graph) -> list[fx.Node]:
 
 
 def site_in(node: fx.Node, block: str) -> str:
-    """The site of a call from a block on, alike in equal blocks; the whole site if it is outside."""
+    """The site of a call from a block on, alike in equal blocks; outside of it the whole site."""
     site = site_of(node)
     inside = site.startswith(f"{block}.")
     return f"*{site.removeprefix(block)}" if inside else site

@@ -201,9 +201,7 @@ def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
 def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:
     _need(kind in ("", SORTED, UNREAD), f"{kind!r} is no kind of draw")
     each = ((_text(axis), *_sizes(sizes)) for axis, *sizes in cuts)
-    return Draw(
-        _text(name), _sizes(shape), tuple((a, d, o, n) for a, d, o, n in each), kind
-    )
+    return Draw(_text(name), _sizes(shape), tuple((a, d, o, n) for a, d, o, n in each), kind)
 
 
 def _cost(entry: Any) -> Mapping[str, Any]:

@@ -185,4 +185,3 @@ def _check_values(model: nn.Module) -> None:
             why="this tensor is on the meta device",
             do="Give the model with weights; random ones will do.",
         )
-

@@ -127,31 +127,37 @@ class _Pieces:
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pieces: _Pieces) -> Any:
     """What a random op gives, on pieces; an in-place op writes it into its tensor."""
-    word, overload = word_of(func), func._overloadname
-    in_place = func._schema.name.endswith("_")
+    word = word_of(func)
     if word == "native_dropout":
         return _dropout(*args[:2], pieces)
     if word == "rrelu_with_noise":
         return _rrelu(*args, pieces=pieces)
+    result = pieces.whole(*_call(func, word, args, kwargs))
+    return args[0].copy_(result) if _is_in_place(func) else result
+
+
+def _call(
+    func: Any, word: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Make, Sequence[Tensor]]:
+    """How a piece is drawn, and the tensors whose pieces it reads."""
     if word in LIKES:
-        return pieces.whole(_like(word, args, kwargs))
-    if word == "bernoulli" and overload == "Tensor":
-        x, chances = args[:2]
-        result = pieces.whole(_of("bernoulli", (), {}), [chances.expand_as(x)]).to(x.dtype)
-    elif (word in FILLS or word == "normal") and isinstance(args[0], Tensor) and (
-        in_place or (word != "bernoulli" and word != "normal") or overload == "p"
-    ):
-        result = pieces.whole(_fill(word, args, kwargs))
-    elif operands := [a for a in args if isinstance(a, Tensor)]:
-        rest = tuple(a for a in args if not isinstance(a, Tensor))
-        if word != "multinomial":
-            operands = list(torch.broadcast_tensors(*operands))
-        if word == "normal":
-            return pieces.whole(_normal(args), operands)
-        return pieces.whole(_of(func._schema.name.removeprefix("aten::"), rest, kwargs), operands)
-    else:
-        return pieces.whole(_factory(word, args, kwargs))
-    return args[0].copy_(result) if in_place else result
+        return _like(word, args, kwargs), ()
+    if word == "bernoulli" and func._overloadname == "Tensor":
+        return _of("bernoulli", (), {}), [args[1].expand_as(args[0])]
+    if _is_in_place(func) or (word in FILLS and func is not torch.ops.aten.bernoulli.default):
+        return _fill(word, args, kwargs), ()
+    operands = [a for a in args if isinstance(a, Tensor)]
+    if not operands:
+        return _factory(word, args, kwargs), ()
+    if word == "normal":
+        return _normal(args), torch.broadcast_tensors(*operands)
+    rest = tuple(a for a in args if not isinstance(a, Tensor))
+    make = _of(func._schema.name.removeprefix("aten::"), rest, kwargs)
+    return make, operands if word == "multinomial" else torch.broadcast_tensors(*operands)
+
+
+def _is_in_place(func: Any) -> bool:
+    return bool(func._schema.name.endswith("_"))
 
 
 def _fill(word: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Make:

@@ -71,7 +71,7 @@ def _cores(graph: Graph) -> dict[fx.Node, None]:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a call gives the same result when run again, reads no weight, and is no collective."""
+    """Whether a call gives the same when run again, reads no weight, and is no collective."""
     reads_weight = any(is_weight(operand) for operand in tensor_args(node))
     return may_repeat(node) and not reads_weight and node.target not in collectives.COLLECTIVES
 
