@@ -53,7 +53,7 @@ def declared(stage: StageText) -> list[Line]:
 
 def given(stage: StageText) -> dict[str, str]:
     """The arguments of a stage's class beside the mesh, with their types: ``n: int``."""
-    texts = (f"[{FIRST}]", f"{{{FIRST} ", f"{{{FIRST}}}", f"= {FIRST}")
+    texts = (f"[{FIRST}]", f"{{{FIRST} ", f"{{{FIRST}}}", f"self.{FIRST} = {FIRST}")
     reads = any(text in line.code for line in declared(stage) for text in texts)
     first = {FIRST: "int"} if reads else {}
     first |= {"buffers": "dict[str, tuple]"} if stage.lends else {}

@@ -200,8 +200,8 @@ def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
 
 def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:
     _need(kind in ("", SORTED, UNREAD), f"{kind!r} is no kind of draw")
-    each = ((_text(axis), *_sizes(sizes)) for axis, *sizes in cuts)
-    return Draw(_text(name), _sizes(shape), tuple((a, d, o, n) for a, d, o, n in each), kind)
+    each = tuple((_text(axis), _size(dim), _size(outer), _size(n)) for axis, dim, outer, n in cuts)
+    return Draw(_text(name), _sizes(shape), each, kind)
 
 
 def _cost(entry: Any) -> Mapping[str, Any]:

@@ -129,7 +129,7 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pieces: _Pi
     """What a random op gives, on pieces; an in-place op writes it into its tensor."""
     word = word_of(func)
     if word == "native_dropout":
-        return _dropout(*args[:2], pieces)
+        return _dropout(args[0], args[1], pieces)
     if word == "rrelu_with_noise":
         return _rrelu(*args, pieces=pieces)
     result = pieces.whole(*_call(func, word, args, kwargs))

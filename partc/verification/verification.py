@@ -262,8 +262,9 @@ class _Rank:
 
     def _seed(self) -> None:
         """Let the next step draw the numbers of the reference."""
-        if hasattr(self.step, "seed"):
-            self.step.seed(SEED, STEP - 1)
+        step: Any = self.step
+        if hasattr(step, "seed"):
+            step.seed(SEED, STEP - 1)
 
     def _run(self) -> Tensor:
         self._seed()

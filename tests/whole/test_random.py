@@ -272,7 +272,7 @@ def seeded(x: Tensor) -> Tensor:
 
 def forked(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(3)
+        torch.default_generator.manual_seed(3)
         return torch.rand(x.shape)
 
 
@@ -408,8 +408,8 @@ class Shared(nn.Module):
 
 def test_draws_between_blocks_belong_to_them_and_the_loop_stays() -> None:
     model = Shared()
-    for mesh, plan, options in (("dp=2", "fsdp", {}), ("pp=2", "ddp", {"microbatches": 2})):
-        program = partc.compile(model, mesh, batch(), loss=loss_of, plan=plan, **options)
+    for mesh, plan, num in (("dp=2", "fsdp", 1), ("pp=2", "ddp", 2)):
+        program = partc.compile(model, mesh, batch(), loss=loss_of, plan=plan, microbatches=num)
         assert verify(program, model, batch(), loss_of).ok()
     assert "blocks.5.dropout" in program.draws
     assert program.draws["blocks.5.dropout"].name == "dropout#5"
