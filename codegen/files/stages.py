@@ -120,6 +120,7 @@ class StageText(RoleText):
                 "reduced",
                 "last",
                 "finish",
+                *(("rng", FIRST) if self.draws else ()),
             ]
         )
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
