@@ -10,7 +10,7 @@ import ast
 
 from partc.errors import CheckError
 
-IMPORTS = {"torch", "torch.distributed", "torch.distributed.device_mesh", "torch.nn"}
+IMPORTS = {"hashlib", "torch", "torch.distributed", "torch.distributed.device_mesh", "torch.nn"}
 NODES = (
     ast.Module, ast.Import, ast.ImportFrom, ast.alias, ast.Expr, ast.Constant, ast.Assign,
     ast.AugAssign, ast.AnnAssign, ast.Name, ast.Load, ast.Store, ast.Del, ast.Delete,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from partc.checks.draws import drawn_by
 from partc.collecting import no_collecting
 from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work, trained_bytes
@@ -352,6 +353,7 @@ def program_of(state: State) -> Program:
         numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         schedule=write_csv(order) if order else "",
+        draws=drawn_by(state.stages or [state.graph], graph),
     )
 
 

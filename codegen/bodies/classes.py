@@ -36,6 +36,7 @@ from partc.codegen.repeats.equal import Group, ends_step, made_in_step
 from partc.codegen.repeats.slots import Interface
 from partc.codegen.text import Line, Text, block, wrap
 from partc.graph import Graph, Kind, Phase, tensor_args, value
+from partc.graph.draws import draws_numbers
 from partc.graph.moves import moves
 
 
@@ -74,7 +75,8 @@ class BlockClass:
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
     def __post_init__(self) -> None:
-        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, "backward", "gather", "whole"])
+        known = ("backward", "gather", "whole", *(("rng", "name") if self.draws else ()))
+        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *known])
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         written = self._names_written()
         for name, node in {**self.graph.params, **self.graph.buffers}.items():
@@ -92,6 +94,11 @@ class BlockClass:
         outputs = self.graph.outputs
         grads = {n for n, d in outputs.grads.items() if made_in_step(self.graph, d) in inside}
         return grads | {name for name, new in outputs.buffers.items() if new in inside}
+
+    @property
+    def draws(self) -> bool:
+        """Whether the block draws random numbers; it then has to know its name in the model."""
+        return any(draws_numbers(node) for side in self.sides for node in side.group.nodes)
 
     @property
     def sides(self) -> list[Interface]:
@@ -175,14 +182,18 @@ class BlockClass:
 
     def declarations(self) -> list[Line]:
         """The statements of ``__init__`` that make the block's parameters and buffers."""
-        lines = (
-            [Line("self.whole = []", "weights that are being gathered")] if self._gathers() else []
-        )
+        lines = [Line("self.rng, self.name = rng, name")] if self.draws else []
+        if self._gathers():
+            lines.append(Line("self.whole = []", "weights that are being gathered"))
         for kind, constant in TABLES.items():
             lines += declarations(
                 self.graph, self.stored(kind), kind, self.table(constant), self.helpers
             )
         return lines
+
+    def arguments(self, mesh: str) -> str:
+        """The arguments of ``__init__`` behind ``self``, with their types."""
+        return ", ".join(filter(None, (mesh, "rng: Draws, name: str" if self.draws else "")))
 
     def stored(self, kind: Kind) -> dict[fx.Node, str]:
         """The first block's parameters or buffers with their attributes in the class."""

@@ -149,8 +149,7 @@ def _stretches(nodes: Sequence[fx.Node], apart: Collection[fx.Node]) -> Iterator
                 here = _Stretch()
             here.nodes |= dict.fromkeys([node, *(n for n in node.users if n in results)])
             inside.add(node)
-        # A later draw stays behind an earlier one: a generator's numbers depend on the order.
-        elif here.feeds(node) or (here.behind and _draws(node)):
+        elif here.feeds(node):
             here.behind[node] = None
     yield here
 
@@ -179,11 +178,6 @@ def _is_computed(node: fx.Node, apart: Collection[fx.Node]) -> bool:
     if node in apart or not movable or not all(map(is_tensor, node.all_input_nodes)):
         return False
     return node.target is not ops.weight_grad or not all(map(is_stored, node.users))
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a call may draw random numbers."""
-    return not is_movable(node) and not moves(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:

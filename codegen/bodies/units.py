@@ -21,9 +21,9 @@ from partc.graph import (
     fake_of,
     is_backward,
     is_tensor,
-    ops,
     value,
 )
+from partc.graph.draws import draws_numbers
 from partc.graph.moves import gathers_param
 
 LINES = 3  # a function of fewer calls hides more from a reader than it says
@@ -117,7 +117,7 @@ def units_of(graph: Graph, place: Place) -> list[Unit]:
 def is_movable(node: fx.Node) -> bool:
     """Whether a call depends on its operands alone: no random draw, no rank, no transfer."""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return not (random or moves(node) or node.target in (*ops.DRAWS, ops.same_mask))
+    return not (random or moves(node) or draws_numbers(node))
 
 
 def moves(node: fx.Node) -> bool:

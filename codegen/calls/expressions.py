@@ -6,7 +6,7 @@ expression that reads them, and which are written over another value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from partc.codegen.calls.buffers_in_place import counted
 from partc.codegen.calls.inline import inlined
 from partc.codegen.calls.joint_grads import JointGrads
 from partc.codegen.calls.names import Scope, is_given, of_turn
-from partc.codegen.calls.random import generator
+from partc.codegen.calls.random import Drawing
 from partc.codegen.calls.retarget import for_any_device
 from partc.codegen.calls.spell import spell
 from partc.codegen.calls.storage import accumulations
@@ -34,6 +34,7 @@ from partc.graph import (
     results_of,
     tensor_args,
 )
+from partc.graph.draws import draws_numbers
 from partc.passes.overlap.write_pieces import joins_pieces
 from partc.quoting import literal
 
@@ -96,6 +97,7 @@ class Expressions:
     adds: tuple[str, str, str] = ADDS  # the helpers that add to a gradient
     own: Sequence[str] = ()
     one_turn: bool = False  # whether all overlap pieces of a block call this function
+    name_of: Callable[[str], str] = literal  # writes the site of a draw that is in no block
     fused: bool = False  # whether torch.compile compiles it, and so decides what is written where
 
     def __post_init__(self) -> None:
@@ -134,6 +136,9 @@ class Expressions:
         if isinstance(node.target, Outlined):
             texts = [str(self.text(a)) for a in node.all_input_nodes]
             return Text(f"{node.target.name}({', '.join(texts)})")
+        if draws_numbers(node):
+            drawing = Drawing(self.graph, self.prefix, self.name_of)
+            return drawing.text(node, self.text, self.device, self.helpers)
         if getattr(node.target, "__module__", "") == ops.__name__:
             return self._composite(node)
         if node.target is torch.ops.aten._log_softmax.default and node in self.accumulated:
@@ -151,10 +156,6 @@ class Expressions:
             log_p = node.args[1]
             assert isinstance(log_p, fx.Node)
             texts[1] = f"{self.text(log_p).at(ATOM)}.{exp}()"
-        if node.target in ops.DRAWS:
-            texts.append(f"self.{generator(self.graph, node)}")
-        if node.target is ops.same_mask:
-            texts.append(self.device)
         named = dict(node.kwargs)
         # `ignore` marks targets that do not count: -1 is outside of every rank's rows.
         if node.target is ops.window and "ignore" in named:

@@ -1,69 +1,94 @@
-"""The random generators of a program, from which dropout masks are drawn.
+"""The text of random draws, each with a generator for its site and this rank's place.
 
-Ranks that hold different shards of a mask must draw different numbers, ranks that hold copies of it
-the same. So there is one generator for each set of mesh axes that shard a mask; its seed follows
-from the step's seed and from this rank's coordinates on these axes.
+``torch.rand(8, 64, generator=self.rng("noise", self.dp_rank))``: ``self.rng`` is the ``Draws`` of
+the program. What a draw reads for its shape alone is not read where the shape can be written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from partc.codegen.text import Line
-from partc.graph import Graph, ops, value
+from partc.codegen.calls.arguments import Call
+from partc.codegen.helpers.needed import Helpers
+from partc.codegen.text import ATOM, Text
+from partc.graph import Graph, fake_of, first_operand, ops, value
+from partc.graph.draws import reads_shape_alone, site_of, word_of
 from partc.plan.mesh import MICROBATCH_AXIS
+from partc.quoting import literal
+
+FILL = {"normal_functional": "normal_", "bernoulli": "bernoulli_"}  # in-place ops, by the word
+FACTORIES = {"rand_like": "rand", "randn_like": "randn", "randint_like": "randint"}
+IN_TORCH = ("bernoulli", "binomial", "multinomial", "normal", "poisson")
+FIRST_LAYER = "self.n"  # where a stage's class keeps the number of its first layer
 
 
-def generator(graph: Graph, mask: fx.Node) -> str:
-    """The attribute of the generator from which a mask is drawn: ``rng_dp`` if dp shards it."""
-    return "_".join(["rng", *_axes(graph, mask)])
+@dataclass(frozen=True)
+class Drawing:
+    """Where draws are printed: in a method of a block (its path), or of a stage.
 
-
-def seed_lines(graph: Graph, blocks: Sequence[str]) -> list[Line]:
-    """The body of a program's method ``seed``.
-
-    ``blocks`` are the attributes of lists of blocks, to which the same generators are given.
+    ``name_of`` writes a site that is in no block, where the numbers of layers may be relative.
     """
-    masks = {generator(graph, n): _axes(graph, n) for n in graph.calls() if n.target in ops.DRAWS}
-    if not masks:
-        return []
-    lines = [Line("device = next(self.parameters()).device")]
-    for number, (name, axes) in enumerate(sorted(masks.items())):
-        index = "0"
-        for axis in axes:
-            before = (
-                ""
-                if index == "0"
-                else f"{f'({index})' if '+' in index else index} * {graph.mesh.size(axis)} + "
-            )
-            index = f"{before}self.{axis}_rank"
-        lines.append(
-            Line(
-                f"self.{name} = torch.Generator(device)"
-                f".manual_seed({_mixed(number, len(masks), index)})"
-            )
-        )
-    for attribute in blocks:
-        lines.append(Line(f"for layer in self.{attribute}:"))
-        lines += [Line(f"layer.{name} = self.{name}", indent=1) for name in sorted(masks)]
-    return lines
+
+    graph: Graph
+    block: str = ""
+    name_of: Callable[[str], str] = literal
+
+    def text(
+        self, node: fx.Node, operand: Callable[[fx.Node], Text], device: str, helpers: Helpers
+    ) -> Text:
+        """The expression of a draw; ``device`` is the text of the device of new tensors."""
+        rng = self._generator(node)
+        if node.target is ops.dropout_mask:
+            x, p = operand(first_operand(node)), literal(node.args[1])
+            return Text(f"{helpers.use('dropout_mask')}({x}, {p}, {rng})")
+        call, word = Call.of(node, operand, device), word_of(node.target)
+        made = [f"dtype={literal(fake_of(node).dtype)}", f"device={device}"]
+        sizes = ", ".join(map(str, fake_of(node).shape)) or "()"
+        if word in FACTORIES:
+            low = [str(call.text(name)) for name in ("low", "high") if name in call.given]
+            shape = literal(tuple(fake_of(node).shape))
+            given = [*low, shape] if low else [sizes]
+            return _called(f"torch.{FACTORIES[word]}", *given, f"generator={rng}", *made)
+        if reads_shape_alone(node):
+            empty = _called("torch.empty", sizes, *made)
+            name = FILL.get(word, f"{word}_")
+            return _called(f"{empty}.{name}", call.arguments(skip=1), f"generator={rng}")
+        return self._of_values(node, call, rng, device)
+
+    def _of_values(self, node: fx.Node, call: Call, rng: str, device: str) -> Text:
+        """A draw that reads values, in one order whatever their strides, or sizes alone."""
+        operands = node.all_input_nodes
+        whole = {n: Text(f"{call.operand(n).at(ATOM)}.contiguous()") for n in operands}
+        plain = Call(node, call.given, lambda n: whole[n], device)
+        name = f"torch.{call.name}" if call.name in (*IN_TORCH, *_FROM_SIZES) else ""
+        if not name:
+            overload = node.target._overloadname  # type: ignore[union-attr]
+            name = f"torch.ops.aten.{call.name}" + ("" if overload == "default" else f".{overload}")
+        place = [] if operands else [f"device={device}"]
+        return _called(name, plain.arguments(), f"generator={rng}", *place)
+
+    def _generator(self, node: fx.Node) -> str:
+        """``self.rng("noise", self.dp_rank)``: the site, and this rank's place on what cuts it."""
+        cutting = {axis for axis, _ in value(node).sharding.cuts()}
+        axes = [axis for axis in self.graph.mesh.names if axis in cutting]
+        place = [f"self.{axis}_rank" for axis in axes if axis != MICROBATCH_AXIS]
+        whole = MICROBATCH_AXIS in self.graph.mesh.names and MICROBATCH_AXIS not in axes
+        return f"self.rng{'.of_step' if whole else ''}({', '.join([self._site(node), *place])})"
+
+    def _site(self, node: fx.Node) -> str:
+        site = site_of(node)
+        if not self.block or not site.startswith(f"{self.block}."):
+            return self.name_of(site)
+        rest = site.removeprefix(self.block).replace("{", "{{").replace("}", "}}")
+        return "f" + literal(f"{{self.name}}{rest}")
 
 
-def _axes(graph: Graph, mask: fx.Node) -> list[str]:
-    """The mesh axes that shard a mask.
-
-    Microbatches are no ranks: they draw one after the other from the same generator.
-    """
-    cutting = {axis for axis, _ in value(mask).sharding.cuts()}
-    return [axis for axis in graph.mesh.names if axis in cutting and axis != MICROBATCH_AXIS]
+_FROM_SIZES = ("rand", "randn", "randint", "randperm")
 
 
-def _mixed(number: int, num: int, index: str) -> str:
-    """The seed of generator ``number`` of ``num``: ``(seed * num + number) * 2**20 + index``.
-
-    ``index`` is the rank's coordinate, below 2**20, so no two generators have the same seed.
-    """
-    stream = "seed" if num == 1 else f"(seed * {num} + {number})"
-    return stream if index == "0" else f"{stream} * 2**20 + {index}"
+def _called(name: str, *arguments: Any) -> Text:
+    return Text(f"{name}({', '.join(str(a) for a in arguments if str(a))})")

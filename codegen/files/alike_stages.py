@@ -36,23 +36,28 @@ def take_in(stage: StageText, other: StageText) -> bool:
 def _text(stage: StageText) -> tuple[Any, ...]:
     """The text of a stage's class without its buffers, to compare stages by."""
     made = stage.declarations(lambda _: FIRST, ["param"])
-    return stage.functions, stage.seeds, made, stage.stored_tables()[1]["SHARDS"]
+    return stage.functions, made, stage.stored_tables()[1]["SHARDS"]
 
 
 def declared(stage: StageText) -> list[Line]:
     """The statements of ``__init__`` that make a stage's parameters, buffers and blocks."""
+    lines = [Line("self.rng = rng")] if stage.draws else []
+    if any(f"self.{FIRST}" in each["body"] for each in stage.functions):
+        lines.append(Line(f"self.{FIRST} = {FIRST}"))
     if not stage.lends:
-        return stage.declarations(stage.read_table)
+        return [*lines, *stage.declarations(stage.read_table)]
     made = f"self.register_buffer(name, {stage.helpers.use('empty')}(*known))"
     buffers = [Line("for name, (_, *known) in buffers.items():"), Line(made, indent=1)]
-    return [*stage.declarations(stage.read_table, ["param"]), *buffers]
+    return [*lines, *stage.declarations(stage.read_table, ["param"]), *buffers]
 
 
 def given(stage: StageText) -> dict[str, str]:
     """The arguments of a stage's class beside the mesh, with their types: ``n: int``."""
-    reads = any(f"[{FIRST}]" in line.code for line in declared(stage))
+    texts = (f"[{FIRST}]", f"{{{FIRST} ", f"{{{FIRST}}}", f"self.{FIRST} = {FIRST}")
+    reads = any(text in line.code for line in declared(stage) for text in texts)
     first = {FIRST: "int"} if reads else {}
-    return first | ({"buffers": "dict[str, tuple]"} if stage.lends else {})
+    first |= {"buffers": "dict[str, tuple]"} if stage.lends else {}
+    return first | ({"rng": "Draws"} if stage.draws else {})
 
 
 def made(stage: StageText, first: int | None) -> str:
@@ -64,6 +69,7 @@ def made(stage: StageText, first: int | None) -> str:
     arguments = ["mesh", *([str(first)] if FIRST in wanted else [])]
     if "buffers" in wanted:
         arguments.append("{}" if stage is not stage.class_of else stage.table("BUFFERS"))
+    arguments += ["self.rng"] if stage.draws else []
     return f"{stage.name}({', '.join(arguments)})"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import jinja2
@@ -19,7 +20,6 @@ from partc.codegen.bodies.tables import TABLES, declarations, is_listed, row, ta
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.names import Scope, wishes
-from partc.codegen.calls.random import seed_lines
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
@@ -31,6 +31,7 @@ from partc.codegen.repeats.slots import Interface, Unfit, interfaces
 from partc.codegen.safety import check_source
 from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
+from partc.graph.draws import draws_of
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.quoting import comment, docstring, identifier, literal
 
@@ -127,13 +128,15 @@ class RoleText:
             {
                 "name": c.name,
                 "layers": self.span(c.run),
+                "arguments": c.arguments("mesh: DeviceMesh" if self.is_distributed else ""),
                 "declarations": block(c.declarations(), 2),
                 "functions": c.functions(),
                 "gathers": c.gather_methods(),
             }
             for c in self.classes.values()
         ]
-        made = block(self.declarations(str), 2)
+        first = [Line(f"self.rng = {self.helpers.use('Draws')}()")] if self.draws else []
+        made = block([*first, *self.declarations(str)], 2)
         body = self._step(arguments)
         return TEMPLATES.get_template("program.py.j2").render(
             header=[header_line(line) for line in self.header.strip().splitlines()],
@@ -143,7 +146,7 @@ class RoleText:
             tables=self._tables(),
             helpers=self.helpers.text(),
             blocks=blocks,
-            seeds=block(seed_lines(self.graph, [c.attribute for c in self.classes.values()]), 2),
+            draws=self.draws,
             name=f"{identifier(self.graph.model) or 'Model'}Step",
             axes=self.graph.mesh.names,
             declarations=made,
@@ -154,6 +157,11 @@ class RoleText:
         )
 
     # classes and attributes ------------------------------------------------------------------
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the program draws random numbers."""
+        return bool(draws_of(self.graph))
+
     @property
     def is_distributed(self) -> bool:
         """Whether classes are made for a rank of a mesh."""
@@ -172,9 +180,9 @@ class RoleText:
     def name_attributes(self) -> None:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
-        scope = Scope(
-            [*dir(nn.Module), *self.graph.mesh.names, *(c.attribute for c in self.classes.values())]
-        )
+        lists = [c.attribute for c in self.classes.values()]
+        own = ("rng", FIRST) if self.draws else ()
+        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *lists, *own])
         for name, node in self._stored().items():
             self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
 
@@ -268,11 +276,31 @@ class RoleText:
             lines += declarations(
                 self.graph, self._standing(kind), kind, table_of(constant), self.helpers, some
             )
-        mesh = "mesh" if self.is_distributed else ""
+        mesh = ["mesh"] if self.is_distributed else []
         for cls in self.classes.values():
-            made = f"[{cls.name}({mesh}) for _ in range({len(cls.run.layers)})]"
+            name, numbers = self._numbered(cls.run) if cls.draws else ("", "")
+            given = ", ".join([*mesh, *(["self.rng", name] if name else [])])
+            over = f"i in {numbers}" if name else f"_ in range({len(cls.run.layers)})"
+            made = f"[{cls.name}({given}) for {over}]"
             lines.append(Line(f"self.{cls.attribute} = nn.ModuleList({made})", self.span(cls.run)))
         return lines
+
+    def _numbered(self, run: Run) -> tuple[str, str]:
+        """The name of block ``i`` of a run, as an expression, and the numbers that ``i`` has."""
+        parent, _, first = run.layers[0].rpartition(".")
+        numbers = [int(layer.rpartition(".")[2]) for layer in run.layers]
+        steady = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        start = f"{first}, " if int(first) else ""
+        over = f"range({start}{numbers[-1] + 1})" if steady else literal(tuple(numbers))
+        if self.layers is None or not self.layers.has(run.layers[0]):
+            return numbered(literal(parent), "i"), over
+        if self.layers.path == parent:
+            return numbered(literal(parent), f"{FIRST} + i"), over
+        return numbered(self.layers.literal(parent), "i"), over
+
+    def site_literal(self, site: str) -> str:
+        """A site as an expression in a method, with ``self.n`` where layers are relative."""
+        return literal(site) if self.layers is None else self.layers.literal(site, f"self.{FIRST}")
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of all parameters and buffers by name."""
@@ -289,9 +317,10 @@ class RoleText:
         results = [*outputs.results.values()] + ([outputs.loss] if outputs.loss is not None else [])
         kept = {*results, *outputs.buffers.values()}
         scope = Scope([*arguments.values(), *self.helpers.names])
+        device = f"{next(iter(arguments.values()), 'self')}.device"
         body = StepBody(
             graph, order, wishes(graph), scope, self.helpers, seen, kept, self.final_grads(),
-            f"{next(iter(arguments.values()), 'self')}.device",
+            device, name_of=self.site_literal,
             items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
         lasting = {n for n in kept if is_tensor(n) and n in order}
@@ -301,6 +330,8 @@ class RoleText:
         lines = with_sections(statements)
         if "finish" in self.helpers.used or any("reduced.append" in line.code for line in lines):
             lines = [Line("reduced = []"), *lines, Line(f"{self.helpers.use('finish')}(reduced)")]
+        if self.draws:
+            lines.insert(0, Line(f"self.rng.begin({device})"))
         lines += self.buffer_updates(body)
         lines.append(Line(self._result(body)))
         return block(lines, 2)
@@ -343,6 +374,16 @@ def dtype_name(node: fx.Node) -> str:
 def read(path: str, owner: str = "self") -> str:
     """A path of attributes as Python reads it: ``layers.0.w -> self.layers[0].w``."""
     return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
+
+
+def numbered(parent: str, number: str) -> str:
+    """The expression of a member's path: ``"h"`` and ``i`` give ``f"h.{i}"``.
+
+    >>> numbered('f"e.{n + 1}.h"', "i")
+    'f"e.{n + 1}.h.{i}"'
+    """
+    text = parent if parent.startswith("f") else "f" + parent.replace("{", "{{").replace("}", "}}")
+    return f"{text[:-1]}.{{{number}}}{text[-1]}"
 
 
 def _spread(cls: BlockClass, name: str, relative: bool) -> str:

@@ -224,7 +224,8 @@ class _File:
             title=title.code,
             axes=[a for a in graph.mesh.names if a != MICROBATCH_AXIS],
             wiring=block(wiring, 2),
-            seeds=block(self._with_rank(self._lines(RankStep.seeds)), 2),
+            draws=self.first.draws,
+            turns=self.first.draws and MICROBATCH_AXIS in graph.mesh.names,
             kinds={action.kind for action in actions},
             split="W" in schedule.kinds,
             schedule=f"Schedule {docstring(schedule.name)}, {schedule.microbatches} microbatches.",
@@ -290,6 +291,7 @@ class _File:
 def _block(cls: BlockClass) -> dict[str, Any]:
     return {
         "name": cls.name,
+        "arguments": cls.arguments("mesh: DeviceMesh"),
         "declarations": block(cls.declarations(), 2),
         "functions": cls.functions(),
         "gathers": cls.gather_methods(),

@@ -71,6 +71,9 @@ class RankStep:
     # __init__ --------------------------------------------------------------------------------
     def wiring(self) -> Iterator[Line]:
         """The statements of ``__init__``: stages, and what links them to other ranks."""
+        if self.draws:
+            draws = next(iter(self.stages.values())).helpers.use("Draws")
+            yield Line(f"self.rng = {draws}()")
         for number, stage in self.stages.items():
             layers = Layers.of(self.graphs[number])
             yield Line(f"self.{stage.attribute} = {made(stage, layers.first if layers else None)}")
@@ -82,14 +85,10 @@ class RankStep:
         yield Line(f"self.stages = {{{stages}}}")
         yield from self.links.made()
 
-    def seeds(self) -> Iterator[Line]:
-        """The statements of ``seed``, for the stages that draw random numbers.
-
-        The seed of stage i is ``seed * stages + i``: no two stages draw the same numbers.
-        """
-        for number, stage in self.stages.items():
-            if stage.seeds:
-                yield Line(f"self.{stage.attribute}.seed(seed * {self.schedule.stages} + {number})")
+    @property
+    def draws(self) -> bool:
+        """Whether a stage of the rank draws random numbers."""
+        return any(stage.draws for stage in self.stages.values())
 
     def shared_here(self) -> list[Tied]:
         """The tied parameters that several stages of this rank hold."""
@@ -107,6 +106,8 @@ class RankStep:
     # step ------------------------------------------------------------------------------------
     def step(self) -> Iterator[Line]:
         """The statements of ``step``: begin, the loops of the schedule, the sums at the end."""
+        if self.draws:
+            yield Line(f"self.rng.begin({self._device})")
         yield from self._lend()
         yield from self.links.meet(self._device)
         yield Line("for stage in self.stages.values():")

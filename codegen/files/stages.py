@@ -24,7 +24,6 @@ from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import Scope, wishes
-from partc.codegen.calls.random import seed_lines
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.alike_stages import declared, given
@@ -122,6 +121,7 @@ class StageText(RoleText):
                 "reduced",
                 "last",
                 "finish",
+                *(("rng", FIRST) if self.draws else ()),
             ]
         )
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
@@ -141,12 +141,6 @@ class StageText(RoleText):
         """The stage's attribute in a rank's ``Step``: ``stage1``, ``stage_a``."""
         return f"stage_{self.label.lower()}" if self.label.isalpha() else f"stage{self.label}"
 
-    @property
-    def seeds(self) -> str:
-        """The body of ``seed``."""
-        lists = [c.attribute for c in self.classes.values()]
-        return block(seed_lines(self.graph, lists), 2)
-
     def table(self, constant: str) -> str:
         """The name of the stage's table of its own parameters or buffers: ``STAGE1_SHARDS``."""
         return f"STAGE{self.class_of.label}_{constant}"
@@ -159,7 +153,6 @@ class StageText(RoleText):
             "functions": self.functions,
             "arguments": "".join(f", {name}: {kind}" for name, kind in given(self).items()),
             "declarations": block(declared(self), 2),
-            "seeds": self.seeds,
         }
 
     @cached_property
@@ -223,7 +216,7 @@ class StageText(RoleText):
         body = StepBody(
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
             self.final_grads(), device, items=items, classes=self.classes, adds=self.adds,
-            sums=self._sums(phase),
+            sums=self._sums(phase), name_of=self.site_literal,
         )  # fmt: skip
         given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
         self.scope.taken |= given  # in `begin` alone: later methods read them as attributes

@@ -14,14 +14,14 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from partc.codegen.helpers import attention, links, messages, printed
+from partc.codegen.helpers import attention, draws, links, messages, printed
 from partc.codegen.text import wrap
 from partc.graph import ops
 
-ORDER = (printed, messages, links, attention, ops)  # in which functions are printed
+ORDER = (printed, draws, messages, links, attention, ops)  # in which functions are printed
 # In which functions are looked for: `messages` comes first, as it has some of the names of
 # `printed` and replaces them in a program that sends messages.
-MODULES = (messages, printed, links, attention, ops)
+MODULES = (messages, printed, draws, links, attention, ops)
 Printed = Callable[..., Any]
 
 

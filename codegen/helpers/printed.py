@@ -258,25 +258,3 @@ def window(ids: Tensor, index: int, rows: int, outside: int = -1) -> Tensor:
     """Indices counted from rank ``index``'s first row of ``rows``; others become ``outside``."""
     local = ids - index * rows
     return torch.where((local >= 0) & (local < rows), local, outside)
-
-
-def dropout_mask(x: Tensor, p: float, rng: torch.Generator) -> Tensor:
-    """0 with probability ``p``, else ``1 / (1 - p)``: dropout is ``x * mask``."""
-    return torch.empty_like(x).bernoulli_(1 - p, generator=rng).div_(1 - p)
-
-
-def drawn_mask(x: Tensor, p: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A dropout mask, and the state of ``rng`` before it was drawn."""
-    state = rng.get_state()
-    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return mask.bernoulli_(1 - p, generator=rng).div_(1 - p), state
-
-
-def same_mask(
-    state: Tensor, p: float, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The mask that was drawn from a generator in this state."""
-    rng = torch.Generator(device)
-    rng.set_state(state)
-    mask = torch.empty(shape, dtype=dtype, device=device)
-    return mask.bernoulli_(1 - p, generator=rng).div_(1 - p)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from partc.graph import Graph, Phase, collectives, fake_of, value
+from partc.graph.draws import site_in
 
 Owner = tuple[str, Phase]  # a block's module path, and its phase: ("model.layers.0", "B")
 
@@ -95,6 +96,7 @@ class Equal:
             mapped(sorted(node.kwargs.items()), known_as),
             _shapes(fake_of(node)),
             str(value(node).sharding),
+            site_in(node, group.layer),
             tuple(w.replace(f" {group.layer}.", " ") for w in self.written.get(node, [])),
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.codegen.repeats.equal import mapped
-from partc.graph import Graph, draw_of, fake_of, update, value
+from partc.graph import Graph, fake_of, update, value
 from partc.quoting import literal
 
 FIRST = "n"  # the variable of a program that holds the number of a stage's first layer
@@ -57,8 +57,10 @@ class Layers:
         head, number, rest = self._split(name)
         return name if number is None else f"{head}{FIRST}{f'+{number}' if number else ''}{rest}"
 
-    def literal(self, name: str) -> str:
+    def literal(self, name: str, first: str = FIRST) -> str:
         """A relative path as a Python expression that gives the name in the model.
+
+        ``first`` is the expression of the first layer's number.
 
         >>> Layers("blocks", 4).literal("blocks.1.w")
         'f"blocks.{n + 1}.w"'
@@ -66,7 +68,7 @@ class Layers:
         head, number, rest = (_escaped(part) for part in self._split(name))
         if number is None:
             return literal(name)
-        return "f" + literal(f"{head}{{{FIRST}{f' + {number}' if number else ''}}}{rest}")
+        return "f" + literal(f"{head}{{{first}{f' + {number}' if number else ''}}}{rest}")
 
     def has(self, name: str) -> bool:
         """Whether a name is the path of a layer, or of a module or parameter inside of a layer."""
@@ -92,7 +94,7 @@ def _paths(graph: Graph) -> Iterator[str]:
 
 
 def count_from_first(graph: Graph, layers: Layers) -> Graph:
-    """Rename modules, parameters and buffers of a graph as ``Layers.relative`` does, in place.
+    """Rename modules, tensors and draws of a graph as ``Layers.relative`` does, in place.
 
     The graph returned has the same nodes, and tables (``classes``) with the new names.
     """
@@ -101,7 +103,7 @@ def count_from_first(graph: Graph, layers: Layers) -> Graph:
         if node.op != "output":
             known = value(node)
             name = relative(known.name) if known.kind in ("param", "buffer") else known.name
-            update(node, name=name, module=relative(known.module))
+            update(node, name=name, module=relative(known.module), site=relative(known.site))
     graph.set_outputs(
         replace(
             outputs, grads=_named(outputs.grads, layers), buffers=_named(outputs.buffers, layers)
@@ -123,18 +125,17 @@ def stage_key(graph: Graph, layers: Layers) -> tuple[Any, ...]:
     nodes = [node for node in graph.fx.nodes if node.op != "output"]
     number = {node: i for i, node in enumerate(nodes)}
     forward = {value(node).name or node.name: i for i, node in reversed(list(enumerate(nodes)))}
-    draws: dict[str, int] = {}
 
     def origin(node: fx.Node) -> tuple[Any, ...]:
         known = value(node)
         stored = known.kind in ("param", "buffer", "input")
-        drawn = draws.setdefault(draw_of(node), len(draws))
         if known.kind == "received":  # not its module: another stage's, with another number
             return known.kind, known.shape, known.dtype, str(known.sharding), known.phase
         return (
             known.kind, layers.relative(known.name) if stored else "", known.shape, known.dtype,
             str(known.sharding), layers.relative(known.module), graph.classes.get(known.module),
-            known.source, known.calls, known.phase, forward.get(known.forward), known.remark, drawn,
+            known.source, known.calls, known.phase, forward.get(known.forward), known.remark,
+            layers.relative(known.site),
         )  # fmt: skip
 
     def call(node: fx.Node) -> tuple[Any, ...]:

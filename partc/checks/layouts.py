@@ -14,6 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from partc.checks.calls import result_nodes, wrong
+from partc.checks.draws import check_draw
 from partc.checks.pieces import check_piece, is_piecewise
 from partc.checks.rows import check_order, check_rows, rows_made
 from partc.checks.whole_twin import whole_twin
@@ -27,13 +28,13 @@ from partc.graph import (
     layout_on,
     literals,
     ops,
-    picked,
     results_of,
     tensor_args,
     typed,
     value,
 )
-from partc.graph.moves import Move, moves, results
+from partc.graph.draws import draws_numbers
+from partc.graph.moves import Move, moves
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Layout, M, R, Sharding, U, cut
 from partc.rules import strategies_for
@@ -48,18 +49,19 @@ def check_layouts(graph: Graph) -> None:
     """Raise CheckError at the first call whose noted layout does not follow from its operands."""
     sound: set[Hashable] = set()  # of calls that passed: equal ones need no second check
     sorted_by: dict[int, Hashable] = {}
+    drawn: dict[str, fx.Node] = {}
     with FakeTensorMode():  # the twins of calls on whole tensors are fakes
         for node in graph.calls():
             if node.target in SORTS and value(node).rows is not None:
                 check_order(node, sorted_by)
+            if draws_numbers(node):
+                check_draw(node, drawn)
             if node.target is collectives.wait:
                 _check_wait(node)
             elif node.target in MOVES:
                 _check_moves(node, graph.mesh)
             elif node.target is ops.window:
                 _check_window(node, graph.mesh)
-            elif node.target in (ops.drawn_mask, ops.same_mask):
-                _check_mask(node)
             elif is_piecewise(node):
                 check_piece(node)
             elif node.target not in (operator.getitem, collectives.axis_index):
@@ -235,21 +237,6 @@ def _check_window(node: fx.Node, mesh: Mesh) -> None:
     if operand.target is ops.window and operand.args[2] != rows * int(str(index.kwargs["num"])):
         why = f"{rows} rows on each rank are not the {operand.args[2]} of the window before"
         raise wrong(node, why, "Divide the rows by one axis after the other.")
-
-
-def _check_mask(node: fx.Node) -> None:
-    """Check that a random mask is sharded as its tensor is, and a repeated mask as the first."""
-    (operand,) = tensor_args(node)
-    if node.target is ops.drawn_mask:
-        (mask, _), cuts = results(node, 2), dict(value(operand).sharding.cuts())
-        layouts = {} if mask is None else dict(value(mask).sharding.layouts)
-        if mask is not None and layouts != cuts:
-            raise wrong(node, "a mask is cut as its value is", "Give it these cuts.")
-        return
-    drawn = picked(operand)[0] if operand.target is operator.getitem else operand
-    first = results(drawn, 2)[0] if drawn.target is ops.drawn_mask else None
-    if first is None or typed(first) != typed(node) or drawn.args[1] != node.args[1]:
-        raise wrong(node, "it is not the mask that was drawn from this state", "Copy that one.")
 
 
 def _check_rows(

@@ -32,7 +32,7 @@ FUNCTIONS = frozenset(
         "softplus", "log_sigmoid_forward", "log_sigmoid", "_softmax", "_log_softmax", "pow",
     )
     for suffix in ("", "_backward", "_backward_data")
-) | {"dropout_mask", "drawn_mask", "same_mask", "cross_entropy_grad"}  # fmt: skip
+) | {"dropout_mask", "cross_entropy_grad"}  # fmt: skip
 
 COMPUTE = "compute"  # the stream that computes
 BLOCKS = "blocks"  # of boxes around what the calls of a block, or of a pipeline's action, take

@@ -73,6 +73,7 @@ class Value:
     origin: Origin = Origin.MODEL
     turn: int | None = None  # the overlap piece of its block that this call belongs to
     from_forward: bool = False  # in the backward, but computed from forward values; no gradient
+    site: str = ""  # of a random draw: what decides its numbers (`draws.py`)
 
     @property
     def remark(self) -> str:
@@ -89,7 +90,9 @@ class Graph:
     each module's class by path. ``folds`` are blocks that the graph leaves out, since they equal a
     block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
     on, so that they have no gradient. ``frozen`` has a sentence on each thing outside of the graph
-    that a program does not follow, such as a tensor of a closure.
+    that a program does not follow, such as a tensor of a closure. ``sites`` has the site of every
+    random draw that was traced, with the name under which the model draws: another one, where the
+    draw was made between two blocks and named after one of them.
     """
 
     fx: FxGraph
@@ -104,6 +107,7 @@ class Graph:
     )
     untrained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    sites: dict[str, str] = field(default_factory=dict)
     early: EarlyReduction | None = (
         None  # of a stage's sums over ranks, which begin in its last backward
     )
@@ -220,19 +224,6 @@ def set_fake(node: fx.Node, fake: Any) -> None:
     # A known shape stays: in a local graph the Value has the whole shape, the fake the local one.
     if isinstance(fake, Tensor) and has_value(node) and value(node).shape == ():
         update(node, shape=tuple(fake.shape), dtype=fake.dtype)
-
-
-def draw_of(node: fx.Node) -> str:
-    """The name of the random generator's state that a traced random op drew from.
-
-    Ops with the same name draw the same numbers; "" for ops that draw none.
-    """
-    drawn: str = node.meta.get("draw", "")
-    return drawn
-
-
-def set_draw(node: fx.Node, state: str) -> None:
-    node.meta["draw"] = state
 
 
 def is_tensor(node: fx.Node) -> bool:

@@ -2,7 +2,8 @@
 
 ``add.Tensor(x, blocks.0.weight, alpha=2)``, ``max_1[0]``. Values stand by name: one that begins
 with a digit after ``%``, one that is no chain of words, as a user may call an input, in backticks
-behind it. An op of a namespace other than ATen has it before its name: ``mine::scale``.
+behind it. An op of a namespace other than ATen has it before its name: ``mine::scale``. A random
+draw has its site behind its arguments: ``rand([8], site='noise')``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from partc.graph import collectives, ops, value
+from partc.graph.draws import site_of
 from partc.plan.sharding import DTYPE_NAMES
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -38,6 +40,7 @@ def call_text(node: fx.Node) -> str:
         return f"{argument_text(node.args[0])}[{node.args[1]}]"
     given = [argument_text(a) for a in node.args]
     given += [f"{name}={argument_text(a)}" for name, a in node.kwargs.items()]
+    given += [f"site={site!r}" for site in [site_of(node)] if site]
     return f"{op_text(node.target)}({', '.join(given)})"
 
 

@@ -41,6 +41,15 @@ def grouped_mm(
 if aten._grouped_mm.default not in op_implementations_dict:
     register_op_impl(aten._grouped_mm.default)(grouped_mm)
 
+
+def filled(mode: FakeTensorMode, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A fake kernel of an in-place draw that takes a generator, which torch's own do not."""
+    return x
+
+
+for fill in (aten.exponential_, aten.geometric_, aten.cauchy_, aten.log_normal_):
+    register_op_impl(fill.default)(filled)
+
 OTHER_STRIDES = (
     aten.softplus_backward.default, aten.elu_backward.default, aten.hardtanh_backward.default,
     aten.hardswish_backward.default, aten.hardsigmoid_backward.default,

@@ -15,10 +15,8 @@ from torch.fx.graph import _Namespace
 from partc.graph import (
     Graph,
     Value,
-    draw_of,
     fake_of,
     op_word,
-    set_draw,
     set_fake,
     set_value,
     update,
@@ -61,7 +59,6 @@ def call_before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
         new = node.graph.create_node("call_function", target, args, kwargs, name=op_word(target))
     fake = run_on_fakes(new)
     set_value(new, replace(value(node), kind="op", shape=(), dtype=torch.float32))
-    set_draw(new, draw_of(node))
     set_fake(new, fake)
     return new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -124,12 +125,13 @@ class _Reader:
         assignment, _, typed = body.rpartition(" : ")
         name, _, call = assignment.partition(" = ")
         target, args, kwargs = parsed_call(call.strip(), self.nodes)
+        site = kwargs.pop("site", "")
         node = self.graph.fx.create_node("call_function", target, args, kwargs, name=name.strip())
         single = "[" in typed and not typed.strip().startswith("(")
         known = self._typed(typed.strip(), self.section) if single else self.section
         with self.mode:
             fake = run_fake(target, args, kwargs)
-        self._keep(name.strip(), node, known, fake)
+        self._keep(name.strip(), node, replace(known, site=site), fake)
         if note in _ORIGINS:
             update(node, origin=Origin(note))
         elif note:

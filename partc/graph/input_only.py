@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from torch import fx
 
-from partc.graph import Graph, draw_of, value
+from partc.graph import Graph, value
+from partc.graph.draws import draws_numbers
 
 
-def input_only(graph: Graph) -> set[fx.Node]:
+def input_only(graph: Graph, *, draws: bool = False) -> set[fx.Node]:
     """The nodes that depend on inputs and constant buffers alone: masks, positions, labels, counts.
 
-    Parameters, buffers that the step updates, and random draws are excluded with their readers.
+    Parameters and buffers that the step updates are excluded with their readers, and so are random
+    draws, unless ``draws`` says otherwise. A draw can be repeated, but not cut in another way: its
+    numbers follow from its place.
     """
     updated = {graph.buffers[name] for name in graph.outputs.buffers}
     known: set[fx.Node] = set()
     for node in graph.fx.nodes:
         placed = node.op == "placeholder" and value(node).kind != "param" and node not in updated
-        drawn = node.op == "call_function" and bool(draw_of(node))
+        drawn = not draws and draws_numbers(node)
         if placed or (
             node.op == "call_function"
             and not drawn

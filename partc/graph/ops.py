@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-
-STATE_BYTES = 16  # of a CUDA generator's state, which is in the host's memory
 
 
 def weight_grad(d_y: Tensor, x: Tensor) -> Tensor:
@@ -39,30 +36,13 @@ def inverse_order(order: Tensor) -> Tensor:
 def dropout_mask(x: Tensor, p: float) -> Tensor:
     """0 with probability ``p``, else ``1 / (1 - p)``, shaped as ``x``: dropout is ``x * mask``.
 
-    Draws from this rank's generator for the axes that cut ``x``: pieces get different masks,
-    copies equal ones.
+    In a program its site and this rank's place on the axes that cut ``x`` decide the numbers.
     """
-    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return mask.bernoulli_(1 - p).div_(1 - p)
 
 
-def drawn_mask(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """A dropout mask, and the generator's state before it was drawn, ``u8[16]``."""
-    if isinstance(x, FakeTensor):  # there is no generator, but a shape
-        state = x.new_empty(STATE_BYTES, dtype=torch.uint8)
-    else:
-        state = torch.get_rng_state()
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p).div_(1 - p), state
-
-
-def same_mask(state: Tensor, p: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The dropout mask that a generator in this state draws."""
-    rng = torch.Generator()
-    if not isinstance(state, FakeTensor):
-        rng.set_state(state)
-    return torch.empty(shape, dtype=dtype).bernoulli_(1 - p, generator=rng).div_(1 - p)
-
-
-DRAWS = (dropout_mask, drawn_mask)  # what takes numbers from a generator
+DRAWS = (dropout_mask,)  # what takes numbers from a generator
 
 
 def window(

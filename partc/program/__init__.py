@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
+from partc.graph.draws import Draw
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
@@ -76,6 +77,7 @@ class Program:
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
         numbers: the numbers of the model's Python, in the process that compiled it.
+        draws: every random draw by its site: the whole value's shape, and how it is cut.
     """
 
     plan: str
@@ -90,6 +92,7 @@ class Program:
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
+    draws: Mapping[str, Draw] = field(default_factory=dict)
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -180,6 +183,7 @@ class Program:
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
+            draws=self.draws,
             files=digests,
         )
 
@@ -228,6 +232,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
         inputs=manifest.inputs,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
+        draws=manifest.draws,
     )
 
 

@@ -40,6 +40,9 @@ def save_checkpoint(
 ) -> Path:
     """Write the tensors of a stage, and its optimizer's states, as one checkpoint of all ranks.
 
+    The seed of the random numbers and the count of steps are part of it: a training that goes on
+    from it draws what one that was not cut off would.
+
     All ranks call this together. Without pickle: a safetensors file per rank, and a list with a
     digest of each. It appears whole or not at all, and loads under any other mesh or plan.
 
@@ -66,7 +69,7 @@ def save_checkpoint(
     digests = _gather_digests(bytes.fromhex(_sha256(file)), stage.device)
     contents = _contents(stage, held, _groups(stage, optimizer))
     if dist.get_rank() == 0:
-        text = _manifest(stage.mesh, contents, digests, step)
+        text = _manifest(stage, contents, digests, step)
         (partial / MANIFEST).write_text(text, encoding="utf-8")
         _flush(partial / MANIFEST)
         partial.rename(target)
@@ -97,6 +100,8 @@ def load_checkpoint(folder: str | Path, stage: Stage, optimizer: Optimizer | Non
             piece.copy_(saved.piece(key, shard, stage))
     if optimizer is not None:
         _load_optimizer(saved, stage, optimizer)
+    if saved.random is not None:
+        stage.seed(*saved.random)
     return saved.step
 
 
@@ -123,6 +128,7 @@ class Saved:
     digests: tuple[str, ...]  # by rank
     groups: tuple[dict[str, Any], ...]
     files: dict[int, TensorFile]
+    random: tuple[int, int] | None = None  # the seed of random numbers, and the steps since
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -138,7 +144,9 @@ class Saved:
             digests, groups = tuple(fields["files"]), tuple(fields["optimizer"])
             if len(digests) != mesh.num_ranks:
                 _refuse(path, "it does not name a file for each rank", "Restore it.")
-            return cls(path, int(fields["step"]), mesh, shards, stages, digests, groups, {})
+            step, drawn = int(fields["step"]), fields.get("random")
+            random = None if drawn is None else (int(drawn["seed"]), int(drawn["step"]))
+            return cls(path, step, mesh, shards, stages, digests, groups, {}, random)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _refuse(path, repr(error), "Restore the folder, or load an older step.")
 
@@ -287,9 +295,11 @@ def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:
 
 
 # files ---------------------------------------------------------------------------------------
-def _manifest(mesh: Mesh, contents: Mapping[str, Any], digests: list[str], step: int) -> str:
+def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], step: int) -> str:
+    seed, taken = stage.seeded
     fields = {
-        "schema": SCHEMA, "step": step, "mesh": [list(axis) for axis in mesh.axes],
+        "schema": SCHEMA, "step": step, "mesh": [list(axis) for axis in stage.mesh.axes],
+        "random": {"seed": seed, "step": taken},
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
         "optimizer": contents["optimizer"],
     }  # fmt: skip

@@ -9,19 +9,20 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from partc.errors import LoadError, PartcError
+from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
 
 NAME = "program.json"
-SCHEMA = 2
+SCHEMA = 3
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
@@ -40,6 +41,7 @@ class Manifest:
     cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
     basis: Basis
     files: Mapping[str, str]  # name -> sha256
+    draws: Mapping[str, Draw] = field(default_factory=dict)
 
     def as_json(self) -> str:
         """The text of ``program.json``; the last entry is the digest of all others."""
@@ -56,6 +58,10 @@ class Manifest:
             },
             "cost": dict(self.cost),
             "basis": self.basis.as_json(),
+            "draws": {
+                site: [draw.name, list(draw.shape), list(map(list, draw.cuts)), draw.kind]
+                for site, draw in self.draws.items()
+            },
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -109,13 +115,14 @@ class Manifest:
             ),
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),
+            draws={_text(site): _draw(*entry) for site, entry in fields["draws"].items()},
             files=files,
         )
 
 
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
-    "files",
+    "draws", "files",
 }  # fmt: skip
 
 
@@ -189,6 +196,12 @@ def _sizes(entry: Any) -> tuple[int, ...]:
 def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
     _need(kind in KINDS, f"{kind!r} is no kind of tensor")
     return TensorSpec(kind, _sizes(shape), _text(dtype))
+
+
+def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:
+    _need(kind in ("", SORTED, UNREAD), f"{kind!r} is no kind of draw")
+    each = tuple((_text(axis), _size(dim), _size(outer), _size(n)) for axis, dim, outer, n in cuts)
+    return Draw(_text(name), _sizes(shape), each, kind)
 
 
 def _cost(entry: Any) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ class Stage(nn.Module):
     """
 
     _rank_step: Any  # the role's own module
+    _drawn: tuple[int, int] = 0, 0  # the seed, and how many steps have drawn from it
 
     def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Stage(nn.Module):
         """
         self._check_inputs(inputs)
         self._check_numbers()
-        loss: Tensor = self._rank_step.step(*inputs)
+        loss: Tensor = self._counted(self._rank_step.step, inputs)
         return loss
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -87,20 +88,39 @@ class Stage(nn.Module):
             self._check_inputs(inputs)
             self._check_numbers()
             with torch.no_grad():
-                return self._rank_step(*inputs)
+                return self._counted(self._rank_step, inputs)
         self._check_one_stage()
         params = [p for p in self.parameters() if p.requires_grad]
         apply: Any = _LossOfStep.apply
         return apply(lambda: self._fresh_grads(params, inputs), *params)
 
-    def seed(self, seed: int) -> None:
-        """Seed dropout; all ranks pass the same number.
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Decide every random number of the steps that follow; all ranks pass the same.
 
-        Ranks with copies of a tensor draw equal masks, ranks with different shards or stages
-        different ones.
+        The numbers of a draw follow from this seed, from how many steps were taken, from the
+        microbatch, from the place in the model (``h.3.attn.dropout``), and from this rank's
+        coordinates on the mesh axes that cut what is drawn. So ranks with copies of a value draw
+        the same, ranks with different pieces others; what the backward computes again, or another
+        pipeline stage reads, is drawn the same again. What the process seeds elsewhere
+        (``torch.manual_seed``) does not matter.
+
+        Args:
+            seed: any whole number; a stage that is never seeded has 0.
+            step: how many steps count as taken already, for a training that goes on.
+                ``load_checkpoint`` sets both to what they were when the checkpoint was saved.
+
+        Example::
+
+            stage.seed(1234)
         """
+        self._drawn = seed, step
         if hasattr(self._rank_step, "seed"):
-            self._rank_step.seed(seed)
+            self._rank_step.seed(seed, step)
+
+    @property
+    def seeded(self) -> tuple[int, int]:
+        """The seed of the random numbers, and how many steps have been taken since it was set."""
+        return self._drawn
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -191,6 +211,13 @@ class Stage(nn.Module):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
+    def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+        """What a step returns; the step counts as taken."""
+        result = run(*inputs)
+        seed, step = self._drawn
+        self._drawn = seed, step + 1
+        return result
+
     def _fresh_grads(
         self, params: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:

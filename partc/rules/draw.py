@@ -148,6 +148,11 @@ def _positive_definite(signature: Signature, spec: Spec, generator: torch.Genera
     return (root @ root.mT + torch.eye(spec.shape[-1], dtype=torch.float64)).to(spec.dtype)
 
 
+def _positive(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
+    """Numbers above 0, below which an op may give nonsense without a word."""
+    return DOMAINS["positive"](spec, generator)
+
+
 def _pivots(signature: Signature, spec: Spec, generator: torch.Generator) -> Tensor:
     """The pivots of a factorisation that moved no row: 1, 2, 3, ... (LAPACK counts from 1)."""
     return torch.arange(1, spec.shape[-1] + 1).expand(spec.shape).to(spec.dtype)
@@ -156,6 +161,7 @@ def _pivots(signature: Signature, spec: Spec, generator: torch.Generator) -> Ten
 # By op, operands that need a special structure.
 SPECIAL: dict[str, dict[int, Callable[[Signature, Spec, torch.Generator], Tensor]]] = {
     "aten._grouped_mm": {2: _offsets},
+    "aten._standard_gamma": {0: _positive},
     "aten.linalg_cholesky_ex": {0: _positive_definite},
     "aten.linalg_lu_solve": {1: _pivots},
     "partc.ops.inverse_order": {0: _order},

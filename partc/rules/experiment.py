@@ -25,6 +25,7 @@ TOLERANCE = {  # relative to the largest value; double wherever the op allows it
 # Added to the seed for random parts of a sum: parts drawn with the operand's own seed would equal
 # the operand, and leave zeros as the last part.
 PARTS = 1000
+DRAWS = 2000  # the same for what the whole call draws
 Results = list[Tensor | None]
 LocalRun = Callable[[int, Sequence[Tensor]], Results]  # rank, its pieces -> its results
 

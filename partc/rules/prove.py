@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from partc.plan.sharding import DTYPE_NAMES, Layout
 from partc.rules.experiment import (
+    DRAWS,
     Refused,
     Results,
     cut_shares,
@@ -134,7 +135,7 @@ def _whole(signature: Signature, seed: int) -> Whole:
     """The whole run of a call, and the method to compare its results (see `Trial`)."""
     for exact in (signature.in_float64(), signature):
         with torch.random.fork_rng(devices=[]), suppress(Refused):
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed + DRAWS)
             operands, results = whole_run(exact, seed)
             method = "moments" if is_random(exact, operands, results) else "values"
             method = "shapes" if "empty" in exact.op else method  # uninitialised memory

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import count, pairwise, takewhile
 
 from torch import fx
 
-from partc.graph import literals, update, value
+from partc.graph import Graph, innermost_block, literals, update, value
+from partc.graph.draws import draws_of, set_site
 from partc.graph.folds import DEPTHS, layer_path
 
 Calls = Sequence[fx.Node]
@@ -45,6 +46,26 @@ def adopt_between(forward: Calls) -> None:
             if len(blocks) > 1 and all(_is_loose(n, path) for n in loose):
                 _fill(blocks, inside)
                 _divide(forward, path, blocks, between)
+
+
+def name_adopted(graph: Graph) -> None:
+    """Name each draw that a block was given after the block: ``dropout#3`` --> ``h.3.dropout``.
+
+    Blocks are then equal but for the path in front. ``graph.sites`` gets the site of every draw,
+    with its name before.
+    """
+    draws = draws_of(graph)
+    now = {value(node).site: value(node).site for node in draws}
+    for node in draws:
+        before, block = value(node).site, innermost_block(node)
+        adopted = value(node).module != node.meta.get("custom", {}).get("module", "")
+        if adopted and now[before] == before and not before.startswith(f"{block}."):
+            word = before.partition("#")[0].rpartition(".")[2]
+            names = (f"{block}.{word}#{i}" if i else f"{block}.{word}" for i in count())
+            now[before] = next(name for name in names if name not in now.values())
+    for node in draws:
+        set_site(node, now[value(node).site])
+    graph.sites = {site: before for before, site in now.items()}
 
 
 def _lists(forward: Calls, depth: int) -> dict[str, list[_Block]]:

@@ -1,12 +1,11 @@
 """Run a training step once on fake tensors and record every ATen op with its origin.
 
 In: a module, a loss and inputs. Out: a raw ``torch.fx`` graph, in-place ops and views among its
-nodes, each annotated with module path, source line, phase and, if it is random, which draw it is.
+nodes, each annotated with module path, source line, phase and, if it is random, its site.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -22,8 +21,9 @@ from torch.backends import mkldnn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.graph.draws import takes_numbers
 from partc.graph.fake_calls import quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks
 from partc.trace.closed_over import (
@@ -38,6 +38,7 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.draw_sites import Sites
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
@@ -162,15 +163,15 @@ class _Step:
 
     def recorded(self) -> Recording:
         """Record the step, and run it again to see that all steps are alike."""
-        history = History(self.model, self.objective, self.reach)
+        history, sites = History(self.model, self.objective, self.reach), Sites()
         outcomes: list[Hashable] = []
 
         def first(*given: list[Tensor]) -> Outcome:
-            outcome = self.step(history.contents, _Origins(history.contents), *given)
+            outcome = self.step(history.contents, _Origins(history.contents, sites), *given)
             outcomes.append(history.outcome(outcome))
             return outcome
 
-        with self._alone():
+        with self._alone(), sites.inside(self.model):
             # with "fake" it would copy every fake
             module = make_fx(first, _allow_non_fake_inputs=True)(*self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
@@ -191,7 +192,7 @@ class _Step:
         with (
             _no_warning(), untouched(model), restored(reach), module_scopes(model),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
-            cuda_autocast_on_cpu(), _portable_kernels(), mode,
+            cuda_autocast_on_cpu(), portable_kernels(), mode,
         ):  # fmt: skip
             yield
 
@@ -243,7 +244,7 @@ def _no_warning() -> Iterator[None]:
 
 
 @contextmanager
-def _portable_kernels() -> Iterator[None]:
+def portable_kernels() -> Iterator[None]:
     """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel."""
     enabled: Any = mkldnn.enabled
     mkldnn.enabled = False  # type: ignore[assignment]
@@ -332,16 +333,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Origins(TorchDispatchMode):
-    """Annotates each op with the user's source line and each random op with the generator's state.
+    """Annotates each op with the user's source line, and each random op with its site."""
 
-    Equal states mean equal random numbers: ``torch.utils.checkpoint`` resets the generator before
-    the recomputation. A run on fakes draws nothing, so each random op here draws once by itself to
-    move the generator on.
-    """
-
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, sites: Sites) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.contents = contents
+        self.contents, self.sites = contents, sites
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -354,12 +350,9 @@ class _Origins(TorchDispatchMode):
                 self.contents.answers[self.contents.question(func, args)] = number
                 return number
         origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            with _disable_current_modes():
-                state = torch.default_generator.get_state().numpy().tobytes()
-                torch.rand(())
-            origin["draw"] = hashlib.sha256(state).hexdigest()
         kwargs = kwargs or {}
+        if takes_numbers(func, args, kwargs):
+            origin["site"] = self.sites.of(func, kwargs)
         call = self.contents.before(func, args, kwargs, origin["source"])
         with provenance.annotate(origin):
             result = func(*args, **kwargs)

@@ -21,16 +21,16 @@ from partc.graph import (
     Outputs,
     Value,
     fake_of,
-    set_draw,
     set_fake,
     set_like,
     set_value,
     update,
     value,
 )
+from partc.graph.draws import set_site
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
-from partc.trace.between_blocks import adopt_between
+from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.scan_blocks import skipping, spare_blocks
@@ -317,9 +317,10 @@ def _describe(graph: Graph) -> None:
         )
         set_value(node, known)
         set_fake(node, fake)
-        set_draw(node, noted.get("draw", ""))
+        set_site(node, noted.get("site", ""))
     # before the backward, whose calls take over the module paths of forward calls
     adopt_between([n for n in graph.calls() if not _is_noted_backward(n)])
+    name_adopted(graph)
     forward: dict[int, fx.Node] = {}
     for node in graph.calls():
         if _is_noted_backward(node):

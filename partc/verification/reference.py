@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import UsageError
+from partc.plan.mesh import MICROBATCH_AXIS
 from partc.trace.capture import named_results, untouched
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
 from partc.verification.precision import converted, raised_model
+from partc.verification.same_draws import SameDraws
 
 Loss = Callable[..., Any]
 Tensors = Mapping[str, Tensor]
@@ -67,14 +69,24 @@ class Reference:
 class Pieces:
     """How the batch is cut for a model with batch statistics of single pieces (batch norm).
 
-    Into ``microbatches``, and each microbatch into one piece per data-parallel rank.
+    Into ``microbatches``, and each microbatch into one piece per data-parallel rank. ``axes`` are
+    the mesh axes of these ranks with their sizes, the outermost first.
     """
 
     ranks: int = 1
     microbatches: int = 1
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def place(self, number: int) -> dict[str, int]:
+        """The coordinates of a piece on the axes that cut the batch."""
+        found = {MICROBATCH_AXIS: number // self.ranks}
+        rank = number % self.ranks
+        for axis, size in reversed(self.axes):
+            rank, found[axis] = divmod(rank, size)
+        return found
 
 
-WHOLE = Pieces()
+WHOLE, NO_DRAWS = Pieces(), SameDraws()
 
 
 def is_noise(size: float, most: float, dtype: torch.dtype) -> bool:
@@ -103,6 +115,7 @@ def eager(
     dtype: torch.dtype | None = torch.float64,
     train: bool = True,
     pieces: Pieces = WHOLE,
+    draws: SameDraws = NO_DRAWS,
 ) -> Reference:
     """Run a step of the model, in ``dtype`` or, for None, in its own precision.
 
@@ -110,16 +123,16 @@ def eager(
     tensors; it is left as it was. With several ``pieces`` the loss is the mean over the pieces, and
     buffers are updated by the first rank's pieces only, as a model with batch norm does with
     microbatches and under DDP.
-    UsageError if the model has no values, or if the step draws random numbers.
+    Random numbers are those of ``draws``. UsageError if the model has no values, or draws where the
+    program does not.
     """
     _check_values(model)
     batch = tuple(x if dtype is None else converted(x, dtype) for x in inputs)
-    before = torch.get_rng_state()
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
     with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised:
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
-        outcome = _trained(model, batch, loss, pieces) if train else {}
-        outcome = outcome or _results(model, batch, loss)
+        outcome = _trained(model, batch, loss, pieces, draws) if train else {}
+        outcome = outcome or _results(model, batch, loss, draws)
         params = dict(model.named_parameters())
         reference = Reference(
             weights=weights,
@@ -129,7 +142,6 @@ def eager(
             buffers={name: b.detach() for name, b in model.named_buffers()},
             results={} if train else outcome,
         )
-    _check_random(before, model)
     return reference
 
 
@@ -155,18 +167,23 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
 
 
 def _trained(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces, draws: SameDraws
 ) -> dict[str, Tensor]:
     """Run forward and backward of all pieces; return the mean loss."""
     num, losses = pieces.ranks * pieces.microbatches, []
     for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
         others = i % pieces.ranks > 0
         before = {n: b.clone() for n, b in model.named_buffers()} if others else {}
-        losses.append(_objective(model, piece, loss)["loss"] / num)
+        with draws.inside(model, pieces.place(i) if num > 1 else None):
+            each = _objective(model, piece, loss)["loss"] / num
+            if draws.draws:  # checkpointed blocks draw again in the backward
+                each.backward()
+        losses.append(each)
         for name, buffer in before.items():
             model.get_buffer(name).data.copy_(buffer)
     whole = torch.stack(losses).sum()
-    whole.backward()  # of all pieces at once, as gradient hooks look at the whole gradient
+    if not draws.draws:
+        whole.backward()  # of all pieces at once, as gradient hooks look at the whole gradient
     return {"loss": whole.detach()}
 
 
@@ -178,8 +195,11 @@ def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) ->
 
 
 @torch.no_grad()
-def _results(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
-    return named_results(model(*inputs) if loss is None else loss(model, *inputs))
+def _results(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, draws: SameDraws
+) -> dict[str, Tensor]:
+    with draws.inside(model):
+        return named_results(model(*inputs) if loss is None else loss(model, *inputs))
 
 
 def _check_values(model: nn.Module) -> None:
@@ -190,15 +210,4 @@ def _check_values(model: nn.Module) -> None:
             what="verifying needs values",
             why="this tensor is on the meta device",
             do="Give the model with weights; random ones will do.",
-        )
-
-
-def _check_random(before: Tensor, model: nn.Module) -> None:
-    """UsageError if the step drew random numbers, as then no result is the right one."""
-    if not torch.equal(before, torch.get_rng_state()):
-        raise UsageError(
-            where=type(model).__name__,
-            what="its step draws random numbers, so there is nothing to compare with",
-            why="pieces of a dropout mask differ from the single device's mask",
-            do="Set its dropout to 0, or call model.eval(), and compile and verify that.",
         )

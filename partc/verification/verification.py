@@ -36,6 +36,7 @@ from partc.verification.reference import (
     is_noise,
     take_step,
 )
+from partc.verification.same_draws import SEED, STEP, SameDraws
 from partc.verification.threads import ThreadMesh, run_ranks
 
 TOLERANCE = 1e-9  # for float64; one matmul with a sharded sum has an error of 2e-15
@@ -156,7 +157,8 @@ def verify(
     """
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
-    reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program))
+    draws = SameDraws(program.draws, program.mesh.names)
+    reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
         sources = {name: raised_text(text) for name, text in sources.items()}
@@ -179,7 +181,8 @@ def _pieces(program: Program) -> Pieces:
     plan = Plan.parse(program.plan)
     if plan.batch_norm != "local":
         return WHOLE
-    return Pieces(prod(map(program.mesh.size, plan.batch_axes)), plan.microbatches)
+    axes = tuple((a, program.mesh.size(a)) for a in program.mesh.names if a in plan.batch_axes)
+    return Pieces(prod(size for _, size in axes), plan.microbatches, axes)
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,7 @@ class _Rank:
         reference, role = self.job.reference, self.role
         self._fill()
         if role.is_inference:
+            self._seed()
             yield from self._whole("result", self.step(*reference.inputs), reference.results)
             yield from self._buffers()
             return
@@ -256,7 +260,14 @@ class _Rank:
             whole = given.get(shard.name, torch.zeros(shard.shape))
             held[shard.name].copy_(self._take(shard, converted(whole, held[shard.name].dtype)))
 
+    def _seed(self) -> None:
+        """Let the next step draw the numbers of the reference."""
+        step: Any = self.step
+        if hasattr(step, "seed"):
+            step.seed(SEED, STEP - 1)
+
     def _run(self) -> Tensor:
+        self._seed()
         run: Any = self.step
         loss: Tensor = run.step(*self.job.reference.inputs)
         return loss

@@ -17,6 +17,7 @@ from partc.passes.canonical.merge_draws import merge_draws
 from partc.passes.canonical.merge_given import merge_given
 from partc.passes.canonical.merge_reshapes import merge_reshapes
 from partc.passes.canonical.narrow_expands import narrow_expands
+from partc.passes.canonical.open_dropout import open_dropout
 from partc.passes.canonical.open_masks import open_masks
 from partc.passes.canonical.open_means import open_means
 from partc.passes.canonical.open_strides import open_strides
@@ -39,7 +40,8 @@ def name_calls(graph: Graph) -> None:
 # stand twice, as later passes leave new work for them.
 CANONICAL = (
     Pass(open_strides, JOINT, "strides of a whole tensor mean nothing for its pieces; shapes do"),
-    Pass(merge_draws, JOINT, "a checkpoint's replayed random draw is the first draw"),
+    Pass(open_dropout, JOINT, "a draw inside of an op takes no generator"),
+    Pass(merge_draws, JOINT, "a checkpoint's repeated random draw is the first draw"),
     Pass(
         drop_noops,
         JOINT,

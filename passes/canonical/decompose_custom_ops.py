@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import TraceError
 from partc.graph import Graph, fake_of, set_fake, set_value, value
+from partc.graph.draws import draws_numbers
 from partc.graph.graph_edits import replace_by
 
 OWN = ("aten", "prims", "prim")
@@ -41,9 +42,12 @@ def _traced(node: fx.Node, target: torch._ops.OpOverload) -> fx.Graph:
         return implementation(*args, **kwargs)
 
     try:
-        return make_fx(call, tracing_mode="fake")(*(fake_of(n) for n in node.all_input_nodes)).graph
+        body = make_fx(call, tracing_mode="fake")(*(fake_of(n) for n in node.all_input_nodes)).graph
     except Exception as error:
         raise _refusal(node, f"its implementation cannot be traced: {error}") from error
+    if any(map(draws_numbers, body.nodes)):
+        raise _refusal(node, "its implementation draws random numbers, which nothing seeds")
+    return body
 
 
 def _splice(node: fx.Node, body: fx.Graph) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from partc.graph import Graph, Outputs, fake_of, value
+from partc.graph.draws import site_in
 from partc.graph.folds import RepeatedBlocks, TracedStages, list_member
 from partc.plan import Plan
 
@@ -164,9 +165,12 @@ class _Signatures:
             return (type(arg).__name__, repr(arg))
 
         calls = tuple(
-            (n.target, spelled(n.args), spelled(sorted(n.kwargs.items())), _kind(fake_of(n)))
+            (
+                n.target, spelled(n.args), spelled(sorted(n.kwargs.items())), _kind(fake_of(n)),
+                site_in(n, block.prefix.removesuffix(".")),
+            )
             for n in block.nodes()
-        )
+        )  # fmt: skip
         given = tuple(
             (near[own], kind, spelled(node))
             for own in block.own

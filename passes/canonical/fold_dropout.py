@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from partc.graph import Graph, is_call, ops, shape_of, value
+from partc.graph.draws import set_site, site_of
 from partc.graph.graph_edits import call_before, drop_dead, replace_by
 
 aten = torch.ops.aten
@@ -20,13 +21,20 @@ def fold_dropout(graph: Graph) -> None:
     """``bernoulli(empty_like(x), 1 - p) / (1 - p)`` becomes ``dropout_mask(x, p)``."""
     for node in list(graph.calls()):
         if is_call(node, aten.bernoulli.p):
-            users = sorted(node.users)  # several where a replayed draw was merged with this one
+            users = sorted(node.users)  # several where a repeated draw was merged with this one
             if users and all(_undoes_share(user, node) for user in users):
                 kept: Any = node.args[1]
-                mask = call_before(users[0], ops.dropout_mask, _shape_source(node), 1 - kept)
+                mask = call_before(users[0], ops.dropout_mask, _shape_source(node), _zeros(kept))
+                set_site(mask, site_of(node))
                 for user in users:
                     replace_by(user, mask)
     drop_dead(graph)
+
+
+def _zeros(kept: float) -> float:
+    """The probability of a zero, as the user wrote it: 0.1 and not 0.09999999999999998."""
+    short = round(1 - kept, 12)
+    return short if 1 - short == kept else 1 - kept
 
 
 def _undoes_share(user: fx.Node, drawn: fx.Node) -> bool:

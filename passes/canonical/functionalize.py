@@ -17,6 +17,7 @@ from torch import fx
 from partc.errors import TraceError
 from partc.graph import Graph, fake_of, value
 from partc.graph.graph_edits import call_before, drop_dead, stand_in
+from partc.passes.canonical.open_dropout import rrelu_noise
 from partc.passes.canonical.views import UNDO, Step, step_of
 
 aten = torch.ops.aten
@@ -141,6 +142,9 @@ def _replace_write(rewrite: _Rewrite, node: fx.Node, written: list[str], args: A
         changed, (given, named) = node.kwargs["out"], args
         kwargs = {key: each for key, each in named.items() if key != "out"}
         new, old = call_before(node, _out_of_place(node), *given, **kwargs), fake_of(named["out"])
+    elif name == "rrelu_with_noise" and written == ["noise"]:
+        _draw_slopes(rewrite, node, args[0])
+        return
     elif written == ["self"] and name.endswith("_"):
         new, old = _functional(node, name[:-1], args), fake_of(args[0][0])
     else:
@@ -210,11 +214,30 @@ def _functional(node: fx.Node, name: str, args: Any) -> fx.Node:
         return call_before(node, aten.zeros_like.default, self)
     if name == "fill":
         return call_before(node, getattr(aten.fill, target._overloadname), self, *rest)
+    if name == "bernoulli" and target._overloadname == "Tensor":
+        chances = call_before(node, aten.expand.default, rest[0], list(fake_of(self).shape))
+        return call_before(node, aten.bernoulli.default, chances)
     if name == "bernoulli":
         return call_before(node, aten.bernoulli.p, self, *(rest or [0.5]), **kwargs)
     if name == "normal":
         return call_before(node, aten.normal_functional.default, self, *rest, **kwargs)
     return call_before(node, _out_of_place(node), self, *rest, **kwargs)
+
+
+def _draw_slopes(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:
+    """Replace an rrelu, which draws into ``noise``, by a draw of its slopes and a product."""
+    x, noise, *options = args
+    lower, upper, training = (*options, *(1 / 8, 1 / 3, False)[len(options) :])[:3]
+    changed = node.args[1]
+    assert isinstance(changed, fx.Node)
+    if training:
+        slopes = rrelu_noise(node, x, noise, lower, upper)
+        new = call_before(node, aten.mul.Tensor, x, slopes)
+        rewrite.write(changed, slopes, node)
+    else:
+        new = call_before(node, aten.leaky_relu.default, x, (lower + upper) / 2)
+    stand_in(node, new)
+    rewrite.views[node] = View(Memory(new), (), new, 0)
 
 
 def _open_batch_norm(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:

@@ -24,7 +24,7 @@ from partc.graph import (
     tensor_args,
     value,
 )
-from partc.passes.recompute.replay_masks import draws_numbers
+from partc.graph.draws import draws_numbers
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import REPLICATED, Layout, U, cut
 from partc.rules import Strategy, strategies
@@ -118,7 +118,7 @@ class Region:
             return [way for way in through if way is not None]
         rows = any(value(n).rows for n in (node, *node.all_input_nodes))
         if rows or draws_numbers(node):
-            return []  # sorted rows do not split by position; pieces would draw other numbers
+            return []  # sorted rows do not split by position, nor do the numbers of one draw
         key = _circumstances(node)
         if key not in self.found:
             self.found[key] = [s for s in strategies(twin(node), self.num) if _is_plain(s)]

@@ -5,12 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
-from partc.graph import ANYWHERE, Graph, fake_of, set_fake, set_value, stage_of, tensor_args, value
-from partc.passes.recompute.replay_masks import Draw, replayed
+from partc.graph import (
+    ANYWHERE,
+    Graph,
+    fake_of,
+    is_tensor,
+    set_fake,
+    set_value,
+    stage_of,
+    tensor_args,
+    typed,
+    value,
+)
+from partc.graph.draws import draws_numbers, reads_shape_alone
 
 Home = Callable[[fx.Node], str]
+
+
+def reads_no_values(node: fx.Node) -> bool:
+    """Whether a call is a draw that reads at most a tensor's shape: a dropout's mask."""
+    return draws_numbers(node) and len(tensor_args(node)) <= reads_shape_alone(node)
+
+
+def may_repeat(node: fx.Node) -> bool:
+    """Whether a call gives the same result when run again.
+
+    A draw does if it reads no values: with a probability that is off by rounding, another number
+    might come out.
+    """
+    return reads_no_values(node) or not draws_numbers(node)
 
 
 @dataclass
@@ -18,15 +44,14 @@ class Copies:
     """Writes one backward copy of each forward value in ``again``.
 
     Backward calls in the value's region (``home``: the block that a call is in) and stage read the
-    copy; calls elsewhere read the saved value. ``draws`` are the dropout masks among the values: a
-    mask is drawn again from the generator's state. ``twins`` maps an all-gather of the forward to
-    the all-gather of the same weight in the backward, which copies read.
+    copy; calls elsewhere read the saved value. A random draw is repeated: the numbers of its site
+    are the same again. ``twins`` maps an all-gather of the forward to the all-gather of the same
+    weight in the backward, which copies read.
     """
 
     graph: Graph
     again: Collection[fx.Node]
     home: Home
-    draws: Mapping[fx.Node, Draw] = field(default_factory=dict)
     twins: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -39,8 +64,8 @@ class Copies:
                     reader.replace_input_with(operand, self._copy(operand, reader))
 
     def _again(self, reader: fx.Node) -> list[fx.Node]:
-        """The operands of a call that the call reads as copies; none for a mask's draw."""
-        if reader in self.draws:
+        """The operands of a call that the call reads as copies; none of which it reads a shape."""
+        if reads_no_values(reader):
             return []
         return [o for o in tensor_args(reader) if o in self.again and self.serves(o, reader)]
 
@@ -76,10 +101,24 @@ class Copies:
             if twin := self.twins.get(operand):
                 swap[operand] = self._before(twin, reader)
         with self.graph.fx.inserting_before(reader):
-            if node in self.draws:
-                copy = replayed(self.graph.fx, node, self.draws[node])
-            else:
-                copy = self.graph.fx.node_copy(node, lambda n: swap.get(n, n))
+            if reads_no_values(node):
+                swap = {shown: self._shape_of(node, reader) for shown in tensor_args(node)}
+            copy = self.graph.fx.node_copy(node, lambda n: swap.get(n, n))
         set_value(copy, replace(value(node), phase="B"))
         set_fake(copy, fake_of(node))
         return copy
+
+    def _shape_of(self, draw: fx.Node, reader: fx.Node) -> fx.Node:
+        """A tensor for a repeated draw to take its shape from, so that no value is kept for that:
+        a gradient that the reader has at hand, or else an empty one.
+        """
+        for operand in tensor_args(reader):
+            if value(operand).phase == "B" and is_tensor(operand) and typed(operand) == typed(draw):
+                return operand
+        fake = fake_of(draw)
+        empty = self.graph.fx.call_function(
+            torch.ops.aten.empty.memory_format, (list(fake.shape),), {"dtype": fake.dtype}
+        )
+        set_value(empty, replace(value(draw), phase="B", name="", site=""))
+        set_fake(empty, fake)
+        return empty

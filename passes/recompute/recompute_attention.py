@@ -22,15 +22,13 @@ from partc.graph import (
     innermost_block,
     is_tensor,
     is_weight,
-    ops,
     picked,
     results_of,
     tensor_args,
     value,
 )
-from partc.passes.recompute.copy_forward import Copies
+from partc.passes.recompute.copy_forward import Copies, may_repeat, reads_no_values
 from partc.passes.recompute.min_cut import sink_side
-from partc.passes.recompute.replay_masks import draws_numbers, note_draws
 
 # An H100 computes 989e12 bf16 FLOP in the time in which it moves 3.35e12 bytes: what takes fewer
 # FLOPs per byte is computed again in about the time in which it would be read.
@@ -39,16 +37,18 @@ FLOPS_PER_BYTE = 300
 
 def recompute_attention(graph: Graph) -> Graph:
     """Recompute attention cores in the backward where this saves fewer bytes, in place."""
-    draws = note_draws(graph, [n for n in _cores(graph) if n.target is ops.dropout_mask])
     cores: dict[str, dict[fx.Node, None]] = {}
+    again: set[fx.Node] = set()
     for node in _cores(graph):
-        if _is_light(node) and node not in draws:
+        if reads_no_values(node):
+            again.add(node)
+        elif _is_light(node):
             cores.setdefault(innermost_block(node), {})[node] = None
     ran = replay(graph)
-    again = set(draws)
+    draws = frozenset(again)
     for core in cores.values():
         again |= _Cut(ran, core, draws).again()
-    Copies(graph, again, innermost_block, draws).insert()
+    Copies(graph, again, innermost_block).insert()
     return graph
 
 
@@ -71,13 +71,9 @@ def _cores(graph: Graph) -> dict[fx.Node, None]:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a call gives the same result when run again, reads no weight, and is no collective.
-
-    Dropout masks count: they are drawn again from the generator's state.
-    """
-    known = node.target is ops.dropout_mask or not draws_numbers(node)
+    """Whether a call gives the same when run again, reads no weight, and is no collective."""
     reads_weight = any(is_weight(operand) for operand in tensor_args(node))
-    return known and not reads_weight and node.target not in collectives.COLLECTIVES
+    return may_repeat(node) and not reads_weight and node.target not in collectives.COLLECTIVES
 
 
 def _is_light(node: fx.Node) -> bool:

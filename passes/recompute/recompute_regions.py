@@ -1,7 +1,8 @@
 """Recompute whole regions of the model, a block or a module that the plan names, from their inputs.
 
-A region saves only the values that enter it, random values other than dropout masks, weights that
-are gathered once per step (ZeRO-1 and 2), and values that other regions read, which exist anyway.
+A region saves only the values that enter it, draws that depend on values (``bernoulli(p)``),
+weights that are gathered once per step (ZeRO-1 and 2), and values that other regions read, which
+exist anyway. A dropout's mask is drawn again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import operator
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, is_weight, ops, picked, tensor_args, value
+from partc.graph import Graph, is_weight, picked, tensor_args, value
 from partc.graph.blocks import blocks_of, prefixes
 from partc.graph.folds import list_member
 from partc.graph.moves import gathers_param
-from partc.passes.recompute.copy_forward import Copies, Home
-from partc.passes.recompute.replay_masks import draws_numbers, note_draws
+from partc.passes.recompute.copy_forward import Copies, Home, may_repeat
 from partc.plan import Plan, fits
 from partc.plan.plan_text import RECOMPUTES
 
@@ -28,12 +28,9 @@ def recompute_regions(graph: Graph, plan: Plan) -> Graph:
     """
     home = _home(graph, plan)
     inside = [n for n in graph.calls() if value(n).phase == "F" and home(n)]
-    draws = note_draws(graph, [n for n in inside if n.target is ops.dropout_mask])
-    # note_draws replaced the mask nodes by new ones, so the calls are listed once more.
-    inside = [n for n in graph.calls() if value(n).phase == "F" and home(n)]
-    again = {n for n in inside if n in draws or _is_made_again(n, plan)}
+    again = {n for n in inside if _is_made_again(n, plan)}
     again -= {n for n in again if _leaves(n, home)}
-    Copies(graph, again, home, draws).insert()
+    Copies(graph, again, home).insert()
     _gather_once(graph, home)
     return graph
 
@@ -86,7 +83,7 @@ def _is_made_again(node: fx.Node, plan: Plan) -> bool:
     """
     if node.target is operator.getitem:
         return _is_made_again(picked(node)[0], plan)
-    return not draws_numbers(node) and not (is_weight(node) and _is_whole_for_step(node, plan))
+    return may_repeat(node) and not (is_weight(node) and _is_whole_for_step(node, plan))
 
 
 def _is_whole_for_step(weight: fx.Node, plan: Plan) -> bool:

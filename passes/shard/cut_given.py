@@ -3,7 +3,8 @@
 Shardings spread forward from parameters and inputs, so a mask made from positions is whole although
 every attention reads only a shard of the mask. This pass moves the readers' shardings back:
 ``keep_piece(positions) -> mask`` instead of ``positions -> keep_piece(mask)``. Masks and positions
-have no gradients, so that no other value depends on their shardings.
+have no gradients, so that no other value depends on their shardings. A random draw is sharded so
+too: each piece has numbers of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
 
     From the last call to the first: a sharded value then asks its own operands for shards.
     """
-    known = input_only(graph)
+    known = input_only(graph, draws=True)
     calls = [n for n in graph.calls() if n in known and n.target is not operator.getitem]
     for axis in graph.mesh.names:
         prices = Prices(graph, plan, axis, choices, {})

@@ -1,8 +1,9 @@
 """Assign every call to a pipeline stage, and give each stage its own copy of a tied parameter.
 
 Stages split the forward in the order in which the model runs. A backward call is on the stage of
-its forward call, and gradients go to earlier stages only. Input-only values (masks, positions), and
-casts and transposes of parameters, have no stage: each stage that reads them computes them.
+its forward call, and gradients go to earlier stages only. Input-only values (masks, positions,
+noise), and casts and transposes of parameters, have no stage: each stage that reads them computes
+them, and draws the same numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
     call would need values of stages that cannot send them.
     """
     starts = [_first_call(graph, point) for point in points]
-    free = input_only(graph)
+    free = input_only(graph, draws=True)
     for node in (n for n in graph.fx.nodes if n.op == "placeholder"):
         update(node, stage=ANYWHERE)
     stage = 0
@@ -65,7 +66,7 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
 
 def _first_call(graph: Graph, point: str) -> fx.Node:
     """The first forward call of a module that computes with parameters or activations."""
-    free = input_only(graph)
+    free = input_only(graph, draws=True)
     for node in graph.calls():
         path = value(node).module
         inside = path == point or path.startswith(f"{point}.")

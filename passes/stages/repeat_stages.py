@@ -40,7 +40,8 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
         set_like(copy, node)
         known = value(copy)
         name = like.moved(known.name) if known.kind in ("param", "buffer") else known.name
-        update(copy, name=name, module=like.moved(known.module), stage=number)
+        site = like.moved(known.site)
+        update(copy, name=name, module=like.moved(known.module), stage=number, site=site)
     nodes.output(_outputs(graph.outputs, like, copies).as_dict())
     names = {value(copy).name for copy in copies.values() if copy.op == "placeholder"}
     return replace(

@@ -33,6 +33,7 @@ from partc.graph import (
     value,
 )
 from partc.graph.ancestors import ancestors
+from partc.graph.draws import site_of
 from partc.graph.folds import list_member
 from partc.graph.input_only import input_only
 from partc.passes.canonical.dedupe_layers import Unfolded
@@ -54,7 +55,7 @@ def split_stages(graph: Graph, plan: Plan, *, split_backward: bool = False) -> l
     free = input_only(graph)
     once = _made_once(graph)
     phases = _phases(graph, plan, free, once)
-    everywhere = free | {n for n in graph.calls() if is_weight(n)}
+    everywhere = input_only(graph, draws=True) | {n for n in graph.calls() if is_weight(n)}
     everywhere |= {n for n in once if not _of_weights(n)}
     ahead, back = _crossings(graph, phases, everywhere)
     stages = [
@@ -319,7 +320,8 @@ def _once(graph: Graph) -> Graph:
     known: dict[object, fx.Node] = {}
     for node in list(graph.calls()):
         if value(node).phase == "S" and node.target not in collectives.COLLECTIVES:
-            key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+            given = repr(node.args), repr(sorted(node.kwargs.items()))
+            key = (node.target, *given, site_of(node))
             first = known.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)

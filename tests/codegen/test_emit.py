@@ -163,8 +163,7 @@ def test_pieces_draw_their_own_masks_and_copies_the_same() -> None:
     model, x = Dropped(), torch.randn(8, 6)
     source = emit(planned(traced(model, (x,)), "dp=2,tp=2", "ddp+megatron"), header="")
     check_source(source)
-    assert "dropout_mask(" in source
-    assert "self.rng_dp" in source
+    assert 'dropout_mask(w, 0.25, self.rng("dropout", self.dp_rank))' in source
 
 
 # length, determinism, safety ----------------------------------------------------------------------

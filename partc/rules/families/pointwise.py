@@ -37,6 +37,11 @@ def power(call: Call) -> str:
     return "0" if call["exponent"] == 1 else ""
 
 
+def sampled(call: Call) -> str:
+    """``a_->a_``: each row of weights is drawn from by itself, and not in parts."""
+    return "a_->a_" if call.rank() == 2 else "_->_"
+
+
 def _is_zero(constant: object) -> bool:
     return isinstance(constant, int | float) and constant == 0
 
@@ -81,6 +86,11 @@ rule("aten.masked_fill.Tensor aten.isclose aten.polar aten.complex", pointwise)
 
 # random elementwise ops: pieces draw their own numbers, copies equal ones
 rule("partc.ops.dropout_mask aten.rand_like aten.randn_like aten.randint_like", pointwise, unread=0)
-rule("aten.bernoulli aten.native_dropout aten._fused_dropout aten.normal_functional", pointwise)
-rule("aten.rrelu_with_noise aten.exponential aten.uniform aten.log_normal", pointwise)
+rule("aten.bernoulli.p aten.uniform aten.normal_functional aten.log_normal", pointwise, unread=0)
+rule("aten.exponential aten.geometric aten.cauchy aten.random", pointwise, unread=0)
+rule("aten.bernoulli aten.native_dropout aten._fused_dropout aten.rrelu_with_noise", pointwise)
+rule("aten.normal.Tensor_float aten.normal.float_Tensor aten.normal.Tensor_Tensor", pointwise)
+rule("aten.poisson aten.binomial aten._standard_gamma", pointwise)
+rule("aten._sample_dirichlet", "...!k->...k")
+rule("aten.multinomial", sampled)
 rule("aten.zeros_like aten.ones_like aten.full_like aten.empty_like", pointwise, unread=0)
