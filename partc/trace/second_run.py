@@ -97,7 +97,7 @@ class History:
 
     def notes(self) -> list[str]:
         """Sentences on attributes and variables that the step sets, and a program does not."""
-        names = (re.sub(r"\.\d+\.", ".*.", name) for name in self.left)
+        names = (re.sub(r"\.\d+\.", ".*.", re.sub(r"\[\d+\]", "[*]", n)) for n in self.left)
         return [f"the step sets {name}; a program does not" for name in dict.fromkeys(names)]
 
     def _reach(self) -> Reach:

@@ -106,6 +106,15 @@ def test_a_teacher_is_constant_where_its_gradient_is_not_wanted() -> None:
         trace(model_of(), BATCH, trained)
 
 
+def test_a_penalty_on_a_gradient_makes_its_own_leaf() -> None:
+    def loss(model: Any, x: Tensor, y: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return distance(model, x, y) + slope.square().mean()
+
+    check(model_of(), BATCH, loss)
+
+
 def test_what_a_step_updates_in_place_is_a_buffer_or_refused() -> None:
     teacher = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double().requires_grad_(False)
     mean, scratch = torch.zeros(4, dtype=torch.float64), torch.zeros(8, 4, dtype=torch.float64)

@@ -141,9 +141,16 @@ def log_of_a_mean(model: Any, y: Tensor) -> Any:
     return y
 
 
+def refilled(model: Any, y: Tensor) -> Any:
+    model.cache.clear()
+    model.cache += [y * 2, y * 3]
+    return sum(model.cache)
+
+
 @pytest.mark.parametrize(
     ("forward", "notes"),
     [
+        (refilled, ("the step sets model.cache[*]; a program does not",)),
         (kept_for_looking, ("the step sets model.latest; a program does not",)),
         (cached_constant, ()),
         (log_of_a_mean, ("the step sets model.known['mean']; a program does not",)),
