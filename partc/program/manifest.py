@@ -18,10 +18,11 @@ import torch
 from partc.errors import LoadError, PartcError
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
+from partc.program.expected import Expectation
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
 
 NAME = "program.json"
-SCHEMA = 2
+SCHEMA = 3
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
@@ -39,6 +40,7 @@ class Manifest:
     fingerprint: Fingerprint
     cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
     basis: Basis
+    expected: Expectation
     files: Mapping[str, str]  # name -> sha256
 
     def as_json(self) -> str:
@@ -56,6 +58,7 @@ class Manifest:
             },
             "cost": dict(self.cost),
             "basis": self.basis.as_json(),
+            "expected": self.expected.as_json(),
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -109,13 +112,14 @@ class Manifest:
             ),
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),
+            expected=Expectation.of_json(fields["expected"]),
             files=files,
         )
 
 
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
-    "files",
+    "expected", "files",
 }  # fmt: skip
 
 
