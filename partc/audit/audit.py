@@ -10,6 +10,7 @@ from typing import Any
 from partc.audit.numbers import check_numbers
 from partc.audit.order import check_alike, check_order, within
 from partc.audit.record import Record, record
+from partc.audit.sums import check_sums
 from partc.audit.tables import check_tables
 from partc.codegen.safety import check_source
 from partc.plan.mesh import PP
@@ -51,7 +52,7 @@ def audit(program: Program) -> Audit:
     for text in program.sources.values():
         check_source(text)
     check_tables(program)
-    checked = [*_transfers(program)]
+    checked = [*_transfers(program), *_sums(program)]
     expected = program.expected.numbers
     if expected is None:
         why = "numbers: the program has none of the step on one device (too large, or not finite)"
@@ -84,6 +85,14 @@ def _transfers(program: Program) -> Iterator[str]:
         yield f"{library}: {len(records)} ranks run on shapes, {num} transfers are waited for"
         _meet(program, records, every)
     yield "order: all members start the same transfers, and no ranks wait for each other"
+
+
+def _sums(program: Program) -> Iterator[str]:
+    """Follow unfinished sums through the text; says how many gradients were followed."""
+    found = check_sums(program)
+    if found.total:
+        known = f"{found.known} of {found.total}"
+        yield f"sums: {known} gradients followed to the end, each summed over its axes once"
 
 
 def _libraries(program: Program) -> tuple[str, ...]:

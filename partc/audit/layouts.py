@@ -112,8 +112,8 @@ class Following(TorchDispatchMode):
             for axis in self.varying.picked.get((self.number, place), ()):
                 layouts = self.of(tensor)
                 dim = getattr(tensor, "split_of_audit", None)
-                whole = layouts[axis] == R and dim is not None
-                self.note(tensor, {**layouts, axis: cut(dim) if whole else None})
+                known = dim is not None and layouts[axis] in (R, cut(dim))
+                self.note(tensor, {**layouts, axis: cut(dim) if known else None})
 
     def _follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
