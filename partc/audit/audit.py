@@ -9,7 +9,8 @@ from typing import Any
 
 from partc.audit.numbers import check_numbers
 from partc.audit.order import check_alike, check_order, within
-from partc.audit.record import Record, record
+from partc.audit.record import record
+from partc.audit.recording import Record
 from partc.audit.sums import check_sums
 from partc.audit.tables import check_tables
 from partc.codegen.safety import check_source

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from partc.audit.record import Record, Transfer
+from partc.audit.recording import Record, Transfer
 from partc.errors import CheckError
 
 Meeting = tuple[tuple[Any, ...], int]  # a lane, and the number of the transfer in it

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partc.graph.fake_calls import FakeCalls
+
 Origin = tuple[Any, ...]  # which call made a tensor, and which of its results it is
 
 
@@ -60,7 +62,7 @@ class Calls(TorchDispatchMode):
         origins = tuple(getattr(tensor, "origin_of_audit", None) for tensor in tensors)
         number = len(self.seen)
         self.seen.append(CallSeen(str(func), origins, others))
-        result = func(*args, **(kwargs or {}))
+        result = run_fake(func, args, kwargs or {})
         for i, tensor in enumerate(flattened(result)[0]):
             tensor.origin_of_audit = (number, i)  # type: ignore[attr-defined]
         return result
@@ -74,9 +76,7 @@ def varying(here: Sequence[CallSeen], others: Mapping[str, Sequence[CallSeen]]) 
     return found
 
 
-def _compare(
-    here: Sequence[CallSeen], there: Sequence[CallSeen], axis: str, found: Varying
-) -> int:
+def _compare(here: Sequence[CallSeen], there: Sequence[CallSeen], axis: str, found: Varying) -> int:
     """Note the differences on one axis; return the number of calls that correspond."""
     for number, (mine, other) in enumerate(zip(here, there, strict=False)):
         if mine.name != other.name or len(mine.tensors) != len(other.tensors):
@@ -89,6 +89,15 @@ def _compare(
         if mine.others != other.others:
             found.scaled.setdefault(number, []).append(axis)
     return min(len(here), len(there))
+
+
+def run_fake(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a call on tensors without data."""
+    return _CALLS(func, args, kwargs)[0]
+
+
+# Shared by all runs: it keeps the shapes of results for equal calls, and no tensors.
+_CALLS = FakeCalls(lambda func, args, kwargs: (func(*args, **kwargs), 0))
 
 
 def is_silent(func: Any) -> bool:

@@ -53,7 +53,7 @@ class Mutant:
 def mutants(program: Program) -> Iterator[Mutant]:
     """Every mistake that can be made in a program's lines."""
     for file, text in sorted(program.sources.items()):
-        groups = sorted({g for g in _groups(text)})
+        groups = sorted(set(_groups(text)))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, SIMPLE) and _matters(node):
                 for how, statement in _spoiled(node, groups):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from partc.audit.audit import accept_edits, audit
+from partc.audit.audit import audit
 from partc.cli.main import main
-from partc.errors import CheckError, LoadError, PartcError, RunError
+from partc.errors import CheckError, LoadError, RunError
 from partc.program import Program, load
 from tests.audit.mutants import PLANS, Mutant, mutants
 from tests.zoo import Case
