@@ -24,6 +24,7 @@ from partc.audit.spread import (
     Spread,
     U,
     cut,
+    is_cut,
     reshaped,
 )
 from partc.errors import RuleError
@@ -128,6 +129,8 @@ class Op:
             for group in rule.groups(self.call):
                 if open_slots <= {*group} <= open_slots | zeros:
                     return [kind] * num
+        if any(is_cut(each) for each in ins) and torch.Tag.pointwise not in self.target.tags:
+            return [None] * num  # an op that adds to a sum what it computes from pieces
         said = {U: "an unfinished sum", M: "an unfinished maximum"}[kind]
         raise Unsound(f"it reads {said} and is not linear in it")
 

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from partc.audit.flow import Op, Unsound
-from partc.audit.spread import OUTSIDE, SAME, WINDOW, ZERO, Known, M, R, Spread, U, cut, reshaped
+from partc.audit.spread import (
+    OUTSIDE,
+    SAME,
+    WINDOW,
+    ZERO,
+    Known,
+    M,
+    R,
+    Shape,
+    Spread,
+    U,
+    cut,
+    reshaped,
+)
+from partc.rules.call import Call, arguments_of, parameters
 
-Special = Callable[[Op, Sequence[Known]], list[Known]]
+aten = torch.ops.aten
+Own = Callable[[Op, Sequence[Known]], list[Known]]
 
 
 def _squeezed(op: Op, ins: Sequence[Known]) -> list[Known]:
@@ -90,6 +109,30 @@ def _split(op: Op, ins: Sequence[Known]) -> list[Known]:
     return op.flow(ins)
 
 
+def _product_added(product: Any) -> Own:
+    """``addmm`` and alike: a product, and the addition of it."""
+
+    def flow_of(op: Op, ins: Sequence[Known]) -> list[Known]:
+        call = op.call
+        operands = Op(product, _call(product, call, slice(1, 3), call.results[0]))
+        added = aten.add.Tensor
+        shapes = (call.shape(0), call.results[0])
+        both = replace(_call(added, call, slice(0, 2), call.results[0]), shapes=shapes)
+        return Op(added, both).flow([ins[0], *operands.flow(ins[1:3])])
+
+    return flow_of
+
+
+def _call(target: Any, call: Call, of: slice, result: Shape | None) -> Call:
+    """A call of ``target`` with some of the operands of another call."""
+    names = [name for name, _, takes_tensors in parameters(target) if takes_tensors]
+    slots = call.slots[of]
+    arguments = {**arguments_of(target, (), {}), **dict(zip(names, slots, strict=True))}
+    return Call(
+        target, arguments, slots, call.shapes[of], call.dtypes[of], (result,), call.result_dtypes
+    )
+
+
 def _cat(op: Op, ins: Sequence[Known]) -> list[Known]:
     """Pieces of equal parts behind each other are pieces of the dim that these make up."""
     first, dim = ins[0], op.call.dim()
@@ -109,11 +152,11 @@ def _expand(op: Op, ins: Sequence[Known]) -> list[Known]:
     return [x] if x is not None and x.kind in ("U", "M", "R") else op.flow(ins)
 
 
-def _filled(spread: Spread) -> Special:
+def _filled(spread: Spread) -> Own:
     return lambda op, ins: [spread] * len(op.call.results)
 
 
-SPECIAL: dict[str, Special] = {
+OWN: dict[str, Own] = {
     "masked_fill.Scalar": _masked_fill,
     "index.Tensor": _rows,
     "embedding.default": _rows,
@@ -124,6 +167,9 @@ SPECIAL: dict[str, Special] = {
     "split.Tensor": _split,
     "cat.default": _cat,
     "expand.default": _expand,
+    "addmm.default": _product_added(aten.mm.default),
+    "addmv.default": _product_added(aten.mv.default),
+    "baddbmm.default": _product_added(aten.bmm.default),
     **dict.fromkeys(("unsqueeze.default", "squeeze.dim", "squeeze.dims"), _squeezed),
     **dict.fromkeys(("new_empty.default", "empty_like.default"), _filled(ZERO)),
     **dict.fromkeys(("new_zeros.default", "zeros_like.default"), _filled(ZERO)),
@@ -137,5 +183,5 @@ def flow(op: Op, ins: Sequence[Known]) -> list[Known]:
 
     Unsound where no whole tensors have these pieces.
     """
-    own = SPECIAL.get(op.name)
+    own = OWN.get(op.name)
     return own(op, ins) if own is not None else op.flow(ins)
