@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group that the text makes itself."""
+    """A process group that the text makes itself; ``number`` counts those of the same ranks."""
 
     ranks: tuple[int, ...]
     number: int
@@ -90,7 +91,7 @@ class RecordingDist:
 
     def __init__(self, found: Record, mesh: Mesh, live: LiveMemory, library: str) -> None:
         self.found, self.mesh, self.live, self.library = found, mesh, live, library
-        self.groups = 0
+        self.groups: Counter[tuple[int, ...]] = Counter()
 
     # groups ----------------------------------------------------------------------------------
     def get_rank(self, group: Any = None) -> int:
@@ -106,8 +107,9 @@ class RecordingDist:
         return self.library
 
     def new_group(self, ranks: Any = None, *args: Any, **named: Any) -> Group:
-        self.groups += 1
-        return Group(tuple(ranks) if ranks else self._ranks(None), self.groups)
+        members = tuple(ranks) if ranks else self._ranks(None)
+        self.groups[members] += 1
+        return Group(members, self.groups[members])
 
     def _ranks(self, group: Any) -> tuple[int, ...]:
         if group is None:

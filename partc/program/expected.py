@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import sqrt
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Seeds:
         high = self.highs.get(name, 2)
         if high <= 2 and self.plain:
             return torch.ones(shape, dtype=dtype)
-        whole = ((drawn / 3**0.5 + 1) / 2 * high).to(dtype).clamp(0, high - 1)
+        whole = ((drawn / sqrt(3) + 1) / 2 * high).to(dtype).clamp(0, high - 1)
         if name in self.ignoring:  # ever more, so that no two pieces of a batch count as many
             rising = torch.linspace(-1.7, 0.0, whole.numel(), dtype=drawn.dtype).view(shape)
             whole.masked_fill_(numbers(f"ignored {name}", shape) < rising, IGNORED)
@@ -131,8 +132,7 @@ class Expectation:
 def numbers(label: str, shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers of mean 0 and variance 1 that follow from a label, the same anywhere."""
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
-    drawn = torch.rand(shape, dtype=torch.float64, generator=generator)
-    return drawn.mul_(2).sub_(1).mul_(3**0.5)
+    return (torch.rand(shape, dtype=torch.float64, generator=generator) * 2 - 1) * sqrt(3)
 
 
 def seeded_weight(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

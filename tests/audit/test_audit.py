@@ -112,7 +112,8 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        return self.second(self.drop(self.first(x).relu())).square().mean()
+        y: torch.Tensor = self.second(self.drop(self.first(x).relu()))
+        return y.square().mean()
 
 
 @pytest.mark.parametrize("trains", [True, False])
