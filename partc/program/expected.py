@@ -132,7 +132,9 @@ class Expectation:
 def numbers(label: str, shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers of mean 0 and variance 1 that follow from a label, the same anywhere."""
     generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
-    return (torch.rand(shape, dtype=torch.float64, generator=generator) * 2 - 1) * sqrt(3)
+    drawn: Tensor = torch.rand(shape, dtype=torch.float64, generator=generator) * 2 - 1
+    drawn *= sqrt(3)
+    return drawn
 
 
 def seeded_weight(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -145,7 +147,7 @@ def seeded_weight(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     drawn = numbers(name, shape)
     if len(shape) < 2:
         return 1 + 0.2 * drawn
-    scaled = drawn * (shape[0] / max(drawn.numel(), 1)) ** 0.5
+    scaled = drawn * sqrt(shape[0] / max(drawn.numel(), 1))
     return scaled.to(torch.complex128) if dtype.is_complex else scaled
 
 
