@@ -9,14 +9,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from partc.checks.draws import drawn_by
 from partc.collecting import no_collecting
+from partc.cost.flops import total_flops
 from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work, trained_bytes
 from partc.dumps import check_folder, write_dump
-from partc.errors import MemoryLimitError, PlanError
+from partc.errors import MemoryLimitError, PlanError, TraceError
 from partc.graph import Graph, value
 from partc.graph.folds import likes_of
 from partc.graph.graph_edits import copied
@@ -41,11 +43,13 @@ from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
+from partc.program.expected import Expectation, Expected
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.traced import Traced
+from partc.verification.expected_step import expected_of, is_small
 
 
 def compile(
@@ -212,7 +216,8 @@ class _Job:
         that the plan is, if one was searched.
         """
         state = self._placed(state or self._traced(mesh, plan), mesh, plan)
-        by_this = partial(by_hand, copied(state.graph), mesh, plan, self.table)
+        joint = copied(state.graph)
+        by_this = partial(by_hand, joint, mesh, plan, self.table)
         find = by_this if taken is None else lambda: taken
         names = trained(state.graph)
         state.made |= {
@@ -229,7 +234,20 @@ class _Job:
             whole.made = {**state.made, **whole.made}
             program = self._fitting(compile_rest(whole), mesh)
         check_complete(names, program)
-        return replace(program, basis=replace(program.basis, find=find))
+        trains = torch.is_grad_enabled()
+        expected = Expectation(lambda: self._expected(joint, program, trains))
+        return replace(program, basis=replace(program.basis, find=find), expected=expected)
+
+    def _expected(self, joint: Graph, program: Program, trains: bool) -> Expected | None:
+        """The numbers of the step on one device; None where they are not those of the plan."""
+        local = Plan.parse(program.plan).batch_norm == "local"
+        if local or not is_small(joint, total_flops(joint)):
+            return None
+        try:
+            with torch.set_grad_enabled(trains):
+                return expected_of(self.step.graph() if joint.folds else joint)
+        except TraceError:  # the model is no longer as it was compiled
+            return None
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
         """The first of several programs that fits the memory; MemoryLimitError if none does."""

@@ -53,6 +53,7 @@ ROOMS = (
     "partc.dryrun",
     "partc.reports",
     "partc.verification",
+    "partc.audit",
     "partc.measure",
     TOP,
     "partc.cli",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from partc.cli.models import Target
     from partc.program import Program
     from partc.reports.cost import CostReport
+    from partc.verification.verification import Report
 
 
 def compile_command(args: argparse.Namespace) -> int:
@@ -176,16 +177,8 @@ def verify_command(args: argparse.Namespace) -> int:
     differ.
     """
     from partc.program import load
-    from partc.verification.verification import verify
 
-    program = load(args.folder)
-    target = _target(args, args.folder, program, values=True)
-    with _progress(f"running {program.mesh.num_ranks} ranks"):
-        report = verify(
-            program, target.model, target.inputs, target.loss, processes=args.processes,
-            timeout=args.timeout,
-        )  # fmt: skip
-    right = report.ok(args.tolerance)
+    report, right = _verify(args, load(args.folder), args.tolerance, args.processes)
     verdict = f"{'equal' if right else 'DIFFERENT'} within {args.tolerance:.1e}"
     _tell(args, f"{report}\n{verdict}", {**report.as_json(), "ok": right})
     if not right:
@@ -193,16 +186,47 @@ def verify_command(args: argparse.Namespace) -> int:
     return 0 if right else 1
 
 
-def check_command(args: argparse.Namespace) -> int:
-    """Check that the files of a saved program are whole and as they were written."""
-    from partc.program import accept_edits, load
+def _verify(
+    args: argparse.Namespace, program: Program, tolerance: float, processes: bool
+) -> tuple[Report, bool]:
+    """The comparison of a program with the model that ``--model`` names; whether they agree."""
+    from partc.verification.verification import verify
 
-    program = accept_edits(args.folder) if args.accept_edits else load(args.folder)
+    target = _target(args, args.folder, program, values=True)
+    with _progress(f"running {program.mesh.num_ranks} ranks"):
+        report = verify(
+            program, target.model, target.inputs, target.loss, processes=processes,
+            timeout=args.timeout,
+        )  # fmt: skip
+    return report, report.ok(tolerance)
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Check the text of a saved program as it stands: that all ranks run it, that their transfers
+    meet, and what it computes.
+    """
+    from partc.audit.audit import audit
+    from partc.program import load, load_edited, write_digests
+    from partc.verification.verification import TOLERANCE
+
+    program = load_edited(args.folder) if args.accept_edits else load(args.folder)
+    with _progress(f"checking {args.folder}"):
+        found = audit(program)
     files = sorted(program.sources)
-    told = {"folder": args.folder, "mesh": dict(program.mesh.axes), "sources": files}
-    _tell(
-        args, f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole", told
-    )
+    told = {
+        "folder": args.folder, "mesh": dict(program.mesh.axes), "sources": files,
+        **found.as_json(),
+    }  # fmt: skip
+    text = str(found)
+    if args.model:
+        report, _ = _verify(args, program, TOLERANCE, processes=False)
+        report.check(TOLERANCE)
+        text += f"\n{report}"
+        told["verified"] = report.as_json()
+    if args.accept_edits:
+        write_digests(args.folder)
+    whole = f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole"
+    _tell(args, f"{text}\n{whole}", told)
     return 0
 
 
@@ -271,13 +295,13 @@ def _target(
 ) -> Target:
     """The model that ``--model`` names; LoadError if the program is of another model."""
     from partc.cli.models import find_model, sizes_of_inputs
-    from partc.program import load
+    from partc.program import check_model
 
     shapes = [shape for shape, _ in program.inputs.values()]
     with _progress(f"building {args.model}"):
         target = find_model(args.model, sizes_of_inputs(shapes, _sizes(args)), values=values)
         target = target.for_inference() if program.role(0).is_inference else target
-    load(folder, model=target.model)
+    check_model(Path(folder), program.fingerprint, target.model)
     return target
 
 

@@ -272,8 +272,14 @@ def _check_options(parser: argparse.ArgumentParser) -> None:
     add_folder(parser)
     parser.add_argument(
         "--accept-edits", action="store_true",
-        help="make files that you edited part of the program; without it they are refused",
+        help="make files that you edited part of the program, if their text passes; without it "
+        "they are refused",
     )  # fmt: skip
+    parser.add_argument(
+        "--model", help="also compare with this model, named as for partc compile, as verify does"
+    )
+    add_timeout(parser, 300.0)
+    add_sizes(parser)
 
 
 def _diff_options(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from partc.graph.draws import Draw
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
+from partc.program.expected import Expectation
 from partc.program.manifest import Manifest, sha256
 from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, write_tensors
@@ -78,6 +79,7 @@ class Program:
         basis: what predictions rest on.
         numbers: the numbers of the model's Python, in the process that compiled it.
         draws: every random draw by its site: the whole value's shape, and how it is cut.
+        expected: the numbers of the single-device step, with which the text is compared.
     """
 
     plan: str
@@ -93,6 +95,7 @@ class Program:
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
     draws: Mapping[str, Draw] = field(default_factory=dict)
+    expected: Expectation = field(default_factory=Expectation, compare=False)
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -184,6 +187,7 @@ class Program:
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
             draws=self.draws,
+            expected=self.expected,
             files=digests,
         )
 
@@ -218,7 +222,28 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     folder = Path(path)
     manifest = Manifest.read(folder)
     if model is not None:
-        _check_model(folder, manifest, model)
+        check_model(folder, manifest.fingerprint, model)
+    return _program(folder, manifest)
+
+
+def load_edited(path: str | Path) -> Program:
+    """Read a saved program as ``load`` does, but take files that were edited since as they are.
+
+    Nothing of them has been checked: ``partc.audit`` does that.
+    """
+    folder = Path(path)
+    return _program(folder, Manifest.read(folder, edited=True))
+
+
+def write_digests(path: str | Path) -> None:
+    """Write the digests of a saved program's files as they are now into ``program.json``."""
+    folder = Path(path)
+    manifest = Manifest.read(folder, edited=True)
+    digests = {name: sha256((folder / name).read_bytes()) for name in manifest.files}
+    atomic_write(folder / manifests.NAME, replace(manifest, files=digests).as_json())
+
+
+def _program(folder: Path, manifest: Manifest) -> Program:
     roles = {name for _, name in manifest.roles}
     return Program(
         plan=_text(folder / PLAN),
@@ -233,27 +258,13 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,
+        expected=manifest.expected,
     )
 
 
-def accept_edits(path: str | Path) -> Program:
-    """Accept a user's edits of a saved program: write the files' digests anew, and load it.
-
-    LoadError if an edited source is no rank program.
-    """
-    folder = Path(path)
-    manifest = Manifest.read(folder, edited=True)
-    names = [name for num, name in manifest.roles for _ in range(num)]
-    places = [coords.get(PP, 0) for coords in manifest.mesh.all_coords()]
-    for name, place in sorted({*zip(names, places, strict=True)}):
-        Role.load(_text(folder / name), name, place)
-    digests = {name: sha256((folder / name).read_bytes()) for name in manifest.files}
-    atomic_write(folder / manifests.NAME, replace(manifest, files=digests).as_json())
-    return load(folder)
-
-
-def _check_model(folder: Path, manifest: Manifest, model: nn.Module) -> None:
-    differences = manifest.fingerprint.differences(Fingerprint.of(model))
+def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> None:
+    """LoadError if a saved program's fingerprint is not that of a model."""
+    differences = fingerprint.differences(Fingerprint.of(model))
     if differences:
         raise LoadError(
             where=str(folder),

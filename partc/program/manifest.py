@@ -19,6 +19,7 @@ from partc.errors import LoadError, PartcError
 from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
+from partc.program.expected import Expectation
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
 
 NAME = "program.json"
@@ -40,6 +41,7 @@ class Manifest:
     fingerprint: Fingerprint
     cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
     basis: Basis
+    expected: Expectation
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
 
@@ -62,6 +64,7 @@ class Manifest:
                 site: [draw.name, list(draw.shape), list(map(list, draw.cuts)), draw.kind]
                 for site, draw in self.draws.items()
             },
+            "expected": self.expected.as_json(),
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -116,13 +119,14 @@ class Manifest:
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),
             draws={_text(site): _draw(*entry) for site, entry in fields["draws"].items()},
+            expected=Expectation.of_json(fields["expected"]),
             files=files,
         )
 
 
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
-    "draws", "files",
+    "draws", "expected", "files",
 }  # fmt: skip
 
 

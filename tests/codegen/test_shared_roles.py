@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import nn
 
+from partc.audit.audit import accept_edits
 from partc.codegen.files.by_rank import RANK, merged
 from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.text import Line
 from partc.plan import Plan
-from partc.program import Program, accept_edits, load
+from partc.program import Program, load
 from partc.program.tensorfile import write_tensors
 from partc.schedules import NAMES, make
 from partc.verification.verification import verify

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from partc.audit.audit import accept_edits
 from partc.errors import LoadError, UsageError
 from partc.plan.mesh import Mesh
-from partc.program import SavedCost, accept_edits, load
+from partc.program import SavedCost, load
 from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, TensorFiles, write_tensors
 from partc.trace.fingerprint import Fingerprint

@@ -1,0 +1,128 @@
+"""Check a program's text: the function ``audit``, which ``partc check`` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partc.audit.numbers import check_numbers
+from partc.audit.order import check_alike, check_order, within
+from partc.audit.record import record
+from partc.audit.recording import Record
+from partc.audit.sums import check_sums
+from partc.audit.tables import check_tables
+from partc.codegen.safety import check_source
+from partc.plan.mesh import PP
+from partc.program import Program, load, load_edited, write_digests
+
+RECORDED = 16  # ranks of a mesh that are all recorded; of larger ones the first and last of a role
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was checked of a program, each as a sentence."""
+
+    checked: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([*self.checked, *(f"not checked: {each}" for each in self.unchecked)])
+
+    def as_json(self) -> dict[str, Any]:
+        return {"checked": list(self.checked), "unchecked": list(self.unchecked)}
+
+
+def audit(program: Program) -> Audit:
+    """Check the text of every rank as it stands; nothing but the program is needed.
+
+    The text may do nothing but compute with torch. Its tables must be those of the model and the
+    mesh. On tensors without data every rank's step must run with shapes that fit, read what a
+    transfer brings after its one wait, leave alone what is under way, and give every trained
+    parameter a gradient of its shape. All members of a group must start the same transfers in one
+    order, and no ranks wait for each other. Where the program has the numbers of the single-device
+    step, all ranks run in this process in float64, and loss, gradients, gradients added up over two
+    steps, buffers and results must be those.
+
+    Raises:
+        CheckError: a check failed; it names file and line.
+        RunError: ranks that run in this process wait for each other.
+        LoadError: a source is no rank program.
+    """
+    for text in program.sources.values():
+        check_source(text)
+    check_tables(program)
+    checked, unchecked = [*_transfers(program)], []
+    sums = check_sums(program)
+    if sums.known:
+        checked.append(f"sums: {sums.known} gradients are summed over the right axes, each once")
+    if sums.known < sums.total:
+        unchecked.append(
+            f"sums of {sums.total - sums.known} gradients, for a call that no rule says"
+        )
+    expected = program.expected.numbers
+    if expected is None:
+        unchecked.append("numbers, as the step was too large to be run on one device when saved")
+        return Audit(tuple(checked), tuple(unchecked))
+    check_numbers(program, expected)  # these tell of sums too
+    num = len(expected.tensors)
+    checked.append(f"numbers: {num} tensors of all ranks are those of the step on one device")
+    return Audit(tuple(checked))
+
+
+def accept_edits(path: str | Path) -> Program:
+    """Make edited files part of a saved program, if their text passes ``audit``; then load it.
+
+    Raises:
+        CheckError, RunError, LoadError: as ``audit``; the folder stays as it is.
+    """
+    audit(load_edited(path))
+    write_digests(path)
+    return load(path)
+
+
+def _transfers(program: Program) -> Iterator[str]:
+    """Record ranks' transfers, and check that they meet; says what was checked."""
+    mesh = program.mesh
+    every = mesh.num_ranks <= RECORDED
+    ranks = range(mesh.num_ranks) if every else sorted({*_ends(program)})
+    for library in _libraries(program):
+        records = {rank: record(program.role(rank), rank, library) for rank in ranks}
+        num = sum(len(each.transfers) for each in records.values())
+        yield f"{library}: {len(records)} ranks run on shapes, {num} transfers are waited for"
+        _meet(program, records, every)
+    yield "order: all members start the same transfers, and no ranks wait for each other"
+
+
+def _libraries(program: Program) -> tuple[str, ...]:
+    """The libraries of collectives for which the text does different things."""
+    asks = any("get_backend_config" in text for text in program.sources.values())
+    return ("gloo", "nccl") if asks else ("gloo",)
+
+
+def _ends(program: Program) -> Iterator[int]:
+    """The first and the last rank of every place in the pipeline."""
+    places: dict[int, list[int]] = {}
+    for rank, coords in enumerate(program.mesh.all_coords()):
+        places.setdefault(coords.get(PP, 0), []).append(rank)
+    for ranks in places.values():
+        yield from (ranks[0], ranks[-1])
+
+
+def _meet(program: Program, records: Mapping[int, Record], every: bool) -> None:
+    """Check that the transfers of the recorded ranks meet.
+
+    Of a large mesh these are two pipelines, and at every place of these the ranks differ in their
+    coordinates alone: so do those between them, which run the same text.
+    """
+    if every:
+        check_order([*records.values()])
+        return
+    places: dict[int, list[Record]] = {}
+    for rank, each in records.items():
+        places.setdefault(program.mesh.coords(rank).get(PP, 0), []).append(each)
+    for alike in places.values():
+        check_alike(alike[0], alike[-1])
+    for end in (0, -1):
+        check_order(within([alike[end] for alike in places.values()]))

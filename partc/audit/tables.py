@@ -1,0 +1,50 @@
+"""Check that the tables of every text are those of the saved model and mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partc.errors import CheckError
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import dtype_name
+from partc.program import Program
+from partc.program.holders import roles_of
+from partc.program.role import Role, Shard
+
+
+def check_tables(program: Program) -> None:
+    """CheckError if MESH, INPUTS, SHARDS, BUFFERS or ALIASES contradict program.json."""
+    for role in roles_of(program):
+        for what, why in _differences(role, program):
+            file = str(role.module.Step.__init__.__code__.co_filename)
+            raise CheckError(
+                where=file.removeprefix("<partc ").removesuffix(">"),
+                what=what,
+                why=why,
+                do="Undo the edit of the table, or compile for what you want.",
+            )
+
+
+def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
+    if role.mesh.axes != program.mesh.axes:
+        yield f"MESH is {role.mesh}", f"the program is for {program.mesh}"
+    inputs = {n: (tuple(shape), dtype_name(dtype)) for n, (shape, dtype) in role.inputs.items()}
+    if program.inputs and inputs != {n: (tuple(s), d) for n, (s, d) in program.inputs.items()}:
+        yield "INPUTS are not those of the program", f"program.json has {dict(program.inputs)}"
+    known = program.fingerprint.tensors
+    for shard in role.shards:
+        if known and shard.name in known and known[shard.name].shape != shard.shape:
+            yield (
+                f"{shard.key} is a piece of a {list(shard.shape)}",
+                f"{shard.name} of the model is {list(known[shard.name].shape)}",
+            )
+        if known and shard.name not in known and shard.name not in program.constants:
+            yield f"{shard.key} is a piece of {shard.name}", "the model has no such tensor"
+        yield from _impossible(shard, role.mesh)
+
+
+def _impossible(shard: Shard, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Cuts of a tensor that the mesh does not allow."""
+    for axis, dim, _ in shard.cuts:
+        if axis not in mesh.names or not 0 <= dim < len(shard.shape):
+            yield f"{shard.key} is cut at dim {dim} by {axis}", f"the mesh is {mesh}"

@@ -1,0 +1,113 @@
+"""Compute the numbers that a saved program carries: those of the model's graph on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partc.graph import Graph, value
+from partc.program.expected import Expected, Seeds, Summary, seeded_weight
+from partc.verification.run_graph import run_graph
+from partc.verification.steady_draws import as_on_any_device
+
+MOST_FLOPS = 5e9  # seconds of one processor, in float64
+MOST_BYTES = 500e6  # of parameters in float64
+MOST_TRIES = 8  # bounds that are tried for an input of integers
+PLURAL = {"grads": "gradient", "buffers": "buffer", "results": "result"}
+
+
+def is_small(graph: Graph, flops: int) -> bool:
+    """Whether a step may be run when its program is saved."""
+    held = sum(prod(value(node).shape) for node in graph.params.values())
+    return flops <= MOST_FLOPS and 8 * held <= MOST_BYTES
+
+
+def expected_of(graph: Graph) -> Expected | None:
+    """The numbers of a graph's step in float64; None where no seeded batch gives finite numbers.
+
+    ``graph`` is the joint graph of the model with all its blocks.
+    """
+    if graph.folds:
+        raise AssertionError("a graph without some of its blocks computes another step")
+    step = _Step(graph, _seeded(graph.params), {**_seeded(graph.buffers), **graph.constants})
+    for plain in (False, True):
+        try:
+            seeds = step.seeds(plain)
+            summaries = step.summaries(seeds)
+        except (RuntimeError, IndexError, ValueError, NotImplementedError):
+            continue  # a batch that the model does not take
+        if all(isfinite(each.norm) for each in summaries.values()):
+            return Expected(seeds, summaries)
+    return None
+
+
+def _seeded(nodes: Mapping[str, fx.Node]) -> dict[str, Tensor]:
+    return {
+        name: seeded_weight(name, value(node).shape, value(node).dtype)
+        for name, node in nodes.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step on seeded weights."""
+
+    graph: Graph
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+    def seeds(self, plain: bool) -> Seeds:
+        """The largest bounds of integers that the forward takes, found by trying."""
+        seeds = Seeds(plain=plain)
+        self.run(seeds, forward=True)
+        for name, node in self.graph.inputs.items():
+            if value(node).dtype in (torch.int64, torch.int32):
+                seeds = next(self._accepted(seeds, name), seeds)
+                ignoring = replace(seeds, ignoring=(*seeds.ignoring, name))
+                seeds = ignoring if self.takes(ignoring) else seeds
+        return seeds
+
+    def _accepted(self, seeds: Seeds, name: str) -> Iterator[Seeds]:
+        """Seeds with a larger bound of one input that the forward takes, the largest first."""
+        for high in self._sizes()[:MOST_TRIES]:
+            larger = replace(seeds, highs={**seeds.highs, name: high})
+            if self.takes(larger):
+                yield larger
+
+    def _sizes(self) -> list[int]:
+        """The sizes of parameters' dims, largest first: one is the number of a table's rows."""
+        shapes = (value(node).shape for node in self.graph.params.values())
+        return sorted({size for shape in shapes for size in shape if size > 2}, reverse=True)
+
+    def takes(self, seeds: Seeds) -> bool:
+        """Whether the forward runs on this batch and gives a finite loss."""
+        try:
+            self.run(seeds, forward=True)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        return True
+
+    def run(self, seeds: Seeds, *, forward: bool = False) -> dict[str, Any]:
+        """The step's outputs; with ``forward`` only whether it runs up to the loss."""
+        inputs = {n: (value(x).shape, value(x).dtype) for n, x in self.graph.inputs.items()}
+        last = self.graph.loss if forward else None
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        batch = seeds.batch(inputs)
+        with as_on_any_device():
+            return run_graph(self.graph, self.params, buffers, batch, last=last)
+
+    def summaries(self, seeds: Seeds) -> dict[str, Summary]:
+        """The summaries of loss, gradients, changed buffers and results."""
+        outputs = self.run(seeds)
+        loss = {} if outputs.get("loss") is None else {"loss": outputs["loss"]}
+        found = {
+            f"{word} {name}": tensor
+            for kind, word in PLURAL.items()
+            for name, tensor in (outputs.get(kind) or {}).items()
+        }
+        return {label: Summary.of(label, x) for label, x in {**loss, **found}.items()}
