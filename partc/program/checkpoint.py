@@ -20,11 +20,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from partc.errors import LoadError, RunError
 from partc.plan.mesh import PP, Mesh
 from partc.plan.sharding import cut, dtype_name, join_pieces
 from partc.program.holders import exchange_texts
+from partc.program.optimizers import check_of_stage
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
 from partc.program.tensorfile import TensorFile, write_tensors
@@ -190,18 +192,26 @@ def _optimizer(stage: Stage, optimizer: Optimizer | None) -> dict[str, tuple[Sha
     """The optimizer's tensors; one of its parameter's shape is sharded as the parameter is."""
     found = {}
     for name, param in _trained(stage, optimizer).items():
-        shard, piece = stage.pieces()[name]
         assert optimizer is not None
         for field, value in sorted(optimizer.state[param].items()):
             if not isinstance(value, Tensor):
                 _refuse_field(field, value)
-            whole = Shard("", name, tuple(value.shape), value.dtype, ())
-            alike = Shard("", name, shard.shape, value.dtype, shard.cuts)
-            found[f"optimizer/{field}/{name}"] = (
-                alike if value.shape == piece.shape else whole,
-                value,
-            )
+            found[f"optimizer/{field}/{name}"] = _state(stage, optimizer, name, value)
     return found
+
+
+def _state(stage: Stage, optimizer: Optimizer, name: str, value: Tensor) -> tuple[Shard, Tensor]:
+    """This rank's piece of an optimizer's tensor, and how it is sharded."""
+    shard, piece = stage.pieces()[name]
+    alike = Shard("", name, shard.shape, value.dtype, shard.cuts)
+    form = stage.form_of_states(optimizer)
+    if form == "pieces" and value.shape == piece.shape:
+        return alike, value
+    if isinstance(value, DTensor):
+        if value.shape == shard.shape:
+            return alike, stage.piece_of(name, value)
+        value = value.full_tensor()
+    return Shard("", name, tuple(value.shape), value.dtype, ()), value
 
 
 def _groups(stage: Stage, optimizer: Optimizer | None) -> list[dict[str, Any]]:
@@ -263,25 +273,34 @@ def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
     """Set the optimizer's state and hyperparameters from a checkpoint, by parameter name."""
     fields = sorted({key.split("/")[1] for key in saved.shards if key.startswith("optimizer/")})
     for name, param in _trained(stage, optimizer).items():
-        shard, _ = stage.pieces()[name]
         for field in fields:
             key = f"optimizer/{field}/{name}"
             if key in saved.shards:
-                had = saved.shards[key]
-                wanted = Shard(
-                    "", name, had.shape, had.dtype, shard.cuts if had.shape == shard.shape else ()
-                )
-                place = "cpu" if not had.shape else param.device
-                optimizer.state[param][field] = saved.piece(key, wanted, stage).clone().to(place)
+                value = _saved_state(saved, stage, optimizer, name, key)
+                optimizer.state[param][field] = value
     for group, plain in zip(optimizer.param_groups, saved.groups, strict=True):
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         group.update({k: v for k, v in values.items() if k != "params"})
+
+
+def _saved_state(
+    saved: Saved, stage: Stage, optimizer: Optimizer, name: str, key: str
+) -> Tensor:
+    """An optimizer's tensor as the optimizer has it: a piece, a whole tensor or a DTensor."""
+    (shard, piece), had, form = stage.pieces()[name], saved.shards[key], stage.form_of_states(optimizer)
+    sharded = had.shape == shard.shape and form != "whole"
+    wanted = Shard("", name, had.shape, had.dtype, shard.cuts if sharded else ())
+    value = saved.piece(key, wanted, stage).clone().to(piece.device if had.shape else "cpu")
+    if form != "dtensors" or not had.shape:
+        return value
+    return stage.as_param(name, value) if sharded else stage.replicated(value)
 
 
 def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """The parameters that an optimizer has, by name."""
     if optimizer is None:
         return {}
+    check_of_stage(optimizer, stage.parameters())
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name: p for name, p in stage.named_parameters() if id(p) in theirs}
 

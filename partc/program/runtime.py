@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,30 @@ from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
+from partc.program.loss_backward import loss_with_backward
+from partc.program.optimizers import (
+    OnPieces,
+    OnWhole,
+    SavedMoments,
+    Stepping,
+    check_of_stage,
+)
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.role import Role, Shard
+from partc.program.shown import Shown, begin_all, end_all, register_at
+from partc.program.try_optimizer import check_elementwise, check_per_tensor
 from partc.program.weights import Source, whole_tensors
+
+Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
 class Stage(nn.Module):
     """One rank's part of a training step, as an nn.Module.
 
-    Parameters and buffers are this rank's shards, under their names in the user's model. A pipeline
-    rank has those of its own stages. ``train`` and ``eval`` change nothing, as the program was
-    compiled for one of the two modes.
+    Its parameters are DTensors over the memory of this rank's pieces, under their names in the
+    user's model, so that optimizers and other tools see whole tensors; its buffers are this rank's
+    pieces. A pipeline rank has those of its own stages. ``train`` and ``eval`` change nothing, as
+    the program was compiled for one of the two modes.
     """
 
     _rank_step: Any  # the role's own module
@@ -35,6 +49,9 @@ class Stage(nn.Module):
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
         self._tensors = RankTensors(program, self._role, mesh, device)
+        self._shown: dict[str, Shown] = {}  # by the tensor's first name
+        self._forms: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of optimizers' states
+        self._program, self._device_mesh = program, mesh
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
@@ -55,7 +72,7 @@ class Stage(nn.Module):
 
     # running ---------------------------------------------------------------------------------
     def step(self, *inputs: Tensor) -> Tensor:
-        """One training step; every parameter's ``.grad`` grows by its piece of the gradient.
+        """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
             inputs: the whole global batch on every rank, on this rank's device, with the shapes
@@ -68,8 +85,12 @@ class Stage(nn.Module):
             RunError: an input has another shape, dtype or device.
         """
         self._check_inputs(inputs)
-        loss: Tensor = self._rank_step.step(*inputs)
-        return loss
+        begin_all(self._shown.values())
+        try:
+            loss: Tensor = self._rank_step.step(*inputs)
+            return loss
+        finally:
+            end_all(self._shown.values())
 
     def forward(self, *inputs: Tensor) -> Any:
         """The loss, ready for ``.backward()``; of an inference program the results by name.
@@ -82,9 +103,10 @@ class Stage(nn.Module):
             with torch.no_grad():
                 return self._rank_step(*inputs)
         self._check_one_stage()
-        params = [p for p in self.parameters() if p.requires_grad]
-        apply: Any = _LossOfStep.apply
-        return apply(lambda: self._fresh_grads(params, inputs), *params)
+        self._check_inputs(inputs)
+        return loss_with_backward(
+            list(self._shown.values()), lambda: self._rank_step.step(*inputs)
+        )
 
     def seed(self, seed: int) -> None:
         """Seed dropout; all ranks pass the same number.
@@ -100,9 +122,60 @@ class Stage(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         held = self._tensors.held
+        for shown in self._shown.values():
+            shown.read()
         params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
         groups = list(self._tensors.groups.values())
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite)
+
+    # optimizers ------------------------------------------------------------------------------
+    def step_on_pieces(self, optimizer: Stepped) -> Stepped:
+        """Let an elementwise optimizer (SGD, Adam, ...) step on this rank's plain pieces.
+
+        That is as fast as on one device; on DTensors each op costs some 0.1 ms more. Its state
+        dict has DTensors all the same, so it loads under any mesh; all ranks call that together.
+
+        Args:
+            optimizer: one over ``stage.parameters()``, in groups as you like.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            RunError: tried on small tensors, its steps on pieces are not those on whole tensors
+                (Adafactor, Muon, LBFGS), or it has parameters that are not the stage's.
+        """
+        check_of_stage(optimizer, self.parameters())
+        check_elementwise(optimizer)
+        self._forms[optimizer] = "pieces"
+        shown, tensors = list(self._shown.values()), self._tensors
+        Stepping(optimizer, shown, OnPieces())
+        SavedMoments(optimizer, shown, tensors.portable, tensors.piece)
+        return optimizer
+
+    def step_on_whole(self, optimizer: Stepped) -> Stepped:
+        """Let any optimizer step on whole tensors, which each step gathers on every rank.
+
+        For what DTensor cannot compute (Adafactor). Its states are whole on every rank, and so
+        are parameters and gradients during a step. All ranks step together.
+
+        Args:
+            optimizer: one over ``stage.parameters()``, in groups as you like.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            RunError: the program has several pipeline stages and the optimizer joins parameters
+                (LBFGS), or it has parameters that are not the stage's.
+        """
+        check_of_stage(optimizer, self.parameters())
+        if self.pipeline is not None:
+            check_per_tensor(optimizer)
+        self._forms[optimizer] = "whole"
+        tensors = self._tensors
+        Stepping(optimizer, self._shown.values(), OnWhole(tensors.join, tensors.piece))
+        return optimizer
 
     # whole tensors ---------------------------------------------------------------------------
     def load_full(self, source: Source, *, strict: bool = True) -> None:
@@ -150,6 +223,22 @@ class Stage(nn.Module):
         held = self._tensors.held
         return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
 
+    def form_of_states(self, optimizer: torch.optim.Optimizer) -> str:
+        """What an optimizer's states are: ``"pieces"``, ``"whole"`` tensors or ``"dtensors"``."""
+        return self._forms.get(optimizer, "dtensors")
+
+    def piece_of(self, name: str, value: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor, or of a DTensor, that lies as a parameter does."""
+        return self._tensors.piece(self._tensors.shards[name], value)
+
+    def as_param(self, name: str, piece: Tensor) -> Tensor:
+        """A piece as users see it: as the parameter of this name is shown."""
+        return self._tensors.layouts().parameter(self._tensors.shards[name], piece)
+
+    def replicated(self, whole: Tensor) -> Tensor:
+        """A whole tensor as a DTensor that every rank has."""
+        return self._tensors.replicated(whole)
+
     def is_first_copy(self, shard: Shard) -> bool:
         """Whether this rank is the first of all ranks that hold the same shard of a tensor."""
         return self._tensors.holders.is_first_copy(shard, self.coords)
@@ -183,20 +272,6 @@ class Stage(nn.Module):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
-    def _fresh_grads(
-        self, params: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and the gradients of one step; every ``.grad`` keeps its value."""
-        before = [p.grad for p in params]
-        try:
-            for p in params:
-                p.grad = None
-            loss = self.step(*inputs)
-            return loss, [p.grad for p in params]
-        finally:
-            for p, grad in zip(params, before, strict=True):
-                p.grad = grad
-
     def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
         device = self.device.type
         wanted = [(shape, dtype, device) for shape, dtype in self._role.inputs.values()]
@@ -212,6 +287,18 @@ class Stage(nn.Module):
             why="the program was compiled for one global batch",
             do="Pass the whole batch on every rank, or compile for this shape.",
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        """A stage of the same program with tensors of its own; all ranks call this together."""
+        twin = memo[id(self)] = Stage(self._program, self._device_mesh, self.device)
+        held = twin._tensors.held
+        for name, tensor in self._tensors.held.items():
+            held[name].data = tensor.detach().clone()
+        copy_random_state(self._rank_step, twin._rank_step)
+        twin._show_tensors()
+        for name, shown in self._shown.items():
+            twin._shown[name].param.requires_grad_(shown.param.requires_grad)
+        return twin.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
@@ -252,48 +339,27 @@ class Stage(nn.Module):
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
         self._tensors.read(self._rank_step)
-        for name, tensor, saved in self._tensors.named():
-            _register(self, name, tensor, saved)
+        layouts = self._tensors.layouts()
+        for name, tensor in self._tensors.held.items():
+            if name in self._shown:
+                self._shown[name].renew(tensor)
+            elif isinstance(tensor, nn.Parameter):
+                self._shown[name] = Shown(self._tensors.shards[name], tensor, layouts)
+        for name, first, saved in self._tensors.named():
+            tensor = self._tensors.held[first]
+            shown = self._shown[first].param if first in self._shown else tensor
+            register_at(self, name, shown, saved)
 
 
-class _LossOfStep(torch.autograd.Function):
-    """Computes a step's gradients together with the loss, and returns them in ``backward``."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], *params: Tensor) -> Tensor:
-        loss, ctx.grads = run()
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            raise RunError(
-                where="loss.backward()",
-                what="was called a second time",
-                why="a step's gradients are handed out once, to save memory",
-                do="Call the stage again.",
-            )
-        return None, *(None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads)
-
-
-def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Register a tensor at a dotted name.
-
-    Written into the tables directly, since ``register_parameter`` refuses names that Stage has as
-    attributes (``step``).
-    """
-    *path, leaf = name.split(".")
-    for part in path:
-        child = root._modules.get(part)
-        root._modules[part] = root = child if child is not None else nn.Module()
-    if isinstance(tensor, nn.Parameter):
-        root._parameters[leaf] = tensor
-        return
-    root._buffers[leaf] = tensor
-    if not saved:
-        root._non_persistent_buffers_set.add(leaf)
+def copy_random_state(old: nn.Module, new: nn.Module) -> None:
+    """Give a rank's module the generators and numbers (seed, step) of another."""
+    for before, after in zip(old.modules(), new.modules(), strict=True):
+        for name, value in vars(before).items():
+            if isinstance(value, torch.Generator):
+                made = torch.Generator(value.device)
+                setattr(after, name, made.set_state(value.get_state()))
+            elif isinstance(value, bool | int | float | str):
+                setattr(after, name, value)
 
 
 def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
