@@ -45,6 +45,7 @@ class RankTensors:
         self.groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
         self.holders = Holders.of(program)
         self._model, self._role = program.fingerprint, role
+        self._gradients: dict[object, tuple[Any, Home]] = {}  # the layout of each
         self._aside = {
             name: torch.zeros(shard.shape, dtype=shard.dtype, device=device)
             for name, shard in self.holders.aside.items()
@@ -157,13 +158,17 @@ class RankTensors:
         if self._dtensors.device_mesh is None:
             return piece
         made = self._dtensors.over(shard, piece)
-        return made if expressible(shard) else Parted.of(made, self._home(shard))
+        return made if expressible(shard) else Parted.of(piece, made._spec, self._home(shard))
 
     def _as_gradient(self, shard: Shard, piece: Tensor) -> Tensor:
         if self._dtensors.device_mesh is None:
             return piece
+        key = shard.name, piece.dtype
+        if key not in self._gradients:
+            spec = self._dtensors.over(shard, piece)._spec
+            self._gradients[key] = spec, self._home(shard)
         kind = Gradient if expressible(shard) else Parted
-        return kind.of(self._dtensors.over(shard, piece), self._home(shard))
+        return kind.of(piece, *self._gradients[key])
 
     def _home(self, shard: Shard) -> Home:
         return Home(shard, self.groups, self.gather, self.pipeline is not None)

@@ -38,6 +38,7 @@ class Shown:
         self.trained = piece.requires_grad  # whether the program computes its gradient
         self.param = self._made()
         self._grads: tuple[Tensor | None, Tensor | None] = (None, None)  # as last seen
+        self._storage = self.param.untyped_storage()
         self._aside: Tensor | None = None  # the gradient of one that was frozen since
 
     @property
@@ -57,17 +58,22 @@ class Shown:
             self.piece.grad = None if shown is None else self._piece_of(shown)
         self.show()
 
+    @torch.no_grad()
     def show(self) -> None:
         """Show the program's gradient to the user."""
         shown, piece = self.param.grad, self.piece.grad
         if piece is None:
             self.param.grad = None
         elif piece is not self._grads[1] or shown is not self._grads[0]:
+            if piece.stride() != self.piece.stride():  # as autograd sees to; fused kernels rely on it
+                piece = self.piece.grad = torch.empty_like(self.piece).copy_(piece)
             self.param.grad = self.layouts.gradient(self.shard, piece)
         self._grads = self.param.grad, piece
 
     def begin(self) -> None:
         """Before a step: read the gradient, and set that of a frozen parameter aside."""
+        if self.param.untyped_storage() is not self._storage:
+            raise _data_assigned(self.shard)
         if self.trained:
             self.read()
             if self.is_frozen:
@@ -94,6 +100,7 @@ class Shown:
         self.piece = piece
         made = self._made().requires_grad_(self.param.requires_grad)
         torch.utils.swap_tensors(self.param, made)
+        self._storage = self.param.untyped_storage()
         self.show()
 
     def _made(self) -> nn.Parameter:
@@ -148,6 +155,15 @@ def _two_gradients(shard: Shard) -> RunError:
         what="was changed in stage.parameters() and in stage.pieces() since the last step",
         why="both are one gradient, and partc cannot know which of the two is meant",
         do="Set the gradients of stage.parameters() alone.",
+    )
+
+
+def _data_assigned(shard: Shard) -> RunError:
+    return RunError(
+        where=f"{shard.name}.data",
+        what="was assigned another tensor",
+        why="a DTensor then keeps its old values, whatever it is given",
+        do="Write parameter.copy_(values) under torch.no_grad().",
     )
 
 

@@ -30,7 +30,7 @@ _CHECK_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.defaul
 _PER_TENSOR = ("_foreach_", "_fused_", "_amp_foreach_")  # ops that take lists index by index
 _SAME_PLACES = {
     "_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "fill_", "full_like",
-    "ones_like", "rand_like", "zero_", "zeros_like",
+    "ones_like", "zero_", "zeros_like",
 }  # fmt: skip
 _OF_ALL_ELEMENTS = {
     "_foreach_norm", "all.default", "any.default", "linalg_vector_norm", "max.default",
@@ -59,60 +59,85 @@ class StageTensor(DTensor):
     """A DTensor that knows to which parameter of which stage it belongs."""
 
     home: Home
+    _plain: DTensor | None = None
 
     @classmethod
-    def of(cls, value: DTensor, home: Home) -> Self:
-        """The same tensor over the same memory, as one of this class."""
-        made: Self = cls(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[call-arg]
+    def of(cls, piece: Tensor, spec: Any, home: Home) -> Self:
+        """A tensor over a piece's memory; ``spec`` is that of a DTensor which lies the same."""
+        made: Self = cls(piece, spec, requires_grad=False)  # type: ignore[call-arg]
         made.home = home
         return made
 
-    @classmethod
-    def run(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The op on torch's own DTensors; what it changes in place is returned as it was given."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        changes = func._schema.name.endswith("_") and isinstance(result, DTensor)
-        return args[0] if changes else result
+    @property
+    def plain(self) -> DTensor:
+        """torch's own DTensor over the same memory, which ops run on."""
+        if self._plain is None:
+            self._plain = DTensor(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[call-arg]
+        return self._plain
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An op on torch's own DTensors; what it changes in place is returned as it was given."""
+    plain = {name: _plain(x) for name, x in kwargs.items()}
+    result = func(*map(_plain, args), **plain)
+    if args and isinstance(args[0], StageTensor) and result is args[0]._plain:
+        return args[0]
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, StageTensor):
+        return value.plain
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value
 
 
 class Gradient(StageTensor):
     """The gradient of a stage's parameter."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        given = [x for x in leaves if isinstance(x, cls)]
         if func is _CHECK_FINITE:
-            return _check_finite(given[0].home, *args)
-        if any(isinstance(x, Parted) for x in leaves):
+            return _check_finite(*args)
+        if Parted in types:
             return Parted.__torch_dispatch__(func, types, args, kwargs)
-        if not given[0].home.in_pipeline or _is_per_tensor(func):
-            return cls.run(func, types, args, kwargs)
+        if _is_per_tensor(func):
+            return run(func, args, kwargs)
+        given = _stage_tensors(args, kwargs)
+        if not given[0].home.in_pipeline:
+            return run(func, args, kwargs)
         if len({x.home.shard.name for x in given}) > 1:
             raise _of_one_rank(func, given)
-        result = cls.run(func, types, args, kwargs)
+        result = run(func, args, kwargs)
         return pytree.tree_map_only(DTensor, lambda x: _as(cls, x, given[0].home), result)
+
+
+def _stage_tensors(args: Any, kwargs: Any) -> list[StageTensor]:
+    return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, StageTensor)]
 
 
 class Parted(StageTensor):
     """A parameter of several parts, each cut by itself; its DTensor tells the places wrongly."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _needs_places("pickle", self)
+
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
         if func is _CHECK_FINITE:
-            return _check_finite(first.home, *args)
+            return _check_finite(*args)
+        first = next(x for x in _stage_tensors(args, kwargs) if isinstance(x, cls))
         whole = _is_of_all_elements(func, args, kwargs)
         if not (whole or _keeps_places(func)):
             raise _needs_places(func, first)
         firsts = [_places(func, operands) for operands in _operands(func, args, kwargs)]
-        result = cls.run(func, types, args, kwargs)
+        result = run(func, args, kwargs)
         if whole and first.home.in_pipeline:
             return pytree.tree_map_only(DTensor, lambda x: _as(Gradient, x, first.home), result)
         if whole or not isinstance(result, DTensor | list | tuple):
@@ -143,12 +168,13 @@ class Parted(StageTensor):
 
 
 def _as(kind: type[StageTensor], value: Any, home: Home) -> Any:
-    return value if isinstance(value, kind) else kind.of(value, home)
+    return value if isinstance(value, kind) else kind.of(value._local_tensor, value._spec, home)
 
 
-def _check_finite(home: Home, grads: Sequence[DTensor], found: Tensor, inverse: Tensor) -> None:
+def _check_finite(grads: Sequence[DTensor], found: Tensor, inverse: Tensor) -> None:
     """Unscale the gradients; ``found`` becomes 1 on all ranks if one is not finite on any."""
     _CHECK_FINITE([grad._local_tensor for grad in grads], found, inverse)
+    home = next(grad.home for grad in grads if isinstance(grad, StageTensor))
     for group in home.groups.values():
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
