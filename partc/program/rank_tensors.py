@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
+from partc.program.chunks import chunks_of
 from partc.program.dtensors import DTensors, expressible
 from partc.program.holders import Holders, from_first
 from partc.program.role import Role, Shard
@@ -171,7 +172,8 @@ class RankTensors:
         return kind.of(piece, *self._gradients[key])
 
     def _home(self, shard: Shard) -> Home:
-        return Home(shard, self.groups, self.gather, self.pipeline is not None)
+        chunks = chunks_of(shard, self.mesh, self.coords)
+        return Home(shard, chunks, self.groups, self.gather, self.pipeline is not None)
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """The shards of all ranks along an axis, by an all-gather."""
@@ -184,8 +186,13 @@ class RankTensors:
 def _dtensors(
     mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int], shards: Iterable[Shard]
 ) -> DTensors:
-    """A DTensors over the mesh without ``pp``, as no tensor is sharded over pipeline stages."""
+    """A DTensors over the mesh without ``pp``, as no tensor is sharded over pipeline stages.
+
+    Where there is no other axis it is over ``pp``, with every tensor whole on its own rank.
+    """
     cutting = mesh.without_pipeline()
+    if not cutting.names:
+        cutting = mesh
     if devices is not None and cutting != mesh:
-        devices = devices[cutting.names] if cutting.names else None
+        devices = devices[cutting.names]
     return DTensors(cutting, devices, coords, shards)

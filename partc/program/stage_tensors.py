@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
+from partc.program.chunks import Chunk, write_items
 from partc.program.dtensors import Gather
 from partc.program.role import Shard
 
@@ -42,11 +43,13 @@ _OF_ALL_ELEMENTS = {
 class Home:
     """Where a stage's tensor belongs.
 
-    ``shard``: the parameter and its cuts. ``groups``: the process groups of all mesh axes.
-    ``gather``: gives the x of every rank along an axis.
+    ``shard``: the parameter and its cuts. ``chunks``: where this rank's piece lies in the whole.
+    ``groups``: the process groups of all mesh axes. ``gather``: gives the x of every rank along an
+    axis.
     """
 
     shard: Shard
+    chunks: list[Chunk]
     groups: Mapping[str, Any]
     gather: Gather
     in_pipeline: bool
@@ -106,15 +109,26 @@ class Gradient(StageTensor):
             return _check_finite(*args)
         if Parted in types:
             return Parted.__torch_dispatch__(func, types, args, kwargs)
-        if _is_per_tensor(func):
-            return run(func, args, kwargs)
         given = _stage_tensors(args, kwargs)
         if not given[0].home.in_pipeline:
             return run(func, args, kwargs)
-        if len({x.home.shard.name for x in given}) > 1:
+        if _is_per_tensor(func):
+            return _each_of_its_stage(args[0], run(func, args, kwargs))
+        listed = any(isinstance(x, list | tuple) and x and isinstance(x[0], cls) for x in args)
+        if listed or len({x.home.shard.name for x in given}) > 1:
             raise _of_one_rank(func, given)
         result = run(func, args, kwargs)
         return pytree.tree_map_only(DTensor, lambda x: _as(cls, x, given[0].home), result)
+
+
+def _each_of_its_stage(operands: Sequence[Any], results: Any) -> Any:
+    """The results of an op on lists, each as the gradient that it was made of."""
+    if not isinstance(results, list | tuple):
+        return results
+    return [
+        _as(Gradient, result, x.home) if isinstance(x, StageTensor) else result
+        for x, result in zip(operands, results, strict=True)
+    ]
 
 
 def _stage_tensors(args: Any, kwargs: Any) -> list[StageTensor]:
@@ -156,15 +170,16 @@ class Parted(StageTensor):
             raise _needs_places("redistribute", self)
         return DTensor.from_local(self.full_tensor(), self.device_mesh, placements, run_check=False)
 
-    # torch.distributed.checkpoint asks these of a tensor: each part is a chunk of its own
+    # torch.distributed.checkpoint asks these of a tensor
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        raise _needs_places("torch.distributed.checkpoint", self)
+        return write_items(fqn, self.home.shard, self._local_tensor, self.home.chunks)
 
     def __create_chunk_list__(self) -> list[Any]:
-        raise _needs_places("torch.distributed.checkpoint", self)
+        return [chunk.storage() for chunk in self.home.chunks]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        raise _needs_places("torch.distributed.checkpoint", self)
+        box = next(each for each in self.home.chunks if each.offsets == tuple(index.offset))
+        return box.of(self._local_tensor.detach())
 
 
 def _as(kind: type[StageTensor], value: Any, home: Home) -> Any:
@@ -241,7 +256,7 @@ def _needs_places(func: Any, value: Parted) -> RunError:
 def _of_one_rank(func: Any, given: Sequence[Gradient]) -> RunError:
     names = list(dict.fromkeys(x.home.shard.name for x in given))
     return RunError(
-        where=f"{func} of the gradients of {names[0]}, {names[1]}",
+        where=f"{func} of the gradients of {', '.join(names[:2])}{' ...' * (len(names) > 2)}",
         what="joins gradients of this pipeline rank alone",
         why="the other ranks hold the gradients of the model's other stages",
         do="Clip with stage.clip_grad_norm_, which is over the whole model, and take an optimizer "
