@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from partc.errors import LoadError, RunError
 from partc.plan.mesh import PP, Mesh
@@ -190,28 +189,15 @@ def _model(stage: Stage) -> dict[str, tuple[Shard, Tensor]]:
 
 def _optimizer(stage: Stage, optimizer: Optimizer | None) -> dict[str, tuple[Shard, Tensor]]:
     """The optimizer's tensors; one of its parameter's shape is sharded as the parameter is."""
-    found = {}
+    if optimizer is None:
+        return {}
+    found, states = {}, stage.states_of(optimizer)
     for name, param in _trained(stage, optimizer).items():
-        assert optimizer is not None
         for field, value in sorted(optimizer.state[param].items()):
             if not isinstance(value, Tensor):
                 _refuse_field(field, value)
-            found[f"optimizer/{field}/{name}"] = _state(stage, optimizer, name, value)
+            found[f"optimizer/{field}/{name}"] = states.to_piece(name, value)
     return found
-
-
-def _state(stage: Stage, optimizer: Optimizer, name: str, value: Tensor) -> tuple[Shard, Tensor]:
-    """This rank's piece of an optimizer's tensor, and how it is sharded."""
-    shard, piece = stage.pieces()[name]
-    alike = Shard("", name, shard.shape, value.dtype, shard.cuts)
-    form = stage.form_of_states(optimizer)
-    if form == "pieces" and value.shape == piece.shape:
-        return alike, value
-    if isinstance(value, DTensor):
-        if value.shape == shard.shape:
-            return alike, stage.piece_of(name, value)
-        value = value.full_tensor()
-    return Shard("", name, tuple(value.shape), value.dtype, ()), value
 
 
 def _groups(stage: Stage, optimizer: Optimizer | None) -> list[dict[str, Any]]:
@@ -271,29 +257,18 @@ def _check_model(saved: Saved, stage: Stage) -> None:
 
 def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
     """Set the optimizer's state and hyperparameters from a checkpoint, by parameter name."""
+    states = stage.states_of(optimizer)
     fields = sorted({key.split("/")[1] for key in saved.shards if key.startswith("optimizer/")})
     for name, param in _trained(stage, optimizer).items():
         for field in fields:
             key = f"optimizer/{field}/{name}"
             if key in saved.shards:
-                value = _saved_state(saved, stage, optimizer, name, key)
-                optimizer.state[param][field] = value
+                wanted = states.wanted(name, saved.shards[key])
+                piece = saved.piece(key, wanted, stage).clone()
+                optimizer.state[param][field] = states.from_piece(name, wanted, piece)
     for group, plain in zip(optimizer.param_groups, saved.groups, strict=True):
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         group.update({k: v for k, v in values.items() if k != "params"})
-
-
-def _saved_state(
-    saved: Saved, stage: Stage, optimizer: Optimizer, name: str, key: str
-) -> Tensor:
-    """An optimizer's tensor as the optimizer has it: a piece, a whole tensor or a DTensor."""
-    (shard, piece), had, form = stage.pieces()[name], saved.shards[key], stage.form_of_states(optimizer)
-    sharded = had.shape == shard.shape and form != "whole"
-    wanted = Shard("", name, had.shape, had.dtype, shard.cuts if sharded else ())
-    value = saved.piece(key, wanted, stage).clone().to(piece.device if had.shape else "cpu")
-    if form != "dtensors" or not had.shape:
-        return value
-    return stage.as_param(name, value) if sharded else stage.replicated(value)
 
 
 def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class DTensors:
         return self.over(shard, piece)
 
     def over(self, shard: Shard, piece: Tensor) -> DTensor:
-        """A DTensor over a piece's memory; of one that is not ``expressible`` rows stand wrongly."""
+        """A DTensor over a piece's memory; rows stand wrongly where it is not ``expressible``."""
         names = self._axes(shard)
         return DTensor.from_local(
             piece,

@@ -47,7 +47,9 @@ class OnPieces:
 class OnWhole:
     """Steps on whole tensors, the same on every rank. All ranks step together."""
 
-    def __init__(self, join: Callable[[Shard, Tensor], Tensor], take: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, join: Callable[[Shard, Tensor], Tensor], take: Callable[..., Tensor]
+    ) -> None:
         self._join, self._take = join, take
         self._whole: dict[str, nn.Parameter] = {}
 

@@ -151,10 +151,6 @@ class RankTensors:
         """A DTensor that loads under any mesh; whole where placements cannot say the cuts."""
         return self._dtensors.make(shard, piece, self.gather)
 
-    def replicated(self, whole: Tensor) -> Tensor:
-        """A whole tensor as a DTensor that every rank has; itself where there is no mesh."""
-        return self._as_param(Shard("", "", tuple(whole.shape), whole.dtype, ()), whole)
-
     def _as_param(self, shard: Shard, piece: Tensor) -> Tensor:
         if self._dtensors.device_mesh is None:
             return piece

@@ -17,6 +17,7 @@ from partc.program import Program
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
 from partc.program.loss_backward import loss_with_backward
+from partc.program.optimizer_states import Form, OptimizerStates
 from partc.program.optimizers import (
     OnPieces,
     OnWhole,
@@ -24,6 +25,7 @@ from partc.program.optimizers import (
     Stepping,
     check_of_stage,
 )
+from partc.program.random_state import copy_random_state
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.role import Role, Shard
 from partc.program.shown import Shown, begin_all, end_all, register_at
@@ -50,7 +52,7 @@ class Stage(nn.Module):
         check_compiler(self._role)
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
-        self._forms: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of optimizers' states
+        self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
         self._program, self._device_mesh = program, mesh
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
@@ -104,9 +106,7 @@ class Stage(nn.Module):
                 return self._rank_step(*inputs)
         self._check_one_stage()
         self._check_inputs(inputs)
-        return loss_with_backward(
-            list(self._shown.values()), lambda: self._rank_step.step(*inputs)
-        )
+        return loss_with_backward(list(self._shown.values()), lambda: self._rank_step.step(*inputs))
 
     def seed(self, seed: int) -> None:
         """Seed dropout; all ranks pass the same number.
@@ -145,9 +145,8 @@ class Stage(nn.Module):
             RunError: tried on small tensors, its steps on pieces are not those on whole tensors
                 (Adafactor, Muon, LBFGS), or it has parameters that are not the stage's.
         """
-        check_of_stage(optimizer, self.parameters())
         check_elementwise(optimizer)
-        self._forms[optimizer] = "pieces"
+        self._set_form(optimizer, "pieces")
         shown, tensors = list(self._shown.values()), self._tensors
         Stepping(optimizer, shown, OnPieces())
         SavedMoments(optimizer, shown, tensors.portable, tensors.piece)
@@ -169,13 +168,27 @@ class Stage(nn.Module):
             RunError: the program has several pipeline stages and the optimizer joins parameters
                 (LBFGS), or it has parameters that are not the stage's.
         """
-        check_of_stage(optimizer, self.parameters())
         if self.pipeline is not None:
             check_per_tensor(optimizer)
-        self._forms[optimizer] = "whole"
+        self._set_form(optimizer, "whole")
         tensors = self._tensors
         Stepping(optimizer, self._shown.values(), OnWhole(tensors.join, tensors.piece))
         return optimizer
+
+    def states_of(self, optimizer: torch.optim.Optimizer) -> OptimizerStates:
+        """What the states of an optimizer over this stage's parameters are."""
+        return OptimizerStates(self._tensors, self._forms.get(optimizer, "dtensors"))
+
+    def _set_form(self, optimizer: torch.optim.Optimizer, form: Form) -> None:
+        check_of_stage(optimizer, self.parameters())
+        if optimizer in self._forms:
+            raise RunError(
+                where=f"stage.step_on_{form}({type(optimizer).__name__})",
+                what=f"it steps on {self._forms[optimizer]} already",
+                why="its states are of one kind",
+                do="Call one of stage.step_on_pieces and stage.step_on_whole, once.",
+            )
+        self._forms[optimizer] = form
 
     # whole tensors ---------------------------------------------------------------------------
     def load_full(self, source: Source, *, strict: bool = True) -> None:
@@ -222,22 +235,6 @@ class Stage(nn.Module):
         """This rank's shards by name, each with its cuts from the whole tensor."""
         held = self._tensors.held
         return {name: (shard, held[name]) for name, shard in self._tensors.shards.items()}
-
-    def form_of_states(self, optimizer: torch.optim.Optimizer) -> str:
-        """What an optimizer's states are: ``"pieces"``, ``"whole"`` tensors or ``"dtensors"``."""
-        return self._forms.get(optimizer, "dtensors")
-
-    def piece_of(self, name: str, value: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor, or of a DTensor, that lies as a parameter does."""
-        return self._tensors.piece(self._tensors.shards[name], value)
-
-    def as_param(self, name: str, piece: Tensor) -> Tensor:
-        """A piece as users see it: as the parameter of this name is shown."""
-        return self._tensors.layouts().parameter(self._tensors.shards[name], piece)
-
-    def replicated(self, whole: Tensor) -> Tensor:
-        """A whole tensor as a DTensor that every rank has."""
-        return self._tensors.replicated(whole)
 
     def is_first_copy(self, shard: Shard) -> bool:
         """Whether this rank is the first of all ranks that hold the same shard of a tensor."""
@@ -341,25 +338,16 @@ class Stage(nn.Module):
         self._tensors.read(self._rank_step)
         layouts = self._tensors.layouts()
         for name, tensor in self._tensors.held.items():
+            if not isinstance(tensor, nn.Parameter):
+                continue
             if name in self._shown:
                 self._shown[name].renew(tensor)
-            elif isinstance(tensor, nn.Parameter):
+            else:
                 self._shown[name] = Shown(self._tensors.shards[name], tensor, layouts)
         for name, first, saved in self._tensors.named():
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
-
-
-def copy_random_state(old: nn.Module, new: nn.Module) -> None:
-    """Give a rank's module the generators and numbers (seed, step) of another."""
-    for before, after in zip(old.modules(), new.modules(), strict=True):
-        for name, value in vars(before).items():
-            if isinstance(value, torch.Generator):
-                made = torch.Generator(value.device)
-                setattr(after, name, made.set_state(value.get_state()))
-            elif isinstance(value, bool | int | float | str):
-                setattr(after, name, value)
 
 
 def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:

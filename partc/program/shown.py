@@ -65,7 +65,9 @@ class Shown:
         if piece is None:
             self.param.grad = None
         elif piece is not self._grads[1] or shown is not self._grads[0]:
-            if piece.stride() != self.piece.stride():  # as autograd sees to; fused kernels rely on it
+            if (
+                piece.stride() != self.piece.stride()
+            ):  # as autograd sees to; fused kernels rely on it
                 piece = self.piece.grad = torch.empty_like(self.piece).copy_(piece)
             self.param.grad = self.layouts.gradient(self.shard, piece)
         self._grads = self.param.grad, piece

@@ -34,8 +34,8 @@ _SAME_PLACES = {
     "ones_like", "zero_", "zeros_like",
 }  # fmt: skip
 _OF_ALL_ELEMENTS = {
-    "_foreach_norm", "all.default", "any.default", "linalg_vector_norm", "max.default",
-    "mean.default", "min.default", "sum.default",
+    "_foreach_max", "_foreach_norm", "all.default", "any.default", "max.default", "mean.default",
+    "min.default", "sum.default",
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class StageTensor(DTensor):
     @classmethod
     def of(cls, piece: Tensor, spec: Any, home: Home) -> Self:
         """A tensor over a piece's memory; ``spec`` is that of a DTensor which lies the same."""
-        made: Self = cls(piece, spec, requires_grad=False)  # type: ignore[call-arg]
+        made: Self = cls(piece, spec, requires_grad=False)
         made.home = home
         return made
 
@@ -75,7 +75,7 @@ class StageTensor(DTensor):
     def plain(self) -> DTensor:
         """torch's own DTensor over the same memory, which ops run on."""
         if self._plain is None:
-            self._plain = DTensor(self._local_tensor, self._spec, requires_grad=False)  # type: ignore[call-arg]
+            self._plain = DTensor(self._local_tensor, self._spec, requires_grad=False)
         return self._plain
 
 
@@ -103,7 +103,9 @@ class Gradient(StageTensor):
         return self.plain.__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _CHECK_FINITE:
             return _check_finite(*args)
@@ -111,7 +113,9 @@ class Gradient(StageTensor):
             return Parted.__torch_dispatch__(func, types, args, kwargs)
         given = _stage_tensors(args, kwargs)
         if not given[0].home.in_pipeline:
-            return run(func, args, kwargs)
+            result = run(func, args, kwargs)
+            changed = isinstance(result, DTensor) and args[0] is given[0]
+            return _as(cls, result, given[0].home) if changed else result  # it may become .grad
         if _is_per_tensor(func):
             return _each_of_its_stage(args[0], run(func, args, kwargs))
         listed = any(isinstance(x, list | tuple) and x and isinstance(x[0], cls) for x in args)
@@ -142,7 +146,9 @@ class Parted(StageTensor):
         raise _needs_places("pickle", self)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _CHECK_FINITE:
             return _check_finite(*args)
@@ -154,17 +160,18 @@ class Parted(StageTensor):
         result = run(func, args, kwargs)
         if whole and first.home.in_pipeline:
             return pytree.tree_map_only(DTensor, lambda x: _as(Gradient, x, first.home), result)
-        if whole or not isinstance(result, DTensor | list | tuple):
-            return result
-        if isinstance(result, DTensor):
-            return _as(cls, result, first.home)
-        return [x if f is None else _as(cls, x, f.home) for x, f in zip(result, firsts, strict=True)]
+        if isinstance(result, list | tuple):
+            return [_like(x, operand) for x, operand in zip(result, firsts, strict=True)]
+        return _like(result, first)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor with its rows in the model's order; all ranks call this together."""
-        return self.home.shard.join(self._local_tensor.detach(), self.home.gather)
+        whole: Tensor = _Joined.apply(self)
+        return whole
 
-    def redistribute(self, *arguments: Any, placements: Any = None, **options: Any) -> DTensor:
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> DTensor:
         """The whole tensor on every rank, the one layout that DTensor can say."""
         if placements is None or any(not isinstance(p, Replicate) for p in placements):
             raise _needs_places("redistribute", self)
@@ -180,6 +187,25 @@ class Parted(StageTensor):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         box = next(each for each in self.home.chunks if each.offsets == tuple(index.offset))
         return box.of(self._local_tensor.detach())
+
+
+class _Joined(torch.autograd.Function):
+    """The whole of a ``Parted``; autograd cannot go back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Parted) -> Tensor:
+        ctx.value = value
+        return value.home.shard.join(value._local_tensor.detach(), value.home.gather)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise _needs_places("the backward of full_tensor", ctx.value)
+
+
+def _like(result: Any, operand: Parted | None) -> Any:
+    """A result of the operand's shape lies as the operand does; others are of all elements."""
+    same = operand is not None and isinstance(result, DTensor) and result.shape == operand.shape
+    return _as(Parted, result, operand.home) if operand is not None and same else result
 
 
 def _as(kind: type[StageTensor], value: Any, home: Home) -> Any:
@@ -211,10 +237,9 @@ def _keeps_places(func: Any) -> bool:
 
 def _is_of_all_elements(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a result is of all elements, in whichever order."""
-    full = f"{_name(func)}.{func._overloadname}"
-    if _name(func) == "linalg_vector_norm" and (args[2:3] or kwargs.get("dim")):
-        return args[2] is None if args[2:3] else False
-    return full in _OF_ALL_ELEMENTS or _name(func) in _OF_ALL_ELEMENTS
+    if _name(func) == "linalg_vector_norm":
+        return (args[2] if len(args) > 2 else kwargs.get("dim")) is None
+    return {_name(func), f"{_name(func)}.{func._overloadname}"} & _OF_ALL_ELEMENTS != set()
 
 
 def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
@@ -234,7 +259,9 @@ def _places(func: Any, operands: Sequence[Tensor]) -> Parted | None:
     if not parted:
         return None
     first = parted[0]
-    same = all(x.shape == first.shape and x.home.shard.cuts == first.home.shard.cuts for x in parted)
+    same = all(
+        x.shape == first.shape and x.home.shard.cuts == first.home.shard.cuts for x in parted
+    )
     if not same or any(x.dim() and not isinstance(x, Parted) for x in operands):
         raise _needs_places(func, first)
     return first
@@ -253,7 +280,7 @@ def _needs_places(func: Any, value: Parted) -> RunError:
     )
 
 
-def _of_one_rank(func: Any, given: Sequence[Gradient]) -> RunError:
+def _of_one_rank(func: Any, given: Sequence[StageTensor]) -> RunError:
     names = list(dict.fromkeys(x.home.shard.name for x in given))
     return RunError(
         where=f"{func} of the gradients of {', '.join(names[:2])}{' ...' * (len(names) > 2)}",

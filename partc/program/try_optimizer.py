@@ -46,11 +46,12 @@ def check_per_tensor(optimizer: Optimizer) -> None:
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether its steps on pieces of a tensor, one by one, equal those on the whole tensor."""
-    return all(
-        _alike(optimizer, [shape], [lambda x, dim=dim: x.chunk(2, dim)])
-        for shape, dims in (((4, 6), (0, 1)), ((6,), (0,)))
-        for dim in dims
-    )
+    cases = (((4, 6), 0), ((4, 6), 1), ((6,), 0))
+    return all(_alike(optimizer, [shape], [_halves(dim)]) for shape, dim in cases)
+
+
+def _halves(dim: int) -> Split:
+    return lambda x: x.chunk(2, dim)
 
 
 def is_per_tensor(optimizer: Optimizer) -> bool:
