@@ -51,7 +51,7 @@ def chunks_of(shard: Shard, mesh: Mesh, coords: Mapping[str, int]) -> list[Chunk
     for axis, dim, outer in shard.cuts:
         runs[dim] = list(_taken(runs[dim], outer, mesh.size(axis), coords[axis]))
     boxes = product(*(_with_starts(each) for each in runs))
-    return [Chunk(*zip(*box, strict=True)) for box in boxes if box]
+    return [Chunk(*zip(*box, strict=True)) if box else Chunk((), (), ()) for box in boxes]
 
 
 def write_items(name: str, shard: Shard, piece: Tensor, chunks: list[Chunk]) -> list[Any]:

@@ -166,10 +166,11 @@ class Parted(StageTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor with its rows in the model's order; all ranks call this together."""
-        whole: Tensor = _Joined.apply(self)
+        apply: Any = _Joined.apply
+        whole: Tensor = apply(self)
         return whole
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self, device_mesh: Any = None, placements: Any = None, **options: Any
     ) -> DTensor:
         """The whole tensor on every rank, the one layout that DTensor can say."""

@@ -86,7 +86,7 @@ class Whitened(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = closure() if closure else None
         for group in self.param_groups:
             for p in group["params"]:
@@ -113,7 +113,7 @@ MAKERS: dict[str, Maker] = {
     "Whitened": lambda params: Whitened(params, lr=1e-2),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
-    "LBFGS": lambda params: torch.optim.LBFGS(list(params), lr=0.1, max_iter=2),
+    "LBFGS": lambda params: torch.optim.LBFGS(list(params), lr=0.05, max_iter=2),
 }
 
 
@@ -159,4 +159,5 @@ def difference(path: Path, maker: str, route: str) -> float:
     weights = model.state_dict()
     worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     whole = stage.full_state_dict()
-    return max(worst, *((whole[n] - weights[n]).abs().max().item() for n in weights))
+    errors = [float((whole[name] - weights[name]).abs().max()) for name in weights]
+    return max(worst, *errors)
