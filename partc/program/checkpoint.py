@@ -54,12 +54,13 @@ def save_checkpoint(
         The new folder.
 
     Raises:
-        RunError: a checkpoint of this step exists already; none is overwritten.
+        RunError: a checkpoint of this step exists already; none is overwritten. Or the optimizer
+            has parameters that are none of the stage's.
     """
     target = Path(folder) / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
-    _first_rank_makes(partial, target, stage.device)
     held = {**_model(stage), **_optimizer(stage, optimizer)}
+    _first_rank_makes(partial, target, stage.device)
     mine = {k: piece for k, (shard, piece) in held.items() if stage.is_first_copy(shard)}
     file = partial / _file_name(dist.get_rank())
     write_tensors(file, mine)

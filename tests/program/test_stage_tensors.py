@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import partc
 from partc.errors import RunError
 from partc.plan.mesh import Mesh
+from partc.program import load
 from partc.program.chunks import chunks_of
 from partc.program.role import Shard
 from partc.program.runtime import Stage
@@ -22,6 +24,7 @@ from tests.example_program import example_batch, example_loss, example_model, ex
 from tests.patience import patience
 from tests.program.training import (
     MAKERS,
+    FrozenTwice,
     batch_of,
     difference,
     loss_of,
@@ -59,7 +62,7 @@ def add_penalty(module: nn.Module) -> None:
     """A term of the loss that the program does not know."""
     terms = [param.square().sum() for param in module.parameters()]
     total = sum(terms, start=0 * terms[0])
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
 
 
 def freeze_first(module: nn.Module) -> None:
@@ -279,3 +282,26 @@ def test_tools_in_a_pipeline_are_right_or_refuse(
     path = save_program(tmp_path / "stages", mesh, plan, microbatches=2)
     num = Mesh.of(mesh).num_ranks
     assert world.run(in_stages, path, num=num) == [[8.0] + [4.0] * num] * num
+
+
+def decayed(path: Path, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    stage = load(path).module()
+    stage.load_full(model)
+    ours, theirs = (
+        torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)
+        for params in (stage.rank_step.parameters(), model.parameters())
+    )
+    for _ in range(2):
+        stage.step(*batch)
+        loss_of(model, *batch).backward()
+        ours.step()
+        theirs.step()
+    for name, tensor in stage.full_state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
+
+
+def test_a_frozen_parameter_of_two_stages_has_no_gradient(world: Processes, tmp_path: Path) -> None:
+    model, batch = FrozenTwice(), (torch.randn(8, 8), torch.randn(8, 8))
+    program = partc.compile(model, "pp=2", batch, loss=loss_of, plan="ddp", microbatches=2)
+    program.save(tmp_path / "frozen")
+    world.run(decayed, tmp_path / "frozen", model, batch, num=2)

@@ -79,6 +79,22 @@ def stage_of(path: Path, seed: int = 0) -> Stage:
     return stage
 
 
+class FrozenTwice(nn.Module):
+    """Begins and ends with one frozen matrix, so that a pipeline has it on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        for layer in self.layers:
+            x = x + F.relu(layer(x))
+        y: Tensor = self.frozen(x)
+        return y
+
+
 class Whitened(torch.optim.Optimizer):
     """Whole-tensor code like Shampoo's: a matrix gradient is multiplied by its own statistics."""
 
