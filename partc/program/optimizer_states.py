@@ -53,3 +53,8 @@ class OptimizerStates:
         param = self.tensors.shards[name]
         alike = shard.shape == param.shape
         return self.tensors.layouts().parameter(param if alike else shard, piece)
+
+    def in_form(self, name: str, value: Tensor, form: Form) -> Tensor:
+        """A state of the parameter ``name`` in another form: ``"pieces"`` or ``"whole"``."""
+        shard, piece = self.to_piece(name, value)
+        return self.tensors.join(shard, piece) if form == "whole" else piece

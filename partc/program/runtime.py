@@ -188,6 +188,11 @@ class Stage(nn.Module):
                 why="its states are of one kind",
                 do="Call one of stage.step_on_pieces and stage.step_on_whole, once.",
             )
+        states = self.states_of(optimizer)  # made already, by the optimizer or by steps
+        for name, shown in self._shown.items():
+            for field, value in optimizer.state.get(shown.param, {}).items():
+                if isinstance(value, Tensor):
+                    optimizer.state[shown.param][field] = states.in_form(name, value, form)
         self._forms[optimizer] = form
 
     # whole tensors ---------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # optimizers ----------------------------------------------------------------------------------
 ROUTES_OF = {
     "AdamW": ("", ON_WHOLE), "AdamW foreach": ("",), "AdamW fused": ("", ON_PIECES), "SGD": ("",),
-    "Muon": ("", ON_PIECES, ON_WHOLE), "Whitened": ("", ON_PIECES),
-    "Adafactor": ("", ON_PIECES, ON_WHOLE), "Rprop": ("", ON_PIECES),
+    "Adagrad": (ON_PIECES, ON_WHOLE), "Rprop": ("", ON_PIECES), "Whitened": ("", ON_PIECES),
+    "Muon": ("", ON_PIECES, ON_WHOLE), "Adafactor": ("", ON_PIECES, ON_WHOLE),
     "LBFGS": ("", ON_PIECES, ON_WHOLE),
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def test_optimizers_are_those_of_one_process_or_refused(world: Processes, sharde
         assert "in-place operations that require placement changes" in refused.pop((maker, ""))
     assert refused == {}
     right = {route: error for route, error in found.items() if isinstance(error, float)}
-    assert len(right) == 13
+    assert len(right) == 15
     assert {route: error for route, error in right.items() if error > 1e-6} == {}
 
 

@@ -125,11 +125,12 @@ MAKERS: dict[str, Maker] = {
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # makes its states at once
     "Muon": lambda params: torch.optim.Muon(matrices(params), lr=1e-2),
     "Whitened": lambda params: Whitened(params, lr=1e-2),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
-    "LBFGS": lambda params: torch.optim.LBFGS(list(params), lr=0.05, max_iter=2),
+    "LBFGS": lambda params: torch.optim.LBFGS(list(params), max_iter=4),
 }
 
 
