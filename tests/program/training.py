@@ -130,7 +130,9 @@ MAKERS: dict[str, Maker] = {
     "Whitened": lambda params: Whitened(params, lr=1e-2),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
-    "LBFGS": lambda params: torch.optim.LBFGS(list(params), max_iter=4),
+    "LBFGS": lambda params: torch.optim.LBFGS(
+        list(params), max_iter=4, line_search_fn="strong_wolfe"
+    ),
 }
 
 
