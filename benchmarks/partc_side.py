@@ -38,7 +38,7 @@ def load(folder: str, size: Size) -> Side:
     stage = partc.load(folder).module()
     stage.load_full(build_model(size))
     batch = build_batch(size)
-    parameters = list(stage.parameters())
+    parameters = list(stage.rank_step.parameters())  # plain pieces, as this rank steps on them
 
     def forward_backward() -> Tensor:
         loss: Tensor = stage.step(*batch)

@@ -115,7 +115,7 @@ def generated(folder: str, name: str) -> Side:
     """partc's program."""
     stage, batch = partc.load(folder).module(), build_batch(name)
     stage.load_full(build_model(name))
-    return _side("partc", list(stage.parameters()), partial(stage.step, *batch))
+    return _side("partc", list(stage.rank_step.parameters()), partial(stage.step, *batch))
 
 
 def _side(name: str, parameters: list[nn.Parameter], step: Callable[[], Tensor]) -> Side:

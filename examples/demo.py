@@ -67,7 +67,7 @@ def batches(num: int) -> Iterator[Tensor]:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """The same on one device and on a rank, where ``parameters()`` are this rank's pieces."""
+    """The same on one device and on a rank."""
     return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
 
@@ -122,7 +122,7 @@ def train_here() -> int:
     free_at_once()  # for the memory measured at the end
     stage = partc.load(OUT).module()
     stage.load_full(build_model())
-    optimizer = optimizer_of(stage)
+    optimizer = stage.step_on_pieces(optimizer_of(stage))
     expected = json.loads(EXPECTED.read_text())
     worst = 0.0
     show("step      loss   one process   difference   ms")
@@ -146,7 +146,8 @@ def show_memory(stage: Any, optimizer: torch.optim.Optimizer) -> None:
     """The predicted peak of a rank beside what the system counted in one more step."""
     predicted = partc.load(OUT).cost.as_json()["peak_bytes"]
     states = (t for state in optimizer.state.values() for t in state.values())
-    held = sum(t.nbytes for t in chain(stage.parameters(), stage.buffers(), states))
+    pieces = (piece for _, piece in stage.pieces().values())
+    held = sum(t.nbytes for t in chain(pieces, states))
     (ids,) = batches(1)
     optimizer.zero_grad()
     before, peak = resident_bytes(), peak_resident_bytes(lambda: stage.step(ids))

@@ -39,7 +39,8 @@ def train() -> None:
     """One rank's loop; any torch optimizer takes the rank's parameters."""
     stage = partc.load(OUT).module()
     stage.load_full(build_model())
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-4)
+    adamw = torch.optim.AdamW(stage.parameters(), lr=3e-4, fused=True)
+    optimizer = stage.step_on_pieces(adamw)
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(1))
     for step in range(10):
         optimizer.zero_grad()

@@ -171,20 +171,21 @@ class RankStep:
                     yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")
         yield Line("return results")
 
-    def _is_apart(self, one: Tied) -> bool:
-        """Whether this rank and another one hold a tied parameter."""
+    def _is_summed(self, one: Tied) -> bool:
+        """Whether this rank and another one hold a tied parameter that has a gradient."""
         ranks = one.ranks(self.schedule)
-        return self.rank in ranks and len(ranks) > 1
+        trained = any(one.name in graph.outputs.grads for graph in self.graphs)
+        return trained and self.rank in ranks and len(ranks) > 1
 
     def _set_aside(self, one: Tied, number: int) -> Iterator[Line]:
         """Set aside a tied parameter's ``.grad`` from before the step: it is summed already."""
-        if self._is_apart(one):
+        if self._is_summed(one):
             path = self._path(one.name, self.mine(one)[0])
             yield Line(f"before_{number}, {path}.grad = {path}.grad, None")
 
     def _sum_tied(self, one: Tied, number: int) -> Iterator[Line]:
         """The statement that sums a tied parameter's gradients of several pipeline ranks."""
-        if self._is_apart(one):
+        if self._is_summed(one):
             ranks = list(one.ranks(self.schedule))
             call = self.links.helpers.use("sum_tied")
             path = self._path(one.name, self.mine(one)[0])

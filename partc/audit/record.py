@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from partc.audit.recording import Record, RecordingDist, Transfer
-from partc.dryrun.live_memory import LiveMemory
 from partc.dryrun.alone import alone
+from partc.dryrun.live_memory import LiveMemory
 from partc.errors import CheckError, PartcError
 from partc.program.role import Role
 

@@ -16,8 +16,8 @@ from partc.audit.following_dist import LIBRARY, FollowingDist, Message, with_kno
 from partc.audit.recording import Record, RecordingDist
 from partc.audit.spread import Known, R, cut
 from partc.audit.variation import Calls, CallSeen, Varying, varying
-from partc.dryrun.live_memory import LiveMemory
 from partc.dryrun.alone import alone
+from partc.dryrun.live_memory import LiveMemory
 from partc.errors import CheckError
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program

@@ -74,7 +74,7 @@ class Runner:
 
     def _optimizer(self, program: Program) -> torch.optim.Optimizer | None:
         make = OPTIMIZERS.get(program.cost.as_json()["optimizer"])
-        trained = [p for p in self.stage.parameters() if p.requires_grad]
+        trained = [p for p in self.stage.rank_step.parameters() if p.requires_grad]
         return make(trained) if make and trained and not self.inference else None
 
     def plain(self) -> tuple[float, float]:

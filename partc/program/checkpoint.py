@@ -25,6 +25,7 @@ from partc.errors import LoadError, RunError
 from partc.plan.mesh import PP, Mesh
 from partc.plan.sharding import cut, dtype_name, join_pieces
 from partc.program.holders import exchange_texts
+from partc.program.optimizers import check_of_stage
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
 from partc.program.tensorfile import TensorFile, write_tensors
@@ -56,12 +57,13 @@ def save_checkpoint(
         The new folder.
 
     Raises:
-        RunError: a checkpoint of this step exists already; none is overwritten.
+        RunError: a checkpoint of this step exists already; none is overwritten. Or the optimizer
+            has parameters that are none of the stage's.
     """
     target = Path(folder) / f"step-{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
-    _first_rank_makes(partial, target, stage.device)
     held = {**_model(stage), **_optimizer(stage, optimizer)}
+    _first_rank_makes(partial, target, stage.device)
     mine = {k: piece for k, (shard, piece) in held.items() if stage.is_first_copy(shard)}
     file = partial / _file_name(dist.get_rank())
     write_tensors(file, mine)
@@ -196,19 +198,14 @@ def _model(stage: Stage) -> dict[str, tuple[Shard, Tensor]]:
 
 def _optimizer(stage: Stage, optimizer: Optimizer | None) -> dict[str, tuple[Shard, Tensor]]:
     """The optimizer's tensors; one of its parameter's shape is sharded as the parameter is."""
-    found = {}
+    if optimizer is None:
+        return {}
+    found, states = {}, stage.states_of(optimizer)
     for name, param in _trained(stage, optimizer).items():
-        shard, piece = stage.pieces()[name]
-        assert optimizer is not None
         for field, value in sorted(optimizer.state[param].items()):
             if not isinstance(value, Tensor):
                 _refuse_field(field, value)
-            whole = Shard("", name, tuple(value.shape), value.dtype, ())
-            alike = Shard("", name, shard.shape, value.dtype, shard.cuts)
-            found[f"optimizer/{field}/{name}"] = (
-                alike if value.shape == piece.shape else whole,
-                value,
-            )
+            found[f"optimizer/{field}/{name}"] = states.to_piece(name, value)
     return found
 
 
@@ -269,18 +266,15 @@ def _check_model(saved: Saved, stage: Stage) -> None:
 
 def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
     """Set the optimizer's state and hyperparameters from a checkpoint, by parameter name."""
+    states = stage.states_of(optimizer)
     fields = sorted({key.split("/")[1] for key in saved.shards if key.startswith("optimizer/")})
     for name, param in _trained(stage, optimizer).items():
-        shard, _ = stage.pieces()[name]
         for field in fields:
             key = f"optimizer/{field}/{name}"
             if key in saved.shards:
-                had = saved.shards[key]
-                wanted = Shard(
-                    "", name, had.shape, had.dtype, shard.cuts if had.shape == shard.shape else ()
-                )
-                place = "cpu" if not had.shape else param.device
-                optimizer.state[param][field] = saved.piece(key, wanted, stage).clone().to(place)
+                wanted = states.wanted(name, saved.shards[key])
+                piece = saved.piece(key, wanted, stage).clone()
+                optimizer.state[param][field] = states.from_piece(name, wanted, piece)
     for group, plain in zip(optimizer.param_groups, saved.groups, strict=True):
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         group.update({k: v for k, v in values.items() if k != "params"})
@@ -290,6 +284,7 @@ def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """The parameters that an optimizer has, by name."""
     if optimizer is None:
         return {}
+    check_of_stage(optimizer, stage.parameters())
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name: p for name, p in stage.named_parameters() if id(p) in theirs}
 

@@ -1,15 +1,16 @@
 """Turn a rank's shards into DTensors and back, for torch's checkpoints and other meshes.
 
 DTensor shards a dim over mesh axes in the mesh's order. Where a plan shards in another order (tp
-first, then dp, although the mesh has dp first), the DTensor gets a mesh with reordered axes, made
-of the same process groups. A cut with ``outer > 1`` (each third of a fused q, k, v weight by
+first, then dp, although the mesh has dp first), the DTensors get a mesh with reordered axes, made
+of the same process groups: one for all tensors of a rank if their orders agree, since torch's ops
+refuse operands on two meshes. A cut with ``outer > 1`` (each third of a fused q, k, v weight by
 itself) has no public DTensor placement. A tensor with such a cut is gathered, and stands in the
 state dict whole and replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,10 +28,15 @@ class DTensors:
     """Converts between this rank's shards and DTensors; each reordered mesh is made once."""
 
     def __init__(
-        self, mesh: Mesh, device_mesh: DeviceMesh | None, coords: Mapping[str, int]
+        self,
+        mesh: Mesh,
+        device_mesh: DeviceMesh | None,
+        coords: Mapping[str, int],
+        shards: Iterable[Shard] = (),
     ) -> None:
         self.mesh, self.device_mesh, self.coords = mesh, device_mesh, coords
         self._meshes = {mesh.names: device_mesh} if device_mesh is not None else {}
+        self._order = axis_order(list(shards), mesh)
 
     def make(self, shard: Shard, piece: Tensor, gather: Gather) -> Tensor:
         """The DTensor of a shard; the shard itself where there is no mesh.
@@ -41,7 +47,11 @@ class DTensors:
             return piece
         if not expressible(shard):
             shard, piece = whole_of(shard), shard.join(piece, gather)
-        names = axis_order(shard, self.mesh)
+        return self.over(shard, piece)
+
+    def over(self, shard: Shard, piece: Tensor) -> DTensor:
+        """A DTensor over a piece's memory; rows stand wrongly where it is not ``expressible``."""
+        names = self._axes(shard)
         return DTensor.from_local(
             piece,
             self._reordered(names),
@@ -54,11 +64,17 @@ class DTensors:
     def piece(self, shard: Shard, value: DTensor) -> Tensor:
         """This rank's shard of a DTensor with any mesh and placements."""
         if self.device_mesh is not None and expressible(shard):
-            names = axis_order(shard, self.mesh)
+            names = self._axes(shard)
             same = tuple(value.placements) == placements(shard, names)
             if same and value.device_mesh == self._reordered(names):
                 return value.to_local()
         return shard.take(value.full_tensor(), self.mesh, self.coords)
+
+    def _axes(self, shard: Shard) -> tuple[str, ...]:
+        """The order of axes for one tensor: that of all if there is one."""
+        order = self._order or axis_order([shard], self.mesh)
+        assert order is not None  # one tensor is cut over an axis once
+        return order
 
     def _reordered(self, names: tuple[str, ...]) -> DeviceMesh:
         if names not in self._meshes:
@@ -83,21 +99,26 @@ def whole_of(shard: Shard) -> Shard:
     return Shard(shard.key, shard.name, shard.shape, shard.dtype, ())
 
 
-def axis_order(shard: Shard, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh's axes in an order in which DTensor makes the same cuts.
+def axis_order(shards: Iterable[Shard], mesh: Mesh) -> tuple[str, ...] | None:
+    """The mesh's axes in an order in which DTensors make the same cuts, as near to the mesh's own.
 
-    That is the mesh's own order if every dim is cut in it, else the cutting axes go first.
+    None if no order serves all of the shards.
     """
-    cutting = [axis for axis, _, _ in shard.cuts]
-    places = [(dim, mesh.names.index(axis)) for axis, dim, _ in shard.cuts]
-    in_order = all(
-        first < second
-        for i, (dim, first) in enumerate(places)
-        for other, second in places[i + 1 :]
-        if dim == other
-    )
-    rest = [name for name in mesh.names if name not in cutting]
-    return mesh.names if in_order else (*cutting, *rest)
+    first = {
+        (one, other)
+        for shard in shards
+        for i, (one, dim, _) in enumerate(shard.cuts)
+        for other, its_dim, _ in shard.cuts[i + 1 :]
+        if dim == its_dim
+    }
+    left, order = list(mesh.names), list[str]()
+    while left:
+        free = [axis for axis in left if not any((other, axis) in first for other in left)]
+        if not free:
+            return None
+        order.append(free[0])
+        left.remove(free[0])
+    return tuple(order)
 
 
 def placements(shard: Shard, names: tuple[str, ...]) -> tuple[Placement, ...]:

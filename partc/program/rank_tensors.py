@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
-from partc.program.dtensors import DTensors
+from partc.program.chunks import chunks_of
+from partc.program.dtensors import DTensors, expressible
 from partc.program.holders import Holders, from_first
 from partc.program.role import Role, Shard
+from partc.program.shown import Layouts
+from partc.program.stage_tensors import Gradient, Home, Parted
 from partc.program.weights import check_names, check_shapes, match
 
 
@@ -43,7 +46,7 @@ class RankTensors:
         self.groups = {n: mesh.get_group(n) for n in program.mesh.names} if mesh else {}
         self.holders = Holders.of(program)
         self._model, self._role = program.fingerprint, role
-        self._dtensors = _dtensors(program.mesh, mesh, self.coords)
+        self._gradients: dict[object, tuple[Any, Home]] = {}  # the layout of each
         self._aside = {
             name: torch.zeros(shard.shape, dtype=shard.dtype, device=device)
             for name, shard in self.holders.aside.items()
@@ -51,6 +54,7 @@ class RankTensors:
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
+        self._dtensors = _dtensors(program.mesh, mesh, self.coords, self.shards.values())
 
     @property
     def all_shards(self) -> Mapping[str, Shard]:
@@ -83,12 +87,12 @@ class RankTensors:
         self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
         self._empty = fn(self._empty)
 
-    def named(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Each held tensor under each of its names, and whether a state dict contains the name."""
+    def named(self) -> Iterator[tuple[str, str, bool]]:
+        """Each name of a held tensor, its first name, and whether a state dict has the name."""
         saved = set(self.saved_names(self.shards))
         seconds = {n: f for n, f in self.holders.aliases.items() if f in self.held}
         for name, first in {**{n: n for n in self.shards}, **seconds}.items():
-            yield name, self.held[first], name in saved
+            yield name, first, name in saved
 
     def first_name(self, name: str) -> str:
         """The name under which a tensor is held; a tied one has other names too."""
@@ -117,13 +121,10 @@ class RankTensors:
         """Copy this rank's shards of whole tensors or of DTensors into the held tensors."""
         for name, value in given.items():
             shard = self.shards.get(name)
-            if shard is None:
-                if isinstance(value, DTensor):
-                    value.full_tensor()  # a collective: ranks that hold the tensor need this one
+            if shard is not None:
+                self.held[name].copy_(self.piece(shard, value))
             elif isinstance(value, DTensor):
-                self.held[name].copy_(self._dtensors.piece(shard, value))
-            else:
-                self.held[name].copy_(shard.take(value, self.mesh, self.coords))
+                value.full_tensor()  # a collective: ranks that hold the tensor need this one
 
     # out -------------------------------------------------------------------------------------
     def whole(self, name: str) -> Tensor:
@@ -140,7 +141,45 @@ class RankTensors:
     def as_dtensor(self, name: str) -> Any:
         """This rank's shard of a tensor as a DTensor on the mesh without ``pp``."""
         shard = self.shards[self.first_name(name)]
-        return self._dtensors.make(shard, self.held[shard.name].detach(), self.gather)
+        return self.portable(shard, self.held[shard.name].detach())
+
+    def layouts(self) -> Layouts:
+        """How users see this rank's pieces: as DTensors, where there is a mesh."""
+        return Layouts(self._as_param, self._as_gradient, self.piece)
+
+    def piece(self, shard: Shard, value: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor, or of a DTensor with any mesh and placements."""
+        if isinstance(value, DTensor):
+            return self._dtensors.piece(shard, value)
+        return shard.take(value, self.mesh, self.coords)
+
+    def join(self, shard: Shard, piece: Tensor) -> Tensor:
+        """The whole tensor of the pieces of the ranks with this rank's stages."""
+        return shard.join(piece, self.gather)
+
+    def portable(self, shard: Shard, piece: Tensor) -> Tensor:
+        """A DTensor that loads under any mesh; whole where placements cannot say the cuts."""
+        return self._dtensors.make(shard, piece, self.gather)
+
+    def _as_param(self, shard: Shard, piece: Tensor) -> Tensor:
+        if self._dtensors.device_mesh is None:
+            return piece
+        made = self._dtensors.over(shard, piece)
+        return made if expressible(shard) else Parted.of(piece, made._spec, self._home(shard))
+
+    def _as_gradient(self, shard: Shard, piece: Tensor) -> Tensor:
+        if self._dtensors.device_mesh is None:
+            return piece
+        key = shard.name, piece.dtype
+        if key not in self._gradients:
+            spec = self._dtensors.over(shard, piece)._spec
+            self._gradients[key] = spec, self._home(shard)
+        kind = Gradient if expressible(shard) else Parted
+        return kind.of(piece, *self._gradients[key])
+
+    def _home(self, shard: Shard) -> Home:
+        chunks = chunks_of(shard, self.mesh, self.coords)
+        return Home(shard, chunks, self.groups, self.gather, self.pipeline is not None)
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """The shards of all ranks along an axis, by an all-gather."""
@@ -150,9 +189,16 @@ class RankTensors:
         return pieces
 
 
-def _dtensors(mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int]) -> DTensors:
-    """A DTensors over the mesh without ``pp``, as no tensor is sharded over pipeline stages."""
+def _dtensors(
+    mesh: Mesh, devices: DeviceMesh | None, coords: Mapping[str, int], shards: Iterable[Shard]
+) -> DTensors:
+    """A DTensors over the mesh without ``pp``, as no tensor is sharded over pipeline stages.
+
+    Where there is no other axis it is over ``pp``, with every tensor whole on its own rank.
+    """
     cutting = mesh.without_pipeline()
+    if not cutting.names:
+        cutting = mesh
     if devices is not None and cutting != mesh:
-        devices = devices[cutting.names] if cutting.names else None
-    return DTensors(cutting, devices, coords)
+        devices = devices[cutting.names]
+    return DTensors(cutting, devices, coords, shards)

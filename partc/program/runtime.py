@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,19 +16,32 @@ from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
+from partc.program.loss_backward import loss_with_backward
+from partc.program.optimizer_states import Form, OptimizerStates
+from partc.program.optimizers import (
+    OnPieces,
+    OnWhole,
+    SavedMoments,
+    Stepping,
+    check_of_stage,
+)
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.role import Role, Shard
+from partc.program.shown import Shown, begin_all, end_all, register_at
+from partc.program.step_checks import StepChecks, check_default_dtype
+from partc.program.try_optimizer import check_elementwise, check_per_tensor
 from partc.program.weights import Source, whole_tensors
 
-FIRST_STEPS = 3  # that look at all numbers of the model
+Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
 class Stage(nn.Module):
     """One rank's part of a training step, as an nn.Module.
 
-    Parameters and buffers are this rank's shards, under their names in the user's model. A pipeline
-    rank has those of its own stages. ``train`` and ``eval`` change nothing, as the program was
-    compiled for one of the two modes.
+    Its parameters are DTensors over the memory of this rank's pieces, under their names in the
+    user's model, so that optimizers and other tools see whole tensors; its buffers are this rank's
+    pieces. A pipeline rank has those of its own stages. ``train`` and ``eval`` change nothing, as
+    the program was compiled for one of the two modes.
     """
 
     _rank_step: Any  # the role's own module
@@ -37,15 +51,18 @@ class Stage(nn.Module):
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
-        _check_default_dtype()
+        check_default_dtype()
         self._tensors = RankTensors(program, self._role, mesh, device)
+        self._shown: dict[str, Shown] = {}  # by the tensor's first name
+        self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
+        self._program, self._device_mesh = program, mesh
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
         self._show_tensors()
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
-        self._numbers, self._steps = program.numbers, 0
+        self._checks = StepChecks(self._role, program.numbers)
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -60,7 +77,7 @@ class Stage(nn.Module):
 
     # running ---------------------------------------------------------------------------------
     def step(self, *inputs: Tensor) -> Tensor:
-        """One training step; every parameter's ``.grad`` grows by its piece of the gradient.
+        """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
             inputs: the whole global batch on every rank, on this rank's device, with the shapes
@@ -73,10 +90,13 @@ class Stage(nn.Module):
             RunError: an input has another shape, dtype or device; autocast is on; or the script
                 has changed a number of the model since it was compiled in this process.
         """
-        self._check_inputs(inputs)
-        self._check_numbers()
-        loss: Tensor = self._counted(self._rank_step.step, inputs)
-        return loss
+        self._checks.check(inputs, self.device.type)
+        begin_all(self._shown.values())
+        try:
+            loss: Tensor = self._counted(self._rank_step.step, inputs)
+            return loss
+        finally:
+            end_all(self._shown.values())
 
     def forward(self, *inputs: Tensor) -> Any:
         """The loss, ready for ``.backward()``; of an inference program the results by name.
@@ -85,14 +105,13 @@ class Stage(nn.Module):
         and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
         """
         if self._role.is_inference:
-            self._check_inputs(inputs)
-            self._check_numbers()
+            self._checks.check(inputs, self.device.type)
             with torch.no_grad():
                 return self._counted(self._rank_step, inputs)
         self._check_one_stage()
-        params = [p for p in self.parameters() if p.requires_grad]
-        apply: Any = _LossOfStep.apply
-        return apply(lambda: self._fresh_grads(params, inputs), *params)
+        self._checks.check(inputs, self.device.type)
+        run = self._rank_step.step
+        return loss_with_backward(list(self._shown.values()), lambda: self._counted(run, inputs))
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.
@@ -127,10 +146,79 @@ class Stage(nn.Module):
     ) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model; returns the norm before."""
         held = self._tensors.held
+        for shown in self._shown.values():
+            shown.read()
         params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
         groups = list(self._tensors.groups.values())
         zero = self._tensors.zero()
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite, zero=zero)
+
+    # optimizers ------------------------------------------------------------------------------
+    def step_on_pieces(self, optimizer: Stepped) -> Stepped:
+        """Let an elementwise optimizer (SGD, Adam, ...) step on this rank's plain pieces.
+
+        That is as fast as on one device; on DTensors each op costs some 0.1 ms more. Its state
+        dict has DTensors all the same, so it loads under any mesh; all ranks call that together.
+
+        Args:
+            optimizer: one over ``stage.parameters()``, in groups as you like.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            RunError: tried on small tensors, its steps on pieces are not those on whole tensors
+                (Adafactor, Muon, LBFGS), or it has parameters that are not the stage's.
+        """
+        check_elementwise(optimizer)
+        self._set_form(optimizer, "pieces")
+        shown, tensors = list(self._shown.values()), self._tensors
+        Stepping(optimizer, shown, OnPieces())
+        SavedMoments(optimizer, shown, tensors.portable, tensors.piece)
+        return optimizer
+
+    def step_on_whole(self, optimizer: Stepped) -> Stepped:
+        """Let any optimizer step on whole tensors, which each step gathers on every rank.
+
+        For what DTensor cannot compute (Adafactor). Its states are whole on every rank, and so
+        are parameters and gradients during a step. All ranks step together.
+
+        Args:
+            optimizer: one over ``stage.parameters()``, in groups as you like.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            RunError: the program has several pipeline stages and the optimizer joins parameters
+                (LBFGS), or it has parameters that are not the stage's.
+        """
+        if self.pipeline is not None:
+            check_per_tensor(optimizer)
+        self._set_form(optimizer, "whole")
+        tensors = self._tensors
+        Stepping(optimizer, self._shown.values(), OnWhole(tensors.join, tensors.piece))
+        return optimizer
+
+    def states_of(self, optimizer: torch.optim.Optimizer) -> OptimizerStates:
+        """What the states of an optimizer over this stage's parameters are."""
+        return OptimizerStates(self._tensors, self._forms.get(optimizer, "dtensors"))
+
+    def _set_form(self, optimizer: torch.optim.Optimizer, form: Form) -> None:
+        check_of_stage(optimizer, self.parameters())
+        if optimizer in self._forms:
+            raise RunError(
+                where=f"stage.step_on_{form}({type(optimizer).__name__})",
+                what=f"it steps on {self._forms[optimizer]} already",
+                why="its states are of one kind",
+                do="Call one of stage.step_on_pieces and stage.step_on_whole, once.",
+            )
+        states = self.states_of(optimizer)  # made already, by the optimizer or by steps
+        for name, shown in self._shown.items():
+            for field, value in optimizer.state.get(shown.param, {}).items():
+                if isinstance(value, Tensor):
+                    optimizer.state[shown.param][field] = states.in_form(name, value, form)
+        self._forms[optimizer] = form
 
     # whole tensors ---------------------------------------------------------------------------
     def load_full(self, source: Source, *, strict: bool = True) -> None:
@@ -218,52 +306,17 @@ class Stage(nn.Module):
         self._drawn = seed, step + 1
         return result
 
-    def _fresh_grads(
-        self, params: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and the gradients of one step; every ``.grad`` keeps its value."""
-        before = [p.grad for p in params]
-        try:
-            for p in params:
-                p.grad = None
-            loss = self.step(*inputs)
-            return loss, [p.grad for p in params]
-        finally:
-            for p, grad in zip(params, before, strict=True):
-                p.grad = grad
-
-    def _check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        device = self.device.type
-        _check_casts(device)
-        wanted = [(shape, dtype, device) for shape, dtype in self._role.inputs.values()]
-        given = [(tuple(x.shape), x.dtype, x.device.type) for x in inputs]
-        if given == wanted:
-            return
-        names = list(self._role.inputs)
-        expected = [f"{n}: {_typed(*w)}" for n, w in zip(names, wanted, strict=True)]
-        got = [_typed(*each) for each in given]
-        raise RunError(
-            where="step",
-            what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
-            why="the program was compiled for one global batch",
-            do="Pass the whole batch on every rank, or compile for this shape.",
-        )
-
-    def _check_numbers(self) -> None:
-        """Look whether the script has changed a number that the model was compiled with.
-
-        All of them at the first steps, later some at each step, so that it takes no time.
-        """
-        first = self._steps < FIRST_STEPS
-        changes = self._numbers.all_changes() if first else self._numbers.changes()
-        self._steps += 1
-        if changes:
-            raise RunError(
-                where="step",
-                what="; ".join(changes[:4]),
-                why="a program has the numbers of the model as they were when it was compiled",
-                do="Compile again, make it an input of the step, or a buffer.",
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        """A stage of the same program with tensors of its own; all ranks call this together."""
+        twin = memo[id(self)] = Stage(self._program, self._device_mesh, self.device)
+        held = twin._tensors.held
+        for name, tensor in self._tensors.held.items():
+            held[name].data = tensor.detach().clone()
+        twin.seed(*self._drawn)
+        twin._show_tensors()
+        for name, shown in self._shown.items():
+            twin._shown[name].param.requires_grad_(shown.param.requires_grad)
+        return twin.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
@@ -304,73 +357,15 @@ class Stage(nn.Module):
         for registered in (self._modules, self._parameters, self._buffers):
             registered.clear()
         self._tensors.read(self._rank_step)
-        for name, tensor, saved in self._tensors.named():
-            _register(self, name, tensor, saved)
-
-
-class _LossOfStep(torch.autograd.Function):
-    """Computes a step's gradients together with the loss, and returns them in ``backward``."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], *params: Tensor) -> Tensor:
-        loss, ctx.grads = run()
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            raise RunError(
-                where="loss.backward()",
-                what="was called a second time",
-                why="a step's gradients are handed out once, to save memory",
-                do="Call the stage again.",
-            )
-        return None, *(None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads)
-
-
-def _register(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
-    """Register a tensor at a dotted name.
-
-    Written into the tables directly, since ``register_parameter`` refuses names that Stage has as
-    attributes (``step``).
-    """
-    *path, leaf = name.split(".")
-    for part in path:
-        child = root._modules.get(part)
-        root._modules[part] = root = child if child is not None else nn.Module()
-    if isinstance(tensor, nn.Parameter):
-        root._parameters[leaf] = tensor
-        return
-    root._buffers[leaf] = tensor
-    if not saved:
-        root._non_persistent_buffers_set.add(leaf)
-
-
-def _check_casts(device: str) -> None:
-    """RunError where a program's ops would get other dtypes than they were compiled with."""
-    _check_default_dtype()
-    if torch.is_autocast_enabled(device):
-        raise RunError(
-            where="step",
-            what=f'it runs inside of torch.autocast("{device}")',
-            why="the casts of a program are those that its loss made when it was compiled",
-            do="Enter autocast in the loss that is compiled, and call step outside of it.",
-        )
-
-
-def _check_default_dtype() -> None:
-    """RunError where tensors of a program that name no dtype would not be float32."""
-    default = torch.get_default_dtype()
-    if default != torch.float32:
-        raise RunError(
-            where="torch.get_default_dtype()",
-            what=f"the default dtype is {default}",
-            why="the program was compiled with float32 as the default of what names no dtype",
-            do="Call torch.set_default_dtype(torch.float32) before it is loaded and run.",
-        )
-
-
-def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
-    return f"{dtype_name(dtype)}{list(shape)} on {device}"
+        layouts = self._tensors.layouts()
+        for name, tensor in self._tensors.held.items():
+            if not isinstance(tensor, nn.Parameter):
+                continue
+            if name in self._shown:
+                self._shown[name].renew(tensor)
+            else:
+                self._shown[name] = Shown(self._tensors.shards[name], tensor, layouts)
+        for name, first, saved in self._tensors.named():
+            tensor = self._tensors.held[first]
+            shown = self._shown[first].param if first in self._shown else tensor
+            register_at(self, name, shown, saved)

@@ -71,6 +71,58 @@ def test_training_resumes_on_any_mesh(world: Processes, tmp_path: Path) -> None:
             assert loss == pytest.approx(expected, rel=1e-5)
 
 
+ROUTES = ("", "step_on_pieces", "step_on_whole")
+
+
+def begin_by(route: str, dp: int, tp: int, seed: int) -> tuple[Stage, torch.optim.Optimizer]:
+    stage, optimizer = begin(dp, tp, seed)
+    if route:
+        getattr(stage, route)(optimizer)
+    return stage, optimizer
+
+
+def save_by_each(folder: Path) -> float:
+    """A checkpoint after two steps by each route, and the loss after two more."""
+    loss = 0.0
+    for number, route in enumerate(ROUTES):
+        stage, optimizer = begin_by(route, 2, 2, seed=0)
+        train(stage, optimizer, 2)
+        save_checkpoint(folder, stage, optimizer, step=number)
+        loss = train(stage, optimizer, 2)
+    return loss
+
+
+def resume_by_each(folder: Path, dp: int, tp: int) -> list[float]:
+    """The loss two steps after a checkpoint of each route, in an optimizer of each route."""
+    losses = []
+    for number in range(len(ROUTES)):
+        for route in ROUTES:
+            stage, optimizer = begin_by(route, dp, tp, seed=1)
+            load_checkpoint(folder / f"step-{number:08d}", stage, optimizer)
+            losses.append(train(stage, optimizer, 2))
+    return losses
+
+
+def test_states_move_between_pieces_whole_tensors_and_dtensors(
+    world: Processes, tmp_path: Path
+) -> None:
+    expected = world.run(save_by_each, tmp_path)[0]
+    for dp, tp in ((2, 2), (1, 3)):
+        losses = world.run(resume_by_each, tmp_path, dp, tp, num=dp * tp)[0]
+        assert losses == pytest.approx([expected] * 9, rel=1e-5)
+
+
+def foreign(folder: Path) -> None:
+    stage, _ = begin(1, 2, seed=0)
+    pieces = [p for p in stage.rank_step.parameters() if p.requires_grad]
+    with pytest.raises(RunError, match="none of the stage's"):
+        save_checkpoint(folder, stage, torch.optim.SGD(pieces, lr=0.1), step=0)
+
+
+def test_an_optimizer_of_other_tensors_is_refused(world: Processes, tmp_path: Path) -> None:
+    world.run(foreign, tmp_path, num=2)
+
+
 def save_twice(folder: Path) -> None:
     stage, _ = begin(1, 2, seed=0)
     save_checkpoint(folder, stage, step=1)

@@ -64,9 +64,9 @@ def eager_step(model: GatedMLP) -> Tensor:
 def whole_grads(stage: Stage) -> dict[str, Tensor]:
     """Gradients joined over the ranks, by name."""
     return {
-        shard.name: shard.join(grad, stage._tensors.gather)
-        for shard in stage._role.params
-        if (grad := dict(stage.named_parameters())[shard.name].grad) is not None
+        name: param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        for name, param in stage.named_parameters()
+        if param.grad is not None
     }
 
 
@@ -147,7 +147,9 @@ def moved_to_float64() -> None:
     stage = stage_on(2, 2).double()
     assert {p.dtype for p in stage.parameters()} == {torch.float64}
     assert stage.get_buffer("scale").dtype == torch.float64
-    assert {id(p) for p in stage.parameters()} == {id(p) for p in stage._rank_step.parameters()}
+    memory = {p.data_ptr() for p in stage.rank_step.parameters()}
+    shown = [p.to_local() for p in stage.parameters() if isinstance(p, DTensor)]
+    assert {local.data_ptr() for local in shown} == memory
     assert {id(b) for b in stage.buffers()} == {id(b) for b in stage._rank_step.buffers()}
 
 
@@ -231,8 +233,8 @@ def save_checkpoint(dp: int, tp: int, folder: Path) -> None:
     assert all(isinstance(value, DTensor) for value in state.values())
     for name, value in state.items():
         close(value.full_tensor(), example_model(5).state_dict()[name], name, exact=True)
-    local, param = state["down.weight"].to_local(), stage.get_parameter("down.weight")
-    assert local.data_ptr() == param.data_ptr()
+    local, (_, piece) = state["down.weight"].to_local(), stage.pieces()["down.weight"]
+    assert local.data_ptr() == piece.data_ptr()
     save({"model": state}, checkpoint_id=folder)
 
 

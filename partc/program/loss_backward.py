@@ -1,0 +1,66 @@
+"""``loss.backward()`` for a step that has computed its gradients together with the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.errors import RunError
+from partc.program.shown import Shown, begin_all, end_all
+
+Run = Callable[[], Tensor]
+
+
+def loss_with_backward(shown: Sequence[Shown], run: Run) -> Tensor:
+    """The loss of one step; its ``backward`` adds the gradients to those of the parameters."""
+    trained = [each for each in shown if each.trained and not each.is_frozen]
+    params = [each.param for each in trained]
+    apply: Any = _LossOfStep.apply
+    loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), trained, *params)
+    return loss
+
+
+def _fresh_grads(
+    shown: Sequence[Shown], trained: Sequence[Shown], run: Run
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss and the gradients of one step; every ``.grad`` keeps its value."""
+    begin_all(shown)
+    before = [each.piece.grad for each in trained]
+    try:
+        for each in trained:
+            each.piece.grad = None
+        return run(), [each.piece.grad for each in trained]
+    finally:
+        for each, grad in zip(trained, before, strict=True):
+            each.piece.grad = grad
+        end_all(shown)
+
+
+class _LossOfStep(torch.autograd.Function):
+    """Computes a step's gradients together with the loss, and returns them in ``backward``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], trained: Any, *params: Tensor
+    ) -> Tensor:
+        loss, ctx.grads = run()
+        ctx.trained = trained
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Any, ...]:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RunError(
+                where="loss.backward()",
+                what="was called a second time",
+                why="a step's gradients are handed out once, to save memory",
+                do="Call the stage again.",
+            )
+        scaled = [None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads]
+        pairs = zip(ctx.trained, scaled, strict=True)
+        return None, None, *(None if g is None else each.like_param(g) for each, g in pairs)

@@ -1,0 +1,178 @@
+"""The parameters that a user of a stage sees: DTensors over the memory of the program's own.
+
+The program's text reads and writes plain tensors, this rank's pieces. Each shown parameter is a
+DTensor of the same memory, and so is its gradient after a step. What a user does to a shown
+gradient (sets it to None, scales it, writes another) is read before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import RunError
+from partc.program.role import Shard
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Turns a plain piece into what a user sees, and back.
+
+    ``parameter`` and ``gradient`` give a DTensor over the piece's memory. ``piece`` gives this
+    rank's piece of a DTensor of any layout, or of a whole tensor.
+    """
+
+    parameter: Callable[[Shard, Tensor], Tensor]
+    gradient: Callable[[Shard, Tensor], Tensor]
+    piece: Callable[[Shard, Tensor], Tensor]
+
+
+class Shown:
+    """One parameter of the program, ``piece``, and the DTensor that shows it, ``param``."""
+
+    def __init__(self, shard: Shard, piece: nn.Parameter, layouts: Layouts) -> None:
+        self.shard, self.piece, self.layouts = shard, piece, layouts
+        self.trained = piece.requires_grad  # whether the program computes its gradient
+        self.param = self._made()
+        self._grads: tuple[Tensor | None, Tensor | None] = (None, None)  # as last seen
+        self._storage = self.param.untyped_storage()
+        self._aside: Tensor | None = None  # the gradient of one that was frozen since
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the user froze it: it then keeps the gradient that it has."""
+        return not (self.param.requires_grad and self.piece.requires_grad)
+
+    # gradients -------------------------------------------------------------------------------
+    def read(self) -> None:
+        """Give the program what the user did to the gradient; RunError if it cannot be known."""
+        shown, piece = self.param.grad, self.piece.grad
+        last_shown, last_piece = self._grads
+        both = shown is not last_shown and piece is not last_piece
+        if both and not (shown is None and piece is None):
+            raise _two_gradients(self.shard)
+        if shown is not last_shown:
+            self.piece.grad = None if shown is None else self._piece_of(shown)
+        self.show()
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Show the program's gradient to the user."""
+        shown, piece = self.param.grad, self.piece.grad
+        if piece is None:
+            self.param.grad = None
+        elif piece is not self._grads[1] or shown is not self._grads[0]:
+            if (
+                piece.stride() != self.piece.stride()
+            ):  # as autograd sees to; fused kernels rely on it
+                piece = self.piece.grad = torch.empty_like(self.piece).copy_(piece)
+            self.param.grad = self.layouts.gradient(self.shard, piece)
+        self._grads = self.param.grad, piece
+
+    def begin(self) -> None:
+        """Before a step: read the gradient, and set that of a frozen parameter aside."""
+        if self.param.untyped_storage() is not self._storage:
+            raise _data_assigned(self.shard)
+        if self.trained:
+            self.read()
+            if self.is_frozen:
+                self._aside, self.piece.grad = self.piece.grad, None
+        elif self.param.requires_grad:
+            raise _never_trained(self.shard)
+
+    def end(self) -> None:
+        """After a step: show the gradient; a frozen parameter has what it had."""
+        if self.trained:
+            if self.is_frozen:
+                self._aside, self.piece.grad = None, self._aside
+            self.show()
+
+    def like_param(self, grad: Tensor) -> Tensor:
+        """A piece of a gradient as autograd hands it to the shown parameter."""
+        return self.layouts.parameter(self.shard, grad)
+
+    # memory ----------------------------------------------------------------------------------
+    def renew(self, piece: nn.Parameter) -> None:
+        """Show another piece (``.to()`` may have moved it) by the same nn.Parameter as before."""
+        if piece is self.piece and _memory(piece) == _memory(self._local):
+            return
+        self.piece = piece
+        made = self._made().requires_grad_(self.param.requires_grad)
+        torch.utils.swap_tensors(self.param, made)
+        self._storage = self.param.untyped_storage()
+        self.show()
+
+    def _made(self) -> nn.Parameter:
+        self._local = self.piece.detach()
+        param = nn.Parameter(self.layouts.parameter(self.shard, self._local), self.trained)
+        if self.trained:
+            param.register_post_accumulate_grad_hook(lambda _: self.read())
+        return param
+
+    def _piece_of(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layouts.piece(self.shard, grad)
+
+
+def begin_all(shown: Iterable[Shown]) -> None:
+    """Before a step: read all gradients."""
+    for each in shown:
+        each.begin()
+
+
+def end_all(shown: Iterable[Shown]) -> None:
+    """After a step: show all gradients."""
+    for each in shown:
+        each.end()
+
+
+def register_at(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None:
+    """Register a tensor at a dotted name of a module.
+
+    Written into the tables directly, since ``register_parameter`` refuses names that Stage has as
+    attributes (``step``).
+    """
+    *path, leaf = name.split(".")
+    for part in path:
+        child = root._modules.get(part)
+        root._modules[part] = root = child if child is not None else nn.Module()
+    if isinstance(tensor, nn.Parameter):
+        root._parameters[leaf] = tensor
+        return
+    root._buffers[leaf] = tensor
+    if not saved:
+        root._non_persistent_buffers_set.add(leaf)
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _two_gradients(shard: Shard) -> RunError:
+    return RunError(
+        where=f"{shard.name}.grad",
+        what="was changed in stage.parameters() and in stage.pieces() since the last step",
+        why="both are one gradient, and partc cannot know which of the two is meant",
+        do="Set the gradients of stage.parameters() alone.",
+    )
+
+
+def _data_assigned(shard: Shard) -> RunError:
+    return RunError(
+        where=f"{shard.name}.data",
+        what="was assigned another tensor",
+        why="a DTensor then keeps its old values, whatever it is given",
+        do="Write parameter.copy_(values) under torch.no_grad().",
+    )
+
+
+def _never_trained(shard: Shard) -> RunError:
+    return RunError(
+        where=f"{shard.name}.requires_grad",
+        what="is True, but the program computes no gradient for it",
+        why="it was frozen when the model was compiled",
+        do="Compile the model with requires_grad=True; freezing it later is fine.",
+    )

@@ -1,0 +1,118 @@
+"""Find out by trying whether an optimizer treats each element, or each tensor, by itself.
+
+An optimizer of any class is tried on small random tensors with the options of its groups: if steps
+on pieces end where steps on whole tensors end, it may step on this rank's pieces.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import RunError
+
+Optimizer = torch.optim.Optimizer
+NUM_STEPS = 3
+LR = 0.1  # a schedule may begin at 0, where every optimizer does nothing
+Split = Callable[[Tensor], Sequence[Tensor]]
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """RunError if an optimizer may not step on pieces of tensors."""
+    if not is_elementwise(optimizer):
+        raise RunError(
+            where=f"stage.step_on_pieces({type(optimizer).__name__})",
+            what="its steps on pieces of a tensor are not those on the whole tensor",
+            why="it was tried on small tensors with the options of its groups",
+            do="Use it on stage.parameters() as they are, or call stage.step_on_whole(optimizer).",
+        )
+
+
+def check_per_tensor(optimizer: Optimizer) -> None:
+    """RunError if an optimizer joins parameters, of which a pipeline rank has its own alone."""
+    if not is_per_tensor(optimizer):
+        raise RunError(
+            where=f"stage.step_on_whole({type(optimizer).__name__})",
+            what="its step on one parameter depends on others",
+            why="a pipeline rank has the parameters of its own stages alone",
+            do="Compile for a mesh without pp, or take an optimizer that treats each parameter "
+            "by itself.",
+        )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether its steps on pieces of a tensor, one by one, equal those on the whole tensor."""
+    cases = (((4, 6), 0), ((4, 6), 1), ((6,), 0))
+    return all(_alike(optimizer, [shape], [_halves(dim)]) for shape, dim in cases)
+
+
+def _halves(dim: int) -> Split:
+    return lambda x: x.chunk(2, dim)
+
+
+def is_per_tensor(optimizer: Optimizer) -> bool:
+    """Whether its steps on several tensors, one by one, equal those on all of them."""
+    return _alike(optimizer, [(4, 6), (6, 4)], [lambda x: [x]] * 2)
+
+
+def _alike(
+    optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], splits: Sequence[Split]
+) -> bool:
+    """Compare a run on whole tensors with runs on each of their pieces alone."""
+    generator = torch.Generator().manual_seed(0)
+    device = optimizer.param_groups[0]["params"][0].device
+
+    def random(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    starts = [random(shape) for shape in shapes]
+    grads = [[random(shape) for _ in range(NUM_STEPS)] for shape in shapes]
+    for options in optimizer.param_groups:
+        try:
+            whole = _run(optimizer, options, starts, grads)
+            for end, start, given, split in zip(whole, starts, grads, splits, strict=True):
+                pieces = zip(split(end), split(start), *map(split, given), strict=True)
+                for expected, begin, *its in pieces:
+                    (found,) = _run(optimizer, options, [begin], [its])
+                    if not torch.allclose(found, expected, rtol=1e-9, atol=1e-12):
+                        return False
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
+            return False  # one that takes other tensors, or needs a closure
+    return True
+
+
+def _run(
+    optimizer: Optimizer, options: Mapping[str, Any], starts: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:  # fmt: skip
+    """Where the optimizer's class takes these tensors with these gradients."""
+    params = [nn.Parameter(start.clone()) for start in starts]
+    twin = _twin(optimizer, {**options, "params": params})
+    with torch.random.fork_rng(devices=[]):
+        for each in zip(*grads, strict=True):
+            for param, grad in zip(params, each, strict=True):
+                param.grad = grad.clone()
+            type(optimizer).step(twin)
+    return [param.detach() for param in params]
+
+
+def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """An optimizer of the same class and settings, over one group, without hooks and states."""
+    twin = object.__new__(type(optimizer))
+    if "lr" in group:
+        group["lr"] = torch.full_like(group["lr"], LR) if _is_tensor(group["lr"]) else LR
+    group.pop("param_names", None)
+    settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float | str)}
+    defaults = dict(optimizer.defaults)
+    twin.__setstate__(
+        {**settings, "defaults": defaults, "state": defaultdict(dict), "param_groups": [group]}
+    )
+    return twin
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

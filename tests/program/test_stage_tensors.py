@@ -1,0 +1,307 @@
+"""Shown parameters and gradients are the program's own; what they cannot be is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import partc
+from partc.errors import RunError
+from partc.plan.mesh import Mesh
+from partc.program import load
+from partc.program.chunks import chunks_of
+from partc.program.role import Shard
+from partc.program.runtime import Stage
+from partc.verification.processes import Processes
+from tests.example_program import example_batch, example_loss, example_model, example_program
+from tests.patience import patience
+from tests.program.training import (
+    MAKERS,
+    FrozenTwice,
+    batch_of,
+    difference,
+    loss_of,
+    model_of,
+    save_program,
+    stage_of,
+)
+
+pytestmark = pytest.mark.gloo
+Change = Callable[[nn.Module], None]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Processes]:
+    with Processes(4, timeout=patience()) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("programs") / "sharded"
+    return save_program(path, "dp=2,tp=2", "fsdp+megatron")
+
+
+def each_grad(change: Callable[[Tensor], Tensor | None]) -> Change:
+    def apply(module: nn.Module) -> None:
+        for param in module.parameters():
+            assert param.grad is not None
+            param.grad = change(param.grad)
+
+    return apply
+
+
+def add_penalty(module: nn.Module) -> None:
+    """A term of the loss that the program does not know."""
+    terms = [param.square().sum() for param in module.parameters()]
+    total = sum(terms, start=0 * terms[0])
+    total.backward()
+
+
+def freeze_first(module: nn.Module) -> None:
+    next(module.parameters()).requires_grad_(False)
+
+
+CHANGES: dict[str, Change] = {
+    "kept": lambda module: None,
+    "set to None": lambda module: module.zero_grad(),
+    "set to 0": lambda module: module.zero_grad(set_to_none=False),
+    "scaled": each_grad(lambda grad: grad * 0.5),
+    "scaled in place": each_grad(lambda grad: grad.mul_(0.5)),
+    "another": each_grad(torch.ones_like),
+    "of a penalty": add_penalty,
+    "of a frozen one": freeze_first,
+    "clipped by value": lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3),
+}
+
+
+def compare(stage: Stage, model: nn.Module, why: str) -> None:
+    for name, param in stage.named_parameters():
+        expected = model.get_parameter(name).grad
+        assert isinstance(param.grad, DTensor)
+        assert expected is not None
+        torch.testing.assert_close(param.grad.full_tensor(), expected, msg=f"{why}: {name}")
+        piece = stage.pieces()[name][1].grad
+        assert piece is not None
+        assert piece.data_ptr() == param.grad.to_local().data_ptr()
+        assert piece.stride() == stage.pieces()[name][1].stride()  # as fused optimizers need it
+
+
+def changed_between_steps(path: Path) -> None:
+    batch = batch_of()
+    for why, change in CHANGES.items():
+        for backward in (False, True):
+            stage, model = stage_of(path), model_of()
+            for _ in range(2):
+                if backward:
+                    stage(*batch).backward()
+                else:
+                    stage.step(*batch)
+                loss_of(model, *batch).backward()
+                compare(stage, model, why)
+                change(stage)
+                change(model)
+
+
+def test_what_a_user_does_to_gradients_is_seen(world: Processes, sharded: Path) -> None:
+    world.run(changed_between_steps, sharded)
+
+
+def written_in_every_way(path: Path) -> None:
+    stage, model = stage_of(path), model_of()
+    with torch.no_grad():
+        for param in (*stage.parameters(), *model.parameters()):
+            param.data.mul_(2)
+            param.add_(1)
+    for name, tensor in stage.full_state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name])
+    held = list(stage.parameters())
+    stage.step(*batch_of())
+    stage.double()  # the same parameters, as of any module, so that optimizers stay right
+    assert all(a is b for a, b in zip(held, stage.parameters(), strict=True))
+    assert {p.grad.dtype for p in held if p.grad is not None} == {torch.float64}
+    before = stage.full_state_dict()
+    torch.optim.SGD(held, lr=1.0).step()
+    assert not any(torch.equal(before[n], t) for n, t in stage.full_state_dict().items())
+
+
+def test_writes_to_parameters_reach_the_program(world: Processes, sharded: Path) -> None:
+    world.run(written_in_every_way, sharded)
+
+
+def refused(path: Path) -> None:
+    batch, stage = batch_of(), stage_of(path)
+    stage.step(*batch)
+    param, (_, piece) = stage.get_parameter("head.bias"), stage.pieces()["head.bias"]
+    piece.grad = None
+    stage.step(*batch)  # one view alone was changed
+    param.grad, piece.grad = None, torch.zeros_like(piece)
+    with pytest.raises(RunError, match=r"head.bias.grad: was changed in stage.parameters\(\) and"):
+        stage.step(*batch)
+    stage = stage_of(path)
+    param = stage.get_parameter("head.bias")
+    param.data = param.data * 2
+    with pytest.raises(RunError, match=r"head.bias.data: was assigned another tensor"):
+        stage.step(*batch)
+
+
+def test_what_cannot_be_known_is_refused(world: Processes, sharded: Path) -> None:
+    world.run(refused, sharded)
+
+
+# weights of several parts, each cut by itself -------------------------------------------------
+def fused_trained(options: dict[str, Any]) -> None:
+    stage, model = example_program(2, 2).module(), example_model()
+    stage.load_full(model)
+    ours, theirs = (
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], eps=1e-4, **options)
+        for m in (stage, model)
+    )
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        stage.step(*example_batch())
+        example_loss(model, *example_batch()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), 0.1)
+        assert isinstance(norm, DTensor)
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        ours.step()
+        theirs.step()
+    for name, param in stage.named_parameters():
+        assert isinstance(param, DTensor)
+        torch.testing.assert_close(param.full_tensor(), model.get_parameter(name))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_elementwise_tools_are_right_on_fused_weights(
+    world: Processes, options: dict[str, Any]
+) -> None:
+    world.run(fused_trained, options)
+
+
+def places_needed() -> None:
+    stage = example_program(2, 2).module()
+    stage.load_full(example_model())
+    stage.step(*example_batch())
+    param = stage.get_parameter("up.weight")
+    assert isinstance(param, DTensor)
+    assert param.grad is not None
+    grad, whole = param.grad, param.full_tensor()
+    trained = [each for each in stage.parameters() if each.requires_grad]
+    uses: list[Callable[[], object]] = [
+        lambda: grad @ grad.T,
+        lambda: param[:3],
+        lambda: param.view(-1),
+        lambda: param.mean(0),
+        lambda: param + whole,
+        lambda: whole.sum().backward(),
+        lambda: MAKERS["Whitened"](trained).step(),
+        lambda: MAKERS["LBFGS"](trained).step(lambda: 0.0),
+    ]
+    for use in uses:
+        with pytest.raises(RunError, match=r"up.weight: .* rows at their places .* 2 parts by tp"):
+            use()
+
+
+def test_what_needs_the_places_of_rows_is_refused_by_name(world: Processes) -> None:
+    world.run(places_needed)
+
+
+def test_pieces_lie_where_chunks_say() -> None:
+    mesh = Mesh((("dp", 2), ("tp", 3)))
+    shards = {
+        "fused": Shard("", "fused", (12, 4), torch.float32, (("tp", 0, 2), ("dp", 1, 1))),
+        "twice": Shard("", "twice", (24,), torch.float32, (("tp", 0, 2), ("dp", 0, 1))),
+        "within": Shard("", "within", (24,), torch.float32, (("dp", 0, 1), ("tp", 0, 2))),
+        "whole": Shard("", "whole", (2, 3), torch.float32, ()),
+        "number": Shard("", "number", (), torch.float32, ()),
+    }
+    for shard in shards.values():
+        whole = torch.arange(torch.Size(shard.shape).numel()).view(shard.shape)
+        joined = torch.full_like(whole, -1)
+        for coords in mesh.all_coords():
+            piece = shard.take(whole, mesh, coords)
+            for chunk in chunks_of(shard, mesh, coords):
+                box = joined
+                for dim, (begin, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                    box = box.narrow(dim, begin, size)
+                box.copy_(chunk.of(piece))
+        assert torch.equal(joined, whole), shard.name
+
+
+# pipelines -----------------------------------------------------------------------------------
+ROUTES = {
+    "AdamW": "", "AdamW fused": "step_on_pieces", "Whitened": "", "Adafactor": "step_on_whole"
+}  # fmt: skip
+
+
+def in_stages(path: Path) -> list[float]:
+    stage, scales = stage_of(path), []
+    stage.step(*batch_of())
+    grads = [param.grad for param in stage.parameters() if param.grad is not None]
+    uses: list[Callable[[], object]] = [
+        lambda: torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0, foreach=True),
+        lambda: torch.nn.utils.clip_grad_norm_(next(stage.parameters()), 1.0),
+        lambda: sum(grad.norm() for grad in grads),
+        lambda: MAKERS["LBFGS"](stage.parameters()).step(lambda: 0.0),
+    ]
+    for use in uses:
+        with pytest.raises(RunError, match="joins gradients of this pipeline rank alone"):
+            use()
+    with pytest.raises(RunError, match="its step on one parameter depends on others"):
+        stage.step_on_whole(MAKERS["LBFGS"](stage.parameters()))
+    for maker, route in ROUTES.items():
+        assert difference(path, maker, route) < 1e-6
+    for bad in (None, *range(dist.get_world_size())):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = stage.step_on_pieces(MAKERS["AdamW"](stage.parameters()))
+        scaler.scale(torch.zeros(()))
+        stage.step(*batch_of())
+        if bad == dist.get_rank():
+            stage.pieces()[next(iter(stage.pieces()))][1].grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        stage.zero_grad()
+    return scales
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("pp=2,dp=2", "fsdp"), ("pp=2", "ddp")])
+def test_tools_in_a_pipeline_are_right_or_refuse(
+    world: Processes, tmp_path: Path, mesh: str, plan: str
+) -> None:
+    path = save_program(tmp_path / "stages", mesh, plan, microbatches=2)
+    num = Mesh.of(mesh).num_ranks
+    assert world.run(in_stages, path, num=num) == [[8.0] + [4.0] * num] * num
+
+
+def decayed(path: Path, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    stage = load(path).module()
+    stage.load_full(model)
+    ours, theirs = (
+        torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)
+        for params in (stage.rank_step.parameters(), model.parameters())
+    )
+    for _ in range(2):
+        stage.step(*batch)
+        loss_of(model, *batch).backward()
+        ours.step()
+        theirs.step()
+    for name, tensor in stage.full_state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
+
+
+def test_a_frozen_parameter_of_two_stages_has_no_gradient(world: Processes, tmp_path: Path) -> None:
+    model, batch = FrozenTwice(), (torch.randn(8, 8), torch.randn(8, 8))
+    program = partc.compile(model, "pp=2", batch, loss=loss_of, plan="ddp", microbatches=2)
+    program.save(tmp_path / "frozen")
+    world.run(decayed, tmp_path / "frozen", model, batch, num=2)
