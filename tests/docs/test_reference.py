@@ -92,3 +92,19 @@ def test_the_pages_build(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "reference" / "api" / "index.html").read_text(encoding="utf-8")
     assert "Compile one training step" in api
+
+
+def test_every_row_on_reliability_names_tests_that_exist() -> None:
+    """The last column has ``file.py::function``, more functions of that file, or ``the same``."""
+    rows = re.findall(
+        r"^\| .* \| ([^|]*) \|$", (ROOT / "docs/reliability.md").read_text(), re.MULTILINE
+    )
+    tests = [row for row in rows if row != "Test"]
+    assert len(tests) > 40
+    for row in tests:
+        file = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            file, _, function = name.rpartition("::") if "::" in name else (file, "", name)
+            text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert f"def {function}(" in text, name
+        assert file or row.startswith("the same"), row
