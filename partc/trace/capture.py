@@ -171,7 +171,7 @@ class _Step:
             outcomes.append(history.outcome(outcome))
             return outcome
 
-        with self._alone(), sites.inside(self.model):
+        with sites.inside(self.model), self._alone():
             # with "fake" it would copy every fake
             module = make_fx(first, _allow_non_fake_inputs=True)(*self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
