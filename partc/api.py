@@ -9,16 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from partc.checks.draws import drawn_by
 from partc.collecting import no_collecting
-from partc.cost.flops import total_flops
 from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work, trained_bytes
 from partc.dumps import check_folder, write_dump
-from partc.errors import MemoryLimitError, PlanError, TraceError
+from partc.errors import MemoryLimitError, PlanError
 from partc.graph import Graph, value
 from partc.graph.folds import likes_of
 from partc.graph.graph_edits import copied
@@ -43,13 +41,12 @@ from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
-from partc.program.expected import Expectation, Expected
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.traced import Traced
-from partc.verification.expected_step import expected_of, is_small
+from partc.verification.expected_step import expectation
 
 
 def compile(
@@ -234,20 +231,8 @@ class _Job:
             whole.made = {**state.made, **whole.made}
             program = self._fitting(compile_rest(whole), mesh)
         check_complete(names, program)
-        trains = torch.is_grad_enabled()
-        expected = Expectation(lambda: self._expected(joint, program, trains))
+        expected = expectation(joint, program.plan, self.step.graph)
         return replace(program, basis=replace(program.basis, find=find), expected=expected)
-
-    def _expected(self, joint: Graph, program: Program, trains: bool) -> Expected | None:
-        """The numbers of the step on one device; None where they are not those of the plan."""
-        local = Plan.parse(program.plan).batch_norm == "local"
-        if local or not is_small(joint, total_flops(joint)):
-            return None
-        try:
-            with torch.set_grad_enabled(trains):
-                return expected_of(self.step.graph() if joint.folds else joint)
-        except TraceError:  # the model is no longer as it was compiled
-            return None
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
         """The first of several programs that fits the memory; MemoryLimitError if none does."""

@@ -153,6 +153,13 @@ class Stage(nn.Module):
         zero = self._tensors.zero()
         return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite, zero=zero)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; the program's gradients are gone too, not only when a step begins."""
+        super().zero_grad(set_to_none)
+        for shown in self._shown.values():
+            if shown.trained:
+                shown.read()
+
     # optimizers ------------------------------------------------------------------------------
     def step_on_pieces(self, optimizer: Stepped) -> Stepped:
         """Let an elementwise optimizer (SGD, Adam, ...) step on this rank's plain pieces.

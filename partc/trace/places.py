@@ -109,7 +109,7 @@ class _Walk:
         if isinstance(value, (*NUMBERS, Tensor)):
             yield place
             return
-        ours = isinstance(value, FunctionType) and value.__module__.startswith(_OURS)
+        ours = isinstance(value, FunctionType) and _is_ours(value)
         if id(value) in self.seen or ours:
             return
         self.seen.add(id(value))
@@ -151,7 +151,7 @@ class _Walk:
         if not isinstance(function, FunctionType):
             return
         self.codes.append(function.__code__)
-        if not function.__module__.startswith(_OURS):
+        if not _is_ours(function):
             of = f" of {function.__name__}".replace("<lambda>", "a lambda")
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
@@ -173,6 +173,11 @@ class _Walk:
         for key in _attributes(code):
             if key in getattr(owner, "__dict__", {}):
                 yield from self.value(Place(f"self.{key}{of}", vars(owner)[key], owner, key), of)
+
+
+def _is_ours(function: FunctionType) -> bool:
+    """Whether partc has a function; one that ``exec`` made may name no module."""
+    return str(function.__module__).startswith(_OURS)
 
 
 def _is_variable(value: Any, function: FunctionType) -> bool:

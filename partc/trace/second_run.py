@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import PartcError, TraceError
-from partc.graph.fake_calls import call_on_fakes
+from partc.graph.fake_calls import FakeCalls
 from partc.trace.contents import Call, Contents
 from partc.trace.known_numbers import READS
 from partc.trace.places import Place, Reach
@@ -28,6 +28,8 @@ from partc.trace.python_random import Lines, states
 from partc.trace.source_lines import source_here
 
 Outcome = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]
+# With the strides of torch's kernels for fakes, as the first run has them.
+_CALLS = FakeCalls(lambda target, args, kwargs: (target(*args, **kwargs), 0))
 Run = Callable[[TorchDispatchMode], Outcome]  # results, gradients, buffers behind the step
 
 
@@ -142,7 +144,7 @@ class Again(TorchDispatchMode):
                 return self.contents.answers[asked]
         call = self.contents.before(func, args, kwargs)
         self._note(call, func)
-        result = call_on_fakes(func, args, kwargs)
+        result, _ = _CALLS(func, args, kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from typing import Any
@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partc.cost.flops import total_flops
+from partc.errors import TraceError
 from partc.graph import Graph, value
-from partc.program.expected import Expected, Seeds, Summary, seeded_weight
+from partc.graph.folds import spread
+from partc.plan import Plan
+from partc.program.expected import Expectation, Expected, Seeds, Summary, seeded_weight
 from partc.verification.run_graph import run_graph
 from partc.verification.steady_draws import as_on_any_device
 
@@ -21,10 +25,33 @@ MOST_TRIES = 8  # bounds that are tried for an input of integers
 PLURAL = {"grads": "gradient", "buffers": "buffer", "results": "result"}
 
 
-def is_small(graph: Graph, flops: int) -> bool:
+def expectation(joint: Graph, plan: str, retraced: Callable[[], Graph]) -> Expectation:
+    """What a program of the plan is to compute, found when it is asked for.
+
+    ``joint``: the graph from which the program came. ``retraced`` gives it with all equal blocks;
+    it holds the model, so it is kept for small models alone.
+    """
+    if not is_small(joint):
+        return Expectation()
+    trains = torch.is_grad_enabled()
+    whole = retraced if joint.folds else lambda: joint
+
+    def find() -> Expected | None:
+        if Plan.parse(plan).batch_norm == "local":
+            return None  # the step on one device has other statistics
+        try:
+            with torch.set_grad_enabled(trains):
+                return expected_of(whole())
+        except TraceError:  # the model is no longer as it was compiled
+            return None
+
+    return Expectation(find)
+
+
+def is_small(graph: Graph) -> bool:
     """Whether a step may be run when its program is saved."""
-    held = sum(prod(value(node).shape) for node in graph.params.values())
-    return flops <= MOST_FLOPS and 8 * held <= MOST_BYTES
+    held = sum(prod(value(node).shape) for node in spread(graph.params, graph.folds).values())
+    return 8 * held <= MOST_BYTES and total_flops(graph) <= MOST_FLOPS
 
 
 def expected_of(graph: Graph) -> Expected | None:

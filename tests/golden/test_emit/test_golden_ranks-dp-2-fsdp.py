@@ -78,8 +78,7 @@ def scatter_grads(grads: dict[nn.Parameter, Tensor], num: int,
     grads.clear()
     sent = torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
     gloo = f"{sent.device.type}:gloo" in dist.get_backend_config(group)
-    # gloo's reduce_scatter sends twice as much: the pieces of all ranks arrive, else their sum
-    mine = torch.empty_like(sent if gloo else sent[0])
+    mine = torch.empty_like(sent if gloo else sent[0])  # gloo's reduce_scatter sends twice as much
     start = dist.all_to_all_single if gloo else dist.reduce_scatter_single
     done = start(mine, sent, group=group, async_op=True)
     parts = zip(shapes.items(), mine.split(sizes, -1), strict=True)
