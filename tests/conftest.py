@@ -56,6 +56,9 @@ def file_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_finish() -> None:
+    from partc.verification.processes import PRELOADED
+
+    PRELOADED.extend(["partc.api", "torch._dynamo"])
     gc.collect()
     gc.freeze()  # imported modules stay: to look through them at every collection takes long
     gc.set_threshold(GARBAGE)

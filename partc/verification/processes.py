@@ -26,6 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from partc.errors import RunError
 
+# What ranks need; modules that jobs need besides may be added before the first start.
+PRELOADED = ["partc.verification.processes", "partc.program.runtime", "torch.distributed.tensor"]
 GRACE_S = 5.0  # after one rank's failure, for the others to reply too
 
 
@@ -153,12 +155,12 @@ def _detach(duplicate: Any) -> int:
 def _context() -> Any:
     """The way to start processes: a fork server where there is one.
 
-    It imports torch once, and then starts a rank in a fraction of a second.
+    It imports ``PRELOADED`` once, and then starts a rank in a fraction of a second.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["partc.verification.processes"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from partc.cli.main import main
 from partc.errors import CheckError
+from partc.verification.processes import Processes
 from tests.docs.pages import blocks
 from tests.house import HERE
+from tests.patience import patience
 
 MODULE = "their_passes"
 BEGIN = """\
@@ -64,6 +68,15 @@ def setup():
 COMPILE = ["compile", "train:setup", "--mesh", "tp=2", "--plan", "megatron"]
 
 
+def command(folder: Path, words: tuple[str, ...]) -> tuple[int, str, str]:
+    """The exit code of a command in a folder, what it prints, and what it says of errors."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as told:
+        code = main(list(words))
+    return code, printed.getvalue(), told.getvalue()
+
+
 @dataclass(frozen=True)
 class Package:
     """What a user installed: a module of passes, and its entry points."""
@@ -79,14 +92,11 @@ class Package:
         (self.folder / "train.py").write_text(TRAIN)
 
     def partc(self, *words: str, code: int = 0) -> str:
-        """What a command prints, in a process that finds the package; of an error its JSON."""
-        path = os.pathsep.join([str(HERE), str(self.folder)])
-        done = subprocess.run(
-            [sys.executable, "-m", "partc", *words], cwd=self.folder, text=True,
-            env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout
+        """What a command prints, in a new process that finds the package; of an error its JSON."""
+        with Processes(1, timeout=patience()) as process:
+            ((found, printed, told),) = process.run(command, self.folder, words)
+        assert found == code, printed + told
+        return str(printed)
 
     def refused(self, *words: str) -> dict[str, str]:
         """The parts of the error that a command ends with; none of them is empty."""
