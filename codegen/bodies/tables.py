@@ -81,8 +81,8 @@ def declarations(
 
 
 def _is_frozen(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node is a parameter without a gradient."""
-    return value(node).kind == "param" and value(node).name not in graph.grads
+    """Whether a node is a parameter that never has a gradient."""
+    return value(node).kind == "param" and value(node).name not in graph.trained
 
 
 def _declaration(node: fx.Node, attribute: str, kind: Kind, frozen: bool) -> str:

@@ -34,6 +34,7 @@ class Equal:
     def __init__(self, graph: Graph, owners: Mapping[fx.Node, Owner]) -> None:
         self.owners = owners
         self.written = _written(graph)
+        self.elsewhere = graph.trained_elsewhere
         self.numbers: dict[Any, int] = {}  # equal values of different blocks have one number
 
     def aligned(self, first: Group | None, other: Group | None) -> Group | None:
@@ -82,7 +83,7 @@ class Equal:
         def known_as(node: fx.Node) -> Any:
             if node in number:
                 return ("here", number[node])
-            kind = _kind(node, group.layer)
+            kind = self._kind(node, group.layer)
             return outside.setdefault(node, ("outside", len(outside), *kind))
 
         return tuple(self._call(node, group, known_as) for node in group.nodes)
@@ -104,7 +105,19 @@ class Equal:
         """An operand from outside the block; one that several blocks read is known by name too."""
         readers = {self.owners[u][0] for u in node.users if u in self.owners}
         shared = node.name if node not in self.owners and len(readers) > 1 else ""
-        return (*_kind(node, layer), shared)
+        return (*self._kind(node, layer), shared)
+
+    def _kind(self, node: fx.Node, layer: str) -> tuple[Any, ...]:
+        """An operand from outside a block: local shape, dtype and sharding.
+
+        The block's own parameters and buffers also have their names from the block on
+        (``.mlp.weight``), and whether another stage trains them.
+        """
+        known = value(node)
+        own = node.op == "placeholder" and known.name.startswith(f"{layer}.")
+        name = known.name.removeprefix(layer) if own else ""
+        elsewhere = own and known.name in self.elsewhere
+        return (name, elsewhere, _shapes(fake_of(node)), str(known.sharding))
 
 
 def ends_step(graph: Graph, node: fx.Node) -> bool:
@@ -159,16 +172,6 @@ def mapped(args: Any, known_as: Callable[[fx.Node], Any]) -> Any:
     if isinstance(args, list | tuple):
         return tuple(mapped(a, known_as) for a in args)
     return repr(args)
-
-
-def _kind(node: fx.Node, layer: str) -> tuple[Any, ...]:
-    """An operand from outside a block: local shape, dtype and sharding.
-
-    The block's own parameters and buffers also have their names from the block on: ``.mlp.weight``.
-    """
-    own = node.op == "placeholder" and value(node).name.startswith(f"{layer}.")
-    name = value(node).name.removeprefix(layer) if own else ""
-    return (name, _shapes(fake_of(node)), str(value(node).sharding))
 
 
 def _shapes(fake: Any) -> Any:

@@ -89,10 +89,11 @@ class Graph:
     ``constants`` has the values of buffers that are known at compile time, ``classes`` the name of
     each module's class by path. ``folds`` are blocks that the graph leaves out, since they equal a
     block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
-    on, so that they have no gradient. ``frozen`` has a sentence on each thing outside of the graph
-    that a program does not follow, such as a tensor of a closure. ``sites`` has the site of every
-    random draw that was traced, with the name under which the model draws: another one, where the
-    draw was made between two blocks and named after one of them.
+    on, so that they have no gradient. ``trained_elsewhere`` are parameters of a stage for which
+    other stages alone compute gradients. ``frozen`` has a sentence on each thing outside of the
+    graph that a program does not follow, such as a tensor of a closure. ``sites`` has the site of
+    every random draw that was traced, with the name under which the model draws: another one, where
+    the draw was made between two blocks and named after one of them.
     """
 
     fx: FxGraph
@@ -106,6 +107,7 @@ class Graph:
         None  # the stages that stand for a pipeline's, where not all are here
     )
     untrained: tuple[str, ...] = ()
+    trained_elsewhere: frozenset[str] = frozenset()
     frozen: tuple[str, ...] = ()
     sites: dict[str, str] = field(default_factory=dict)
     early: EarlyReduction | None = (
@@ -161,6 +163,11 @@ class Graph:
     @property
     def grads(self) -> dict[str, Node]:
         return self.outputs.grads
+
+    @property
+    def trained(self) -> set[str]:
+        """The parameters that have a gradient when the step has ended."""
+        return {*self.grads, *self.trained_elsewhere}
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,8 @@ def _rank_cost(
     mine = [graphs[stage] for stage in stages]
     # a parameter of several of the rank's stages is there once
     params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
-    grads = {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
+    grads = {name: params[name] for graph in mine for name in graph.trained_elsewhere}
+    grads |= {name: size for graph in mine for name, size in _sizes(graph, graph.grads).items()}
     buffers = {name: size for graph in mine for name, size in _sizes(graph, graph.buffers).items()}
     trained = trained_bytes_of(graphs, stages)
     return RankCost(
@@ -245,7 +246,7 @@ def trained_bytes_of(graphs: Sequence[Graph], stages: Sequence[int]) -> int:
     """Bytes of the trained parameters of some stages; a tied parameter counts once."""
     mine = [graphs[stage] for stage in stages]
     params = {name: size for graph in mine for name, size in _sizes(graph, graph.params).items()}
-    trained = {name for graph in mine for name in graph.grads}
+    trained = {name for graph in mine for name in graph.trained}
     return sum(size for name, size in params.items() if name in trained)
 
 

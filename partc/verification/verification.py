@@ -277,13 +277,12 @@ class _Rank:
         after = self.job.reference.stepped(optimizer, self.job.lr)
         self._fill()
         held = self._held()
-        trained = [s for s in self.role.params if held[s.name].grad is not None]
-        if trained:
-            stepped = {s.name: held[s.name] for s in trained}
+        every = {s.name: held[s.name] for s in self.role.params if s.name in after}
+        stepped = {n: x for n, x in every.items() if x.requires_grad and x.grad is not None}
+        if stepped:
             take_step(stepped, optimizer, self.job.lr, self.job.reference.eps)
-        yield from self._pieces(
-            f"after {optimizer}", {s.name: held[s.name] for s in trained}, after, trained
-        )
+        shards = [s for s in self.role.params if s.name in every]
+        yield from self._pieces(f"after {optimizer}", every, after, shards)
 
     def _buffers(self) -> Iterator[Row]:
         expected = self.job.reference.buffers

@@ -50,6 +50,7 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
         aliases={a: b for a, b in whole.aliases.items() if b in names},
         constants={n: t for n, t in whole.constants.items() if n in names},
         folds=tuple(_moved_fold(fold, like) for fold in graph.folds),
+        trained_elsewhere=frozenset(map(like.moved, graph.trained_elsewhere)),
     )
 
 

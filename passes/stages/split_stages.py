@@ -195,9 +195,11 @@ class _Stage:
         aliases = {a: b for a, b in self.local.aliases.items() if b in names}
         constants = {n: t for n, t in self.local.constants.items() if n in names}
         folds = tuple(fold for fold in self.local.folds if self._runs(fold.like))
-        return replace(
+        stage = replace(
             self.local, fx=self.out, aliases=aliases, constants=constants, folds=folds, kept=None
         )
+        trained = {name.partition(COPY)[0] for name in self.local.grads} & names
+        return replace(stage, trained_elsewhere=frozenset(trained - stage.grads.keys()))
 
     def _runs(self, block: str) -> bool:
         return any(

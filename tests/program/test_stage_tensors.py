@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,51 @@ def test_a_frozen_parameter_of_two_stages_has_no_gradient(world: Processes, tmp_
     program = partc.compile(model, "pp=2", batch, loss=loss_of, plan="ddp", microbatches=2)
     program.save(tmp_path / "frozen")
     world.run(decayed, tmp_path / "frozen", model, batch, num=2)
+
+
+class Shared(nn.Module):
+    """Its last layer reads the weights of the first two, and has no gradient for them.
+
+    One of these is frozen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.blocks[1].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        for block in self.blocks[:2]:
+            x = x + (x @ block.weight.detach()).tanh()  # type: ignore[operator]
+        return x
+
+
+def test_a_parameter_is_trained_on_stages_that_have_no_gradient_for_it(
+    world: Processes, tmp_path: Path
+) -> None:
+    model, batch = Shared(), (torch.randn(8, 8), torch.randn(8, 8))
+    program = partc.compile(model, "pp=2", batch, loss=loss_of, plan="ddp", microbatches=2)
+    program.save(tmp_path / "shared")
+    world.run(trained_alike, tmp_path / "shared", model, batch, num=2)
+    old = "self.blocks_0_weight = nn.Parameter(torch.empty(8, 8)"
+    text = program.source(1)
+    assert old in text
+    frozen = text.replace(old, f"{old}, requires_grad=False")
+    spoilt = replace(program, sources={**program.sources, program.role_of(1): frozen})
+    assert not partc.verify(spoilt, model, batch, loss=loss_of).ok()
+
+
+def trained_alike(path: Path, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    stage = load(path).module()
+    stage.load_full(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (stage, model))
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss = loss_of(model, *batch)
+        torch.testing.assert_close(stage.step(*batch), loss.detach())
+        loss.backward()
+        ours.step()
+        theirs.step()
