@@ -184,10 +184,14 @@ class Body(Transfers):
         return f"{name}.clone()" if self._is_shared(node) else name
 
     def _is_shared(self, node: fx.Node) -> bool:
-        """Whether a gradient's memory is larger than it, given in, stored twice, or read later."""
+        """Whether a gradient's memory is of another size, given in, stored twice, or read later.
+
+        As ``.grad``, a piece of a larger memory would keep it alive; elements of an expanded one
+        cannot be added to.
+        """
         home = owner(node)
-        if is_tensor(home) and fake_of(home).numel() > fake_of(node).numel():
-            return True  # as `.grad`, a view would keep the whole memory alive
+        if is_tensor(home) and fake_of(home).numel() != fake_of(node).numel():
+            return True
         if home not in self.place or len(self.stored[node]) > 1:
             return True
         family = [n for n in self.order if owner(n) is home]

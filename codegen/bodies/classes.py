@@ -27,7 +27,7 @@ from partc.codegen.bodies.tables import TABLES, declarations
 from partc.codegen.calls.backends import c10d
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
-from partc.codegen.calls.names import Scope, of_turn, wishes
+from partc.codegen.calls.names import Scope, attributes, of_turn, wishes
 from partc.codegen.calls.statements import Statement, with_sections
 from partc.codegen.calls.transfers import weights_of
 from partc.codegen.helpers.needed import Helpers
@@ -75,8 +75,7 @@ class BlockClass:
     )  # a parameter's name from the block on -> its attribute: mlp.up.weight -> mlp_up_weight
 
     def __post_init__(self) -> None:
-        known = ("backward", "gather", "whole", *(("rng", "name") if self.draws else ()))
-        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *known])
+        scope = attributes(self.graph.mesh)
         used = {n for side in self.sides for slot in side.of("own") for n in slot.nodes}
         written = self._names_written()
         for name, node in {**self.graph.params, **self.graph.buffers}.items():

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from torch import fx
+from torch import fx, nn
 
 from partc.codegen.calls.op_names import op_name, result_name
 from partc.codegen.calls.path_names import inside, is_within, last_words, module_name
@@ -22,6 +22,7 @@ from partc.codegen.safety import FORBIDDEN
 from partc.graph import Graph, fake_of, has_value, is_forward, is_tensor, value
 from partc.graph.moves import carried
 from partc.passes.overlap.write_pieces import taken_from
+from partc.plan.mesh import Mesh
 from partc.plan.sharding import DTYPE_NAMES
 from partc.quoting import identifier
 
@@ -43,6 +44,13 @@ RESERVED = {
     *FORBIDDEN,
     *helpers.names(),
 }
+# Methods and attributes of a program's modules, and of torch's: no parameter or buffer gets these.
+OWN = {
+    *dir(nn.Module),
+    "step", "seed", "rng", "n", "name", "begin", "backward", "weights", "finish", "gather", "whole",
+    "regather", "saved", "kept", "left", "losses", "results", "reduce", "reduced", "last", "stages",
+    "links",
+}  # fmt: skip
 COMMON = {
     "hidden_states",
     "residual",
@@ -73,6 +81,12 @@ class Scope:
             name = f"{base}_{number}"
         self.taken.add(name)
         return name
+
+
+def attributes(mesh: Mesh, *others: str) -> Scope:
+    """The names of a module's parameters and buffers; a program's own names are taken."""
+    axes = [name for axis in mesh.names for name in (axis, f"{axis}_rank")]
+    return Scope([*OWN, *axes, *others])
 
 
 def wishes(

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import jinja2
 import torch
-from torch import fx, nn
+from torch import fx
 
 from partc.codegen.bodies.classes import BlockClass, class_names
 from partc.codegen.bodies.compiled import compiled
@@ -19,7 +19,7 @@ from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES, declarations, is_listed, row, table
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
-from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
@@ -181,8 +181,7 @@ class RoleText:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
         lists = [c.attribute for c in self.classes.values()]
-        own = ("rng", FIRST) if self.draws else ()
-        scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *lists, *own])
+        scope = attributes(self.graph.mesh, *lists)
         for name, node in self._stored().items():
             self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from torch import fx, nn
+from torch import fx
 
 from partc.codegen.bodies.block_arguments import LEFT
 from partc.codegen.bodies.classes import BlockClass
@@ -23,7 +23,7 @@ from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS, PARTIALS
-from partc.codegen.calls.names import Scope, wishes
+from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.alike_stages import declared, given
@@ -108,22 +108,7 @@ class StageText(RoleText):
         self.make_classes()
         self.name_attributes()
         self.scope = Scope([*self.helpers.names, "i"])
-        self.own = Scope(
-            [
-                *dir(nn.Module),
-                *METHODS.values(),
-                "saved",
-                "kept",
-                "left",
-                "losses",
-                "results",
-                "reduce",
-                "reduced",
-                "last",
-                "finish",
-                *(("rng", FIRST) if self.draws else ()),
-            ]
-        )
+        self.own = attributes(self.graph.mesh)
         self.own.taken |= {path.partition(".")[0] for path in self.attributes.values()}
         self.seen = {node: Text(read(path)) for node, path in self.attributes.items()}
         self.wishes = wishes(self.graph)

@@ -14,12 +14,15 @@ from partc.program.shown import Shown, begin_all, end_all
 Run = Callable[[], Tensor]
 
 
-def loss_with_backward(shown: Sequence[Shown], run: Run) -> Tensor:
-    """The loss of one step; its ``backward`` adds the gradients to those of the parameters."""
+def loss_with_backward(shown: Sequence[Shown], run: Run, *, is_half: bool = False) -> Tensor:
+    """The loss of one step; its ``backward`` adds the gradients to those of the parameters.
+
+    ``is_half``: the step computes in float16, so that ``backward`` refuses a scaled loss.
+    """
     trained = [each for each in shown if each.trained and not each.is_frozen]
     params = [each.param for each in trained]
     apply: Any = _LossOfStep.apply
-    loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), trained, *params)
+    loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), trained, is_half, *params)
     return loss
 
 
@@ -44,10 +47,11 @@ class _LossOfStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], trained: Any, *params: Tensor
-    ) -> Tensor:
+        ctx: Any, run: Callable[[], tuple[Tensor, list[Any]]], trained: Any, is_half: bool,
+        *params: Tensor,
+    ) -> Tensor:  # fmt: skip
         loss, ctx.grads = run()
-        ctx.trained = trained
+        ctx.trained, ctx.is_half = trained, is_half
         return loss
 
     @staticmethod
@@ -61,6 +65,19 @@ class _LossOfStep(torch.autograd.Function):
                 why="a step's gradients are handed out once, to save memory",
                 do="Call the stage again.",
             )
+        if ctx.is_half and float(d_loss) != 1.0:
+            raise _scaled(float(d_loss))
         scaled = [None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads]
         pairs = zip(ctx.trained, scaled, strict=True)
-        return None, None, *(None if g is None else each.like_param(g) for each, g in pairs)
+        return None, None, None, *(None if g is None else each.like_param(g) for each, g in pairs)
+
+
+def _scaled(factor: float) -> RunError:
+    return RunError(
+        where="loss.backward()",
+        what=f"the loss was multiplied by {factor:g}, and the program computes in float16",
+        why="the step has computed its gradients from the loss as it was compiled: what is too "
+        "small for float16 is 0 by now, and what is too large infinite",
+        do="Make the scale an input of the step and multiply inside of the compiled loss, or "
+        "compute in bfloat16, which needs no scale.",
+    )

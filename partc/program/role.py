@@ -7,6 +7,7 @@ nn.Module ``Step``. Loading executes the source, so a caller has to check the fi
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -84,6 +85,7 @@ class Role:
     aliases: dict[str, str]  # second name of a tied tensor -> first name
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
     compiles: bool = False  # whether torch.compile compiles its functions
+    is_half: bool = False  # whether it computes in float16
 
     @classmethod
     def load(cls, source: str, file_name: str, pipeline_rank: int = 0) -> Role:
@@ -111,6 +113,7 @@ class Role:
             aliases=dict(tables["ALIASES"]),
             inputs={n: (tuple(s), dtype_of(d)) for n, (s, d) in tables["INPUTS"].items()},
             compiles=f"\n{COMPILES}\n" in source,
+            is_half=re.search(r"\bfloat16\b", source) is not None,
         )
 
     @property

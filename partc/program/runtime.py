@@ -111,7 +111,11 @@ class Stage(nn.Module):
         self._check_one_stage()
         self._checks.check(inputs, self.device.type)
         run = self._rank_step.step
-        return loss_with_backward(list(self._shown.values()), lambda: self._counted(run, inputs))
+        return loss_with_backward(
+            list(self._shown.values()),
+            lambda: self._counted(run, inputs),
+            is_half=self._role.is_half,
+        )
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.

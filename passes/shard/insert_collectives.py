@@ -105,8 +105,7 @@ class _Partition:
         known = value(node)
         cuts = self.plan.stored(known.name) if known.kind == "param" else {}
         stored = self.plan.sharding(cuts)
-        new = self.out.placeholder(str(node.target))
-        new.name = node.name
+        new = self.out.create_node("placeholder", str(node.target), name=node.name)
         set_value(new, replace(known, sharding=stored))
         shape = stored.local_shape(known.shape, self.graph.mesh)
         assert shape is not None, f"{known.name} {known.shape} is not divided by {stored}"

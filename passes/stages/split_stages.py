@@ -225,8 +225,7 @@ class _Stage:
         return {n for n in news if n in self.everywhere and max(stage_of(n), 0) == self.number}
 
     def _place(self, node: fx.Node) -> None:
-        copy = self.out.placeholder(str(node.target))
-        copy.name = node.name
+        copy = self.out.create_node("placeholder", str(node.target), name=node.name)
         known = value(node)
         set_value(copy, replace(known, name=known.name.partition(COPY)[0]))
         set_fake(copy, fake_of(node))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -306,6 +306,36 @@ def test_one_rank_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         stage, model = stage_on(1, 1), example_model()
         close(stage.step(*example_batch()), eager_step(model))
         refuses_other_dtypes(stage)
+    finally:
+        dist.destroy_process_group()
+
+
+def in_half(scale: Tensor) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+    """A model whose gradients are 0 in float16 unless the loss is multiplied by a large number."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(16, 16), (torch.randn(512, 16), torch.randn(512, 16), scale)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        return torch.as_tensor(1e-5 * nn.functional.mse_loss(out.float(), y) * scale)
+
+    return model, batch, loss
+
+
+def test_a_scale_for_float16_has_to_be_inside_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    model, batch, loss = in_half(torch.tensor(2.0**16))
+    try:
+        stage = partc.compile(model, "dp=1", batch, loss=loss, plan="ddp").module()
+        stage.load_full(model)
+        stage(*batch).backward()
+        grad = stage.get_parameter("weight").grad
+        assert grad is not None
+        assert not (grad == 0).all()
+        with pytest.raises(RunError, match="multiplied by 8, and the program computes in float16"):
+            (8 * stage(*batch)).backward()
     finally:
         dist.destroy_process_group()
 

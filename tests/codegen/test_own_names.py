@@ -1,0 +1,85 @@
+"""A model may call its parameters and buffers as a program calls what is its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partc
+from partc.verification.verification import verify
+
+
+class Named(nn.Module):
+    """A layer whose gains and counts have the given names."""
+
+    def __init__(self, gains: list[str], counts: list[str]) -> None:
+        super().__init__()
+        self.gains, self.counts = gains, counts
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+        for name in gains:
+            self.register_parameter(name, nn.Parameter(torch.rand(4) + 0.5))
+        for name in counts:
+            self.register_buffer(name, torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.drop(self.linear(x).tanh())
+        for name in (*self.gains, *self.counts):
+            y = y + getattr(self, name) * x
+        return y
+
+
+class Net(Named):
+    """Such a layer around blocks of such layers."""
+
+    def __init__(self, gains: list[str], counts: list[str]) -> None:
+        super().__init__(gains, counts)
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Named(gains, counts) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(super().forward(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+BATCH = torch.randn(8, 4), torch.randn(8, 4)
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "one stage": ("dp=2", "ddp", {}),
+    "shards, recomputed": ("dp=2", "fsdp", {"microbatches": 2, "recompute": "block"}),
+    "tensor parallel": ("tp=2", "megatron", {}),
+    "stages": ("pp=2", "ddp", {"microbatches": 2, "schedule": "zb-v"}),
+    "sharded stages": ("pp=2,dp=2", "fsdp", {"microbatches": 2, "schedule": "1f1b"}),
+}
+
+
+def own_names(program: partc.Program) -> Iterator[str]:
+    """The methods of a program's classes, and the attributes that these have."""
+    for text in program.sources.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                yield node.name
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "layer"):
+                yield node.attr
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_of_a_program_may_be_those_of_a_model(layout: str) -> None:
+    mesh, plan, options = LAYOUTS[layout]
+    torch.manual_seed(0)
+    plain = partc.compile(Net([], []), mesh, BATCH, loss=loss_of, plan=plan, **options)
+    free = sorted(name for name in {*own_names(plain)} if not hasattr(Net([], []), name))
+    assert len(free) > 5
+    for gains, counts in ((free, []), ([], free)):
+        model = Net(gains, counts)
+        program = partc.compile(model, mesh, BATCH, loss=loss_of, plan=plan, **options)
+        verify(program, model, BATCH, loss_of).check()
