@@ -15,6 +15,7 @@ from partc.errors import PlanError, ShardingError
 from partc.graph import Graph, value
 from partc.passes.shard.cut_weights import cut_weights
 from partc.passes.shard.exchange_rows import with_travelling_rows
+from partc.passes.shard.idle_axes import idle_axes
 from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
@@ -96,7 +97,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
             f"{name} stays whole: no dim is a multiple of {axis}={mesh.size(axis)}"
             for name in fold_names(whole, apart=params.keys() - whole.keys())
         ]
-    notes += _idle(plan, params, inputs, data, tensor, mesh)
+    notes += idle_axes(plan, graph, params, inputs, data, tensor, mesh)
     life = "use" if {"fsdp", "hsdp"} & set(words) else "step"
     gather = {**dict.fromkeys(shard, life), **plan.gather}
     scatter = dict.fromkeys(tensor, 1) if "megatron-sp" in words else {}
@@ -109,23 +110,6 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
         notes=tuple(dict.fromkeys(notes)),
     )
     return with_travelling_rows(filled, graph, mesh, pinned, data, shard) if rows else filled
-
-
-def _idle(
-    plan: Plan, params: Mapping[str, Cuts], inputs: Mapping[str, Cuts], data: Iterable[str],
-    tensor: Iterable[str], mesh: Mesh,
-) -> Iterator[str]:  # fmt: skip
-    """A note for each axis of several ranks that divides no work between them."""
-    named = {axis for lies in plan.values.values() for axis in lies}
-    for axes, table, kind, why in (
-        (data, inputs, "input", "no batch is a multiple of its ranks"),
-        (tensor, params, "weight", "the preset found no products to cut by column and by row"),
-    ):
-        cut_axes = named.union(*table.values())
-        for axis in axes:
-            if axis not in cut_axes and axis != MICROBATCH_AXIS and mesh.size(axis) > 1:
-                num = mesh.size(axis)
-                yield f"{axis}={num} cuts no {kind}, so that its ranks all compute the same: {why}"
 
 
 def _auto(mesh: Mesh) -> str:

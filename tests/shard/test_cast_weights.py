@@ -219,6 +219,21 @@ def test_an_axis_that_cuts_nothing_is_named() -> None:
     assert "cuts no" in found.source(0)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.rnn(x)[0])).square().sum()
+
+
+def test_matrices_that_stay_whole_are_named() -> None:
+    found = partc.compile(Recurrent(), "tp=2", (torch.ones(4, 3, 8),), plan="megatron")
+    assert "tp=2 leaves 91% of the weights whole" in found.plan
+    assert "compute the same: rnn.weight_ih_l0, rnn.weight_hh_l0" in found.plan
+
+
 # no layout changes what is computed ---------------------------------------------------------------
 @pytest.mark.parametrize(("kind", "mesh", "plan", "options"), [
     ("autocast", "dp=4", "fsdp", {}),

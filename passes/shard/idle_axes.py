@@ -1,0 +1,53 @@
+"""Say in a plan's notes where ranks of an axis compute the same, which costs time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+from partc.graph import Graph, value
+from partc.plan import Cuts, Plan, fold_names
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+
+MUCH = 0.25  # of the elements of all matrices
+MOST_NAMES = 6
+
+
+def idle_axes(
+    plan: Plan, graph: Graph, params: Mapping[str, Cuts], inputs: Mapping[str, Cuts],
+    data: Iterable[str], tensor: Iterable[str], mesh: Mesh,
+) -> Iterator[str]:  # fmt: skip
+    """A note for each axis of several ranks that divides no work between them, or little of it."""
+    named = {axis for lies in plan.values.values() for axis in lies}
+    for axes, table, kind, why in (
+        (data, inputs, "input", "no batch is a multiple of its ranks"),
+        (tensor, params, "weight", "the preset found no products to cut by column and by row"),
+    ):
+        cut_axes = named.union(*table.values())
+        for axis in axes:
+            num = mesh.size(axis)
+            if axis == MICROBATCH_AXIS or num == 1:
+                continue
+            if axis not in cut_axes:
+                yield f"{axis}={num} cuts no {kind}, so that its ranks all compute the same: {why}"
+            elif table is params and axis not in named:
+                yield from _whole_matrices(graph, params, axis, num)
+
+
+def _whole_matrices(graph: Graph, params: Mapping[str, Cuts], axis: str, num: int) -> Iterator[str]:
+    """A note where a tensor axis leaves much of the weights whole."""
+    sizes = {
+        name: graph.times(node) * prod(value(node).shape)
+        for name, node in graph.params.items()
+        if len(value(node).shape) > 1
+    }
+    whole: dict[str, Cuts] = {name: {} for name in sizes if axis not in params.get(name, {})}
+    share = sum(sizes[name] for name in whole) / max(sum(sizes.values()), 1)
+    if share < MUCH:
+        return
+    names = list(fold_names(whole, apart=params.keys() - whole.keys()))
+    listed = ", ".join(names[:MOST_NAMES]) + " ..." * (len(names) > MOST_NAMES)
+    yield (
+        f"{axis}={num} leaves {share:.0%} of the weights whole, with which its ranks all compute "
+        f"the same: {listed}"
+    )
