@@ -38,9 +38,11 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.overwritten import overwritten
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
 from partc.trace.python_random import quiet_python_random
@@ -192,7 +194,7 @@ class _Step:
         with (
             _no_warning(), untouched(model), restored(reach), module_scopes(model),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
-            cuda_autocast_on_cpu(), portable_kernels(), mode,
+            cuda_autocast_on_cpu(), unchecked_distributions(), portable_kernels(), mode,
         ):  # fmt: skip
             yield
 
@@ -271,7 +273,12 @@ def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: 
         return [None for _ in wanted]
     setup_stacktrace_preservation_hooks([loss.grad_fn])
     with provenance.annotate({"phase": "B", "module": ""}):
-        return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        try:
+            return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        except RuntimeError as error:
+            if (named := overwritten(loss, error)) is None:
+                raise
+            raise named from error
 
 
 def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:
