@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx
@@ -15,10 +16,21 @@ from partc.graph.fake_calls import storage_of, tensors_in
 _REFUSED = "modified by an inplace operation"
 
 
-def overwritten(loss: Tensor, error: RuntimeError) -> TraceError | None:
-    """The error of a write in place with the user's line; None if the error tells of another."""
+@contextmanager
+def overwrites_named(loss: Tensor) -> Iterator[None]:
+    """While the backward of ``loss`` runs: TraceError with the line that writes in place."""
+    try:
+        yield
+    except RuntimeError as error:
+        named = _named(loss) if _REFUSED in str(error) else None
+        if named is None:
+            raise
+        raise named from error
+
+
+def _named(loss: Tensor) -> TraceError | None:
     mode = get_proxy_mode()
-    if mode is None or _REFUSED not in str(error):
+    if mode is None:
         return None
     calls: list[fx.Node] = list(mode.tracer.graph.nodes)
     for node in _nodes(loss.grad_fn):

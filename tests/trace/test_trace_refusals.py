@@ -107,7 +107,8 @@ class Latent(nn.Module):
         drawn = Normal(self.mean(x), scale, **self.checks)
         far = kl_divergence(drawn, Normal(0.0, 1.0)).mean()
         first = Categorical(logits=drawn.rsample()).log_prob(torch.zeros(2).long())
-        return far - first.mean()
+        result: Tensor = far - first.mean()
+        return result
 
 
 def test_distributions_look_at_no_value_unless_told_to() -> None:
@@ -124,7 +125,8 @@ def add_in_place(y: Tensor) -> Tensor:
     kept = y.tanh()
     twice = kept * 2
     kept[0].add_(1)
-    return twice + kept
+    result: Tensor = twice + kept
+    return result
 
 
 def write_a_weight(y: Tensor) -> Tensor:
