@@ -22,7 +22,7 @@ MOST = 200  # entries of a list or dict that are looked at
 SAMPLED_BYTES, BLOCK = 1 << 20, 1 << 12  # of a larger array, evenly spread blocks stand for all
 SHOWN_BYTES = 80
 _PRINTED = ("numpy", "itertools", "builtins", "decimal", "fractions", "datetime")
-_DEEP = 6  # objects in objects that the state of an iterator names
+_DEEP, _LONG = 12, 1000  # what the state of an iterator or generator names: inside, in a row
 _KNOWN = {  # packages whose objects tell their state when they are asked to be pickled
     "_random", "array", "builtins", "collections", "datetime", "decimal", "fractions", "functools",
     "itertools", "numpy", "operator", "pathlib", "random", "uuid",
@@ -72,7 +72,7 @@ def _of_generator(value: Any, deep: int) -> Hashable:
     frame = value.gi_frame
     if frame is None or not deep:
         return "generator", -1
-    inner = frame.f_locals, value.gi_yieldfrom
+    inner = dict(frame.f_locals), value.gi_yieldfrom
     return "generator", frame.f_lasti, _described(inner, deep - 1)
 
 
@@ -115,9 +115,9 @@ def _described(value: Any, deep: int) -> Hashable:
     if isinstance(value, FIXED):
         return repr(value)
     if deep and isinstance(value, tuple | list):
-        return len(value), tuple(_described(each, deep - 1) for each in value[:MOST])
+        return len(value), tuple(_described(each, deep - 1) for each in value[:_LONG])
     if deep and isinstance(value, dict):
-        pairs = list(value.items())[:MOST]
+        pairs = list(value.items())[:_LONG]
         return len(value), tuple((repr(k), _described(v, deep - 1)) for k, v in pairs)
     if isinstance(value, GeneratorType):
         return _of_generator(value, deep)

@@ -46,7 +46,12 @@ class Keeps(nn.Module):
         self.count, self.size = 0, 0
         self.own = random.Random(0)
         self.array, self.slotted = np.zeros(1), Slotted()
-        self.iterators = {"count": itertools.count(1), "list": iter(range(100)), "made": made()}
+        self.iterators: dict[str, Any] = {
+            "count": itertools.count(1),
+            "list": iter(range(100)),
+            "made": made(),
+        }
+        self.iterators["numpy"] = np.random.default_rng(0)
         self.function = forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,6 +235,14 @@ def next_of_a_list(model: Any) -> Any:
     return next(model.iterators["list"])
 
 
+def draw_of_numpy(model: Any) -> Any:
+    return model.iterators["numpy"].integers(5)
+
+
+def draw_of_python(model: Any) -> Any:
+    return model.own.random()
+
+
 def next_of_a_generator(model: Any) -> Any:
     return next(model.iterators["made"])
 
@@ -245,6 +258,8 @@ def next_of_a_generator(model: Any) -> Any:
         (count_in_a_default, "known[0] of count_in_a_default"),
         (next_of_a_count, "model.iterators['count']"),
         (next_of_a_list, "model.iterators['list']"),
+        (draw_of_numpy, "model.iterators['numpy']"),
+        (draw_of_python, "model.own"),
         (next_of_a_generator, "model.iterators['made']"),
     ],
 )
