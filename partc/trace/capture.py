@@ -38,12 +38,15 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.overwritten import overwrites_named
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
 from partc.trace.python_random import quiet_python_random
+from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
 
@@ -167,7 +170,8 @@ class _Step:
         outcomes: list[Hashable] = []
 
         def first(*given: list[Tensor]) -> Outcome:
-            outcome = self.step(history.contents, _Origins(history.contents, sites), *given)
+            with noting_code(history.ran):
+                outcome = self.step(history.contents, _Origins(history.contents, sites), *given)
             outcomes.append(history.outcome(outcome))
             return outcome
 
@@ -179,7 +183,7 @@ class _Step:
             history.check_second(
                 outcomes[0], lambda watch: self.step(history.contents, watch, *self.fakes())
             )
-        numbers = FrozenNumbers.of(self.model, self.reach, history.reads.found)
+        numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
         notes += *history.notes(), *idle_notes(self.idle)
         return Recording(module, self.names, self.results, notes, numbers)
@@ -192,7 +196,7 @@ class _Step:
         with (
             _no_warning(), untouched(model), restored(reach), module_scopes(model),
             quiet_generator(), quiet_log(), unprinted, converted_to_themselves(),
-            cuda_autocast_on_cpu(), portable_kernels(), mode,
+            cuda_autocast_on_cpu(), unchecked_distributions(), portable_kernels(), mode,
         ):  # fmt: skip
             yield
 
@@ -270,7 +274,7 @@ def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: 
     if loss.grad_fn is None or not wanted:
         return [None for _ in wanted]
     setup_stacktrace_preservation_hooks([loss.grad_fn])
-    with provenance.annotate({"phase": "B", "module": ""}):
+    with provenance.annotate({"phase": "B", "module": ""}), overwrites_named(loss):
         return list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
 
@@ -339,6 +343,7 @@ class _Origins(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.contents, self.sites = contents, sites
 
+    @not_noting_code()
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -21,7 +21,7 @@ from partc.errors import TraceError
 from partc.graph.fake_calls import storage_of
 from partc.plan.sharding import DTYPE_NAMES
 from partc.trace.contents import Contents, Outside
-from partc.trace.places import Place
+from partc.trace.reachable import Place
 
 NAMED = 3  # tensors of one variable that a note names one by one
 

@@ -1,37 +1,67 @@
 """Python numbers that a step was traced with, and whether they are others now.
 
 A program holds them as literals. In the process that compiled, a run looks now and then whether the
-script has changed one, as by ``model.temperature = 0.5``.
+script has changed one, as by ``model.temperature = 0.5``. Looked at like numbers are arrays, sets,
+the lengths of lists, and which function an attribute or a variable is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from partc.trace.places import NUMBERS, Place, Reach
+from partc.trace.owners import ABSENT, getattr_dict, look
+from partc.trace.places import STATELESS, Reach, told
+from partc.trace.reachable import Place, Reads, class_keys
+from partc.trace.states import FIXED, FUNCTIONS, Unknown, shown, state_of
 
 NAMED = 3  # numbers of one variable that a note names one by one
 AT_ONCE = 100  # numbers that one step looks at, which takes some 50 us
+SAME = "the same object"
+BYTES = 1 << 12  # of an array that take as long as a number
 
 
 class Number(NamedTuple):
     """A number as it was, and where it is: the ``keys`` that lead from an object to it.
 
     ``owner()`` is that object, None once it is gone. ``inside`` is the name of the attribute or
-    variable with a list or dict that the number is in, if it is in one.
+    variable with a list or dict that the number is in, if it is in one. With the ``state`` SAME
+    ``value()`` is the object that has to be there.
     """
 
     name: str
     owner: Callable[[], Any]
     keys: tuple[Any, ...]
     value: Any
+    state: Hashable
+    text: str
     inside: str
+    cost: int  # how many numbers could be looked at instead
+
+    def now(self) -> Any:
+        """What is there now: ABSENT if nothing, the number itself if all of it is gone."""
+        owner = self.owner()
+        if owner is None:
+            return self.value
+        for key in self.keys:
+            owner = look(owner, key)
+        return owner
+
+    def differs(self, now: Any) -> bool:
+        """Whether what is there now is something else."""
+        if self.state is SAME:
+            return now is not self.value()
+        try:
+            return now is ABSENT or state_of(now) != self.state
+        except Unknown:
+            return True
 
 
 @dataclass(eq=False)
@@ -42,24 +72,29 @@ class FrozenNumbers:
     trains: Callable[[], bool | None] = field(default=lambda: None)  # the model's mode now
     training: bool | None = None  # and when it was traced
     begun: int = 0  # where the next look begins
+    unseen: tuple[str, ...] = ()  # objects that tell nothing of their state
 
     @classmethod
-    def of(cls, model: nn.Module, reach: Reach, reads: set[tuple[type, str]]) -> FrozenNumbers:
-        """The numbers that a step reads, of those that it can reach.
+    def of(
+        cls, model: nn.Module, reach: Reach, reads: Reads, own: Collection[str]
+    ) -> FrozenNumbers:
+        """The numbers that a step reads, of those that it can reach, as they are now.
 
-        ``reads``: class and name of the attributes of modules that the step has read.
+        ``reads``: class and name of the attributes that the step has read. ``own``: the names of
+        those that the step itself sets, as it may do again elsewhere.
         """
-        found = [place for place in reach.places if isinstance(place.value, NUMBERS)]
-        taken = [place for place in found if _is_read(place, reads, reach.attributes)]
+        taken = [p for p in reach.places if _is_read(p, reads, reach) and told(p) not in own]
         root = weakref.ref(model)
-        return cls(tuple(map(_number, taken)), lambda: _mode(root()), model.training)
+        found = [number for place in taken if (number := _number(place)) is not None]
+        unseen = tuple(_described(place) for place in taken if _is_unseen(place))
+        return cls(tuple(found), lambda: _mode(root()), model.training, unseen=unseen)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without numbers: no other process has the objects whose numbers these are."""
         return FrozenNumbers, ()
 
     def notes(self) -> Iterator[str]:
-        """Sentences on numbers in lists and dicts that the step reads."""
+        """Sentences on numbers in lists and dicts that the step reads, and on what none can see."""
         groups: dict[str, list[str]] = {}
         for number in self.numbers:
             if number.inside and type(number.value) in (int, float, complex):
@@ -67,75 +102,109 @@ class FrozenNumbers:
         for root, texts in groups.items():
             for text in texts if len(texts) <= NAMED else [f"{len(texts)} numbers in {root}"]:
                 yield f"frozen at trace time: {text}"
+        for text in dict.fromkeys(self.unseen):
+            yield f"frozen at trace time, and no step sees whether it changes: {text}"
 
     def changes(self) -> list[str]:
         """What has changed, as ``model.temperature was 1.0 when compiled and is 0.5 now``.
 
         A call looks at some numbers after the other, all of them in turn.
         """
-        first = self.begun
-        self.begun = first + AT_ONCE if first + AT_ONCE < len(self.numbers) else 0
-        return list(self._changes(first, first + AT_ONCE))
+        first, cost = self.begun, 0
+        while self.begun < len(self.numbers) and cost < AT_ONCE:
+            cost += self.numbers[self.begun].cost
+            self.begun += 1
+        end = self.begun
+        self.begun = end if end < len(self.numbers) else 0
+        return list(self._changes(first, end))
 
     def all_changes(self) -> list[str]:
         """The same of all numbers."""
         return list(self._changes(0, len(self.numbers)))
 
     def _changes(self, first: int, end: int) -> Iterator[str]:
-        for name, owner, keys, value, _ in self.numbers[first:end]:
-            now = _look(owner(), keys, value)
-            if now is not value and _differ(now, value) and self._matters(keys[-1]):
-                yield f"{name} was {value!r} when compiled and is {now!r} now"
+        for number in self.numbers[first:end]:
+            now = number.now()
+            if now is not number.value and number.differs(now) and self._matters(number.keys[-1]):
+                yield _told(number, now)
 
     def _matters(self, key: Any) -> bool:
         """False for modes of submodules where the whole model has gone to another mode."""
         return key != "training" or self.trains() == self.training
 
 
-def _is_read(place: Place, reads: set[tuple[type, str]], loaded: frozenset[str]) -> bool:
-    if isinstance(place.owner, nn.Module):
-        return (type(place.owner), place.key) in reads
-    if place.attribute is not None and place.attribute not in reads:
-        return False
-    plain = not isinstance(place.owner, dict | list | tuple | CellType)
-    return place.key in loaded if plain else True
+def _told(number: Number, now: Any) -> str:
+    text = "absent" if now is ABSENT else shown(now)
+    if number.text and text and number.text != text:
+        return f"{number.name} was {number.text} when compiled and is {text} now"
+    return f"{number.name} is not what it was when compiled"
 
 
-def _number(place: Place) -> Number:
+def _size(state: Hashable) -> int:
+    """The bytes that are compared for the state of an array."""
+    parts = state if isinstance(state, tuple) else ()
+    return sum(len(each) for each in parts if isinstance(each, bytes))
+
+
+_VARIABLES = (dict, list, tuple, deque, CellType, partial, nn.Module)
+
+
+def _is_read(place: Place, reads: Reads, reach: Reach) -> bool:
+    owner, kind = place.owner, type(place.owner)
+    if isinstance(owner, _VARIABLES) or isinstance(place.key, tuple):
+        return True
+    if kind in reach.watched:
+        return (kind, place.key) in reads or (kind, "__dict__") in reads
+    return place.key in reach.attributes
+
+
+def _number(place: Place) -> Number | None:
+    """The number of a place; None where it is neither a number nor looked at like one."""
+    value: Any = place.value
+    state: Hashable = None
+    try:
+        if isinstance(value, FUNCTIONS) or place.again:
+            value, state = _reference(value), SAME
+        elif isinstance(value, STATELESS):
+            return None
+        else:
+            state = state_of(value)
+    except (Unknown, TypeError):
+        return None
     inside = place.root.name if isinstance(place.owner, list | dict) and place.outer else ""
     first, keys = place, [place.key]
     while first.outer and not isinstance(first.owner, nn.Module):
         first = first.outer
         keys.insert(0, first.key)
+    text = shown(value) if state is not SAME else ""
+    kept = value if state is SAME or isinstance(value, FIXED) else ABSENT
+    owner, cost = _reference(first.owner), 1 + _size(state) // BYTES
+    name = place.name if state is SAME else told(place)
+    return Number(name, owner, tuple(keys), kept, state, text, inside, cost)
+
+
+def _is_unseen(place: Place) -> bool:
+    """Whether a value is an object of a C library that tells nothing of its state."""
+    value = place.value
+    if isinstance(value, STATELESS) or getattr_dict(value) or class_keys(type(value)):
+        return False
     try:
-        owner: Callable[[], Any] = weakref.ref(first.owner)
-    except TypeError:  # cells of closures and the variables of a module
-        owner = _held(first.owner)
-    return Number(place.name, owner, tuple(keys), place.value, inside)
+        state_of(value)
+    except Unknown:
+        return not type(value).__module__.startswith(("torch", "_thread", "_weakref"))
+    return False
 
 
-def _held(owner: Any) -> Callable[[], Any]:
-    return lambda: owner
+def _described(place: Place) -> str:
+    return f"{place.name}, a {type(place.value).__module__}.{type(place.value).__name__}"
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # cells of closures, the variables of a module, lists
+        return lambda: value
 
 
 def _mode(model: nn.Module | None) -> bool | None:
     return None if model is None else model.training
-
-
-def _look(owner: Any, keys: tuple[Any, ...], value: Any) -> Any:
-    """The number as it is now; as it was if its owner or its place there is gone."""
-    if owner is None:
-        return value
-    try:
-        for key in keys:
-            if isinstance(owner, dict | list | tuple):
-                owner = owner[key]
-            else:
-                owner = owner.cell_contents if isinstance(owner, CellType) else vars(owner)[key]
-    except (LookupError, ValueError, TypeError):
-        return value
-    return owner
-
-
-def _differ(now: Any, value: Any) -> bool:
-    return type(now) is not type(value) or repr(now) != repr(value)

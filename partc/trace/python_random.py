@@ -17,7 +17,7 @@ from partc.trace.source_lines import is_users, line_text
 RANDOM, NUMPY = "random", "numpy.random"
 
 
-def states() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """The states of the default generators, by module; numpy's only where it is imported."""
     found: dict[str, Any] = {RANDOM: random.getstate()}
     if "numpy" in sys.modules:
@@ -43,7 +43,7 @@ class Lines:
     """Finds the user's line at which a generator's state changes, while code runs in ``open()``."""
 
     def __init__(self) -> None:
-        self.found, self._at, self._state = "", ("", 0), states()
+        self.found, self._at, self._state = "", ("", 0), generators()
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Lines:
         return self._look if is_users(frame.f_code.co_filename) else None
 
     def _look(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
-        if not self.found and states() != self._state:
+        if not self.found and generators() != self._state:
             self.found = line_text(*self._at)
         if event == "return" and frame.f_back is not None:
             frame = frame.f_back

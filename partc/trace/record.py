@@ -32,6 +32,7 @@ from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
+from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
@@ -173,6 +174,9 @@ def _explain(error: Exception, model: nn.Module) -> TraceError:
         what = "Python code asks for the value of a tensor"
         do = "Use torch.where instead of a branch, or move this code out of the step."
         reason = f"{reason}: while tracing, tensors have shapes but no values"
+        if is_wanted_check(error):
+            what = "a distribution checks the values of its arguments"
+            do = "Leave validate_args=True out: while tracing, the check is off by default."
     elif kind == "DynamicOutputShapeException":
         what = "the size of a result depends on the values of a tensor"
         do = "Use a mask or a fixed capacity instead of selecting elements."

@@ -41,6 +41,7 @@ from partc.trace.capture import (
     untouched,
 )
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
 
@@ -227,6 +228,7 @@ def _run(
             quiet_log(),
             converted_to_themselves(),
             cuda_autocast_on_cpu(),
+            unchecked_distributions(),
             untouched(model),
             restored(Reach.of(model, objective)),
             skipping(model, folds),

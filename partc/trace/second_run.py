@@ -8,10 +8,10 @@ first one left. What is written and never read makes no difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partc.errors import PartcError, TraceError
 from partc.graph.fake_calls import FakeCalls
 from partc.trace.contents import Call, Contents
+from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS
-from partc.trace.places import Place, Reach
-from partc.trace.python_random import Lines, states
+from partc.trace.places import Reach, State
+from partc.trace.python_random import Lines, generators
+from partc.trace.ran import Ran
+from partc.trace.reachable import Place, Reads
 from partc.trace.source_lines import source_here
+from partc.trace.states import NUMBERS
 
 Outcome = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]]
 # With the strides of torch's kernels for fakes, as the first run has them.
@@ -33,26 +37,43 @@ _CALLS = FakeCalls(lambda target, args, kwargs: (target(*args, **kwargs), 0))
 Run = Callable[[TorchDispatchMode], Outcome]  # results, gradients, buffers behind the step
 
 
-class Reads:
-    """The number attributes that modules' code has read, as pairs of class and attribute."""
+class WatchedReads:
+    """The attributes that a step has read of modules and of objects of the user's classes."""
 
     def __init__(self) -> None:
-        self.found: set[tuple[type, str]] = set()
+        self.found: Reads = set()
+        self.watched: frozenset[type] = frozenset()
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Note every attribute of a module that is read."""
-        found, watched = self.found, cast(Any, nn.Module)
-
-        def noted(module: nn.Module, name: str) -> Any:
-            found.add((type(module), name))
-            return object.__getattribute__(module, name)
-
-        watched.__getattribute__ = noted
-        try:
+    def open(self, classes: Iterable[type]) -> Iterator[None]:
+        """Note every attribute that is read of a module or of an object of these classes."""
+        with ExitStack() as stack:
+            stack.enter_context(_noting(nn.Module, self.found))
+            for kind in classes:
+                with suppress(TypeError, AttributeError):  # of a class that lets none be set
+                    stack.enter_context(_noting(kind, self.found))
+                    self.watched |= {kind}
             yield
-        finally:
-            del watched.__getattribute__
+
+
+@contextmanager
+def _noting(kind: type, found: Reads) -> Iterator[None]:
+    """Add class and name of every attribute that is read of a class's objects."""
+    before = vars(kind).get("__getattribute__")
+    read: Any = kind.__getattribute__
+
+    def noted(owner: Any, name: str) -> Any:
+        found.add((type(owner), name))
+        return read(owner, name)
+
+    type.__setattr__(kind, "__getattribute__", noted)
+    try:
+        yield
+    finally:
+        if before is None:
+            type.__delattr__(kind, "__getattribute__")
+        else:
+            type.__setattr__(kind, "__getattribute__", before)
 
 
 @dataclass
@@ -63,8 +84,10 @@ class History:
     objective: Callable[..., Any]
     begun: Reach  # before the first run
     contents: Contents = field(default_factory=Contents)
-    reads: Reads = field(default_factory=Reads)
-    random: dict[str, Any] = field(default_factory=states)
+    reads: WatchedReads = field(default_factory=WatchedReads)
+    ran: Ran = field(default_factory=dict)  # in the first run
+    states: dict[str, State] = field(default_factory=dict)  # behind the first run
+    random: dict[str, Any] = field(default_factory=generators)
     changed: list[str] = field(default_factory=list)  # by the first run: names
     left: list[str] = field(default_factory=list)  # tensors that the second run leaves: names
 
@@ -76,26 +99,50 @@ class History:
 
     def check_second(self, first: Hashable, run: Run) -> None:
         """Run the step again; TraceError if it is not what the first run was."""
-        random, behind = states(), self._reach()
-        numbers, begun = behind.numbers(), self.begun.numbers()
+        random, behind = generators(), self._reach()
+        states, begun = behind.states(), self.begun.states()
         self.changed = [place.name for place in self._written(behind)]
-        self.changed += [name for name, number in numbers.items() if begun.get(name) != number]
+        self.changed += [name for name in begun if states.get(name, begun[name]) != begun[name]]
+        self.changed += self._new(behind)
+        self.states = states
         again, lines = Again(self.contents), Lines()
         try:
             looking = lines.open() if random != self.random else nullcontext()
-            with disable_autocast_cache(), self.reads.open(), looking:  # as make_fx has it
+            with (
+                disable_autocast_cache(),
+                self.reads.open(behind.classes),
+                looking,
+            ):  # as make_fx has it
                 second = self.outcome(run(again))
         except PartcError:
             raise
         except Exception as error:
             raise self._differs(again, f"{type(error).__name__}: {error}") from error
-        if random not in (self.random, states()):
+        if random not in (self.random, generators()):
             raise _random(lines.found, random, self.random)
         if first != second:
             raise self._differs(again, "")
         behind = self._reach()
-        _check_numbers(numbers, behind.numbers())
+        _check_states(states, behind.states())
         self.left = [place.name for place in self._written(behind)]
+
+    def _new(self, behind: Reach) -> Iterator[str]:
+        """Numbers that the latest run has put into objects that were there."""
+        known = {place.name for place in self.begun.places}
+        for place in behind.places:
+            there = place.outer.name in known if place.outer else isinstance(place.owner, nn.Module)
+            if isinstance(place.value, NUMBERS) and there and place.name not in known:
+                yield place.name
+
+    def frozen(self) -> FrozenNumbers:
+        """The numbers that the step reads, as they are now: behind the runs, once all is restored.
+
+        The walk follows what was read alone, as an object may be under several names.
+        """
+        reads = self.reads.found
+        reach = Reach.of(self.model, self.objective, reads, self.reads.watched, self.ran)
+        own = [n for n, now in reach.states().items() if self.states.get(n, now).state != now.state]
+        return FrozenNumbers.of(self.model, reach, reads, own)
 
     def notes(self) -> list[str]:
         """Sentences on attributes and variables that the step sets, and a program does not."""
@@ -103,7 +150,7 @@ class History:
         return [f"the step sets {name}; a program does not" for name in dict.fromkeys(names)]
 
     def _reach(self) -> Reach:
-        return Reach.of(self.model, self.objective)
+        return Reach.of(self.model, self.objective, ran=self.ran)
 
     def _written(self, behind: Reach) -> Iterator[Place]:
         """The places with a tensor that the latest run has computed from parameters or inputs."""
@@ -153,14 +200,18 @@ class Again(TorchDispatchMode):
             self.where, self.stale = source_here() or str(func), call.stale
 
 
-def _check_numbers(before: dict[str, str], after: dict[str, str]) -> None:
-    """TraceError if a number or the length of a list is another one behind the second run."""
-    for name, number in after.items():
-        if before.get(name, number) != number:
+def _check_states(before: dict[str, State], after: dict[str, State]) -> None:
+    """TraceError if a number, an array or an iterator is in another state behind the second run."""
+    for name, now in after.items():
+        then = before.get(name, now)
+        if then.state != now.state:
+            told = f"{then.text} behind one step, {now.text} behind the next"
             raise TraceError(
                 where=name,
                 what="it changes with every step",
-                why=f"{before[name]} behind one step, {number} behind the next",
+                why=told
+                if then.text and now.text
+                else "it is not behind the next step as behind the one before",
                 do="A program runs no Python of the model: count in a buffer, or change it outside "
                 "of the step.",
             )

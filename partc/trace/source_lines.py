@@ -53,7 +53,7 @@ def calls_here() -> tuple[tuple[str, int], ...]:
 def source_of(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
     found = ""
-    for frame, line in _frames(error.__traceback__):
+    for frame, line in frames_of(error.__traceback__):
         if is_users(frame.f_code.co_filename):
             found = line_text(frame.f_code.co_filename, line)
     return found
@@ -62,12 +62,13 @@ def source_of(error: BaseException) -> str:
 def module_of(error: BaseException, model: nn.Module) -> str:
     """The path of the innermost submodule whose method was running when the error arose."""
     paths = {id(module): path for path, module in model.named_modules()}
-    running = [frame.f_locals.get("self") for frame, _ in _frames(error.__traceback__)]
+    running = [frame.f_locals.get("self") for frame, _ in frames_of(error.__traceback__)]
     found = [paths[id(m)] for m in running if isinstance(m, nn.Module) and id(m) in paths]
     return found[-1] if found else ""
 
 
-def _frames(at: TracebackType | None) -> list[tuple[FrameType, int]]:
+def frames_of(at: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """The frames of a traceback, the outermost first, each with its line."""
     frames = []
     while at is not None:
         frames.append((at.tb_frame, at.tb_lineno))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,19 @@ X = torch.randn(8, 6, dtype=torch.float64)
 Forward = Callable[[Any, Tensor], Tensor]
 
 
+class Slotted:
+    """Counts where there is no table of attributes."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Keeps(nn.Module):
     """Has attributes of several kinds, of which the given function makes use."""
+
+    seen = 0
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
@@ -33,6 +45,13 @@ class Keeps(nn.Module):
         self.known: dict[str, Any] = {"hidden": torch.zeros(6, dtype=torch.float64)}
         self.count, self.size = 0, 0
         self.own = random.Random(0)
+        self.array, self.slotted = np.zeros(1), Slotted()
+        self.iterators: dict[str, Any] = {
+            "count": itertools.count(1),
+            "list": iter(range(100)),
+            "made": made(),
+        }
+        self.iterators["numpy"] = np.random.default_rng(0)
         self.function = forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,6 +187,92 @@ def test_a_count_of_steps_is_refused_even_where_it_does_not_matter_yet(threshold
 
     with pytest.raises(TraceError, match=r"^model\.count: it changes with every step \(1 behind"):
         trace(Keeps(warm_up), (X,))
+
+
+def made() -> Iterator[int]:
+    yield from range(1, 100)
+
+
+def count_in_a_class(model: Any) -> Any:
+    type(model).seen += 1
+    return type(model).seen
+
+
+def count_in_another_class(model: Any) -> int:
+    Counter.seen += 1
+    return Counter.seen
+
+
+class Counter:
+    seen = 0
+
+
+def count_in_an_array(model: Any) -> Any:
+    model.array[0] += 1
+    return model.array[0]
+
+
+def count_in_slots(model: Any) -> Any:
+    model.slotted.count += 1
+    return model.slotted.count
+
+
+def count_in_a_function(model: Any) -> int:
+    made.calls = getattr(made, "calls", 0) + 1  # type: ignore[attr-defined]
+    return made.calls  # type: ignore[attr-defined, no-any-return]
+
+
+def count_in_a_default(model: Any, known: list[int] = [0]) -> int:  # noqa: B006
+    known[0] += 1
+    return known[0]
+
+
+def next_of_a_count(model: Any) -> Any:
+    return next(model.iterators["count"])
+
+
+def next_of_a_list(model: Any) -> Any:
+    return next(model.iterators["list"])
+
+
+def draw_of_numpy(model: Any) -> Any:
+    return model.iterators["numpy"].integers(5)
+
+
+def draw_of_python(model: Any) -> Any:
+    return model.own.random()
+
+
+def next_of_a_generator(model: Any) -> Any:
+    return next(model.iterators["made"])
+
+
+@pytest.mark.parametrize(
+    ("count", "name"),
+    [
+        (count_in_a_class, "Keeps.seen"),
+        (count_in_another_class, "Counter.seen"),
+        (count_in_an_array, "model.array"),
+        (count_in_slots, "model.slotted.count"),
+        (count_in_a_function, "made.calls"),
+        (count_in_a_default, "known[0] of count_in_a_default"),
+        (next_of_a_count, "model.iterators['count']"),
+        (next_of_a_list, "model.iterators['list']"),
+        (draw_of_numpy, "model.iterators['numpy']"),
+        (draw_of_python, "model.own"),
+        (next_of_a_generator, "model.iterators['made']"),
+    ],
+)
+def test_a_count_is_refused_wherever_it_is_kept(count: Callable[[Any], Any], name: str) -> None:
+    def warm_up(model: Any, y: Tensor) -> Any:
+        return y * (0.1 if count(model) <= 10 else 1.0)
+
+    model = Keeps(warm_up)
+    with pytest.raises(TraceError, match="it changes with every step") as caught:
+        trace(model, (X,))
+    assert caught.value.where == name
+    kept = Keeps.seen, Counter.seen, model.array[0], model.slotted.count
+    assert kept == (0, 0, 0.0, 0)
 
 
 def test_state_of_a_loss_is_refused_and_restored() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 from partc.errors import TraceError
@@ -92,3 +93,53 @@ def test_what_follows_from_constants_alone_is_known() -> None:
             mask.sum().item()
 
     trace(nn.Sequential(Asks(asks)), (torch.randn(2, 4),))
+
+
+class Latent(nn.Module):
+    """Draws from a distribution, and asks others for densities and a divergence."""
+
+    def __init__(self, **checks: bool) -> None:
+        super().__init__()
+        self.mean, self.scale, self.checks = nn.Linear(4, 4), nn.Linear(4, 4), checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = nn.functional.softplus(self.scale(x))
+        drawn = Normal(self.mean(x), scale, **self.checks)
+        far = kl_divergence(drawn, Normal(0.0, 1.0)).mean()
+        first = Categorical(logits=drawn.rsample()).log_prob(torch.zeros(2).long())
+        result: Tensor = far - first.mean()
+        return result
+
+
+def test_distributions_look_at_no_value_unless_told_to() -> None:
+    x = (torch.randn(2, 4),)
+    trace(Latent(), x)
+    assert Distribution._validate_args
+    with pytest.raises(TraceError, match=r"Leave validate_args=True out") as caught:
+        trace(Latent(validate_args=True), x)
+    assert "drawn = Normal(" in caught.value.where
+    assert Distribution._validate_args
+
+
+def add_in_place(y: Tensor) -> Tensor:
+    kept = y.tanh()
+    twice = kept * 2
+    kept[0].add_(1)
+    result: Tensor = twice + kept
+    return result
+
+
+def write_a_weight(y: Tensor) -> Tensor:
+    weight = torch.ones(4)
+    result = y.sin() * y * weight
+    y.mul_(2)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("function", "line"), [(add_in_place, "kept[0].add_(1)"), (write_a_weight, "y.mul_(2)")]
+)
+def test_a_write_over_what_a_gradient_needs_is_named(function: Any, line: str) -> None:
+    with pytest.raises(TraceError, match="writes in place over what a gradient needs") as caught:
+        trace(nn.Linear(4, 4), (torch.randn(2, 4),), lambda m, x: function(m(x)).sum())
+    assert caught.value.where.endswith(line)
