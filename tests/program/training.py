@@ -116,6 +116,19 @@ class Whitened(torch.optim.Optimizer):
         return loss
 
 
+class LARS(torch.optim.SGD):
+    """Steps as long as the weight, by numbers of Python."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(p.norm().item() / (p.grad.norm().item() + 1e-3))
+        super().step()
+        return loss
+
+
 def matrices(params: Params) -> list[nn.Parameter]:
     return [p for p in params if p.dim() == 2]
 
@@ -127,6 +140,7 @@ MAKERS: dict[str, Maker] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # makes its states at once
     "Muon": lambda params: torch.optim.Muon(matrices(params), lr=1e-2),
+    "LARS": lambda params: LARS(params, lr=1e-2),
     "Whitened": lambda params: Whitened(params, lr=1e-2),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
