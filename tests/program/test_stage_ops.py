@@ -33,6 +33,12 @@ def world() -> Iterator[Processes]:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("programs") / "sharded"
+    return save_program(path, "dp=2", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def sharded_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("programs") / "sharded-twice"
     return save_program(path, "dp=2,tp=2", "fsdp+megatron")
 
 
@@ -107,7 +113,7 @@ def pairs(path: Path) -> Iterator[tuple[Stage, nn.Module, str]]:
     stage, model = stage_of(path), model_of()
     stage.step(*batch_of())
     yield stage.double(), model.double(), "blocks.0.up.weight"
-    stage, other = example_program(2, 2).module(), example_model()
+    stage, other = example_program(1, 2).module(), example_model()
     stage.load_full(other)
     stage.step(*example_batch())
     yield stage.double(), other.double(), "up.weight"
@@ -140,7 +146,7 @@ def compared(path: Path) -> None:
 
 
 def test_reads_and_writes_are_those_of_one_device(world: Processes, sharded: Path) -> None:
-    world.run(compared, sharded)
+    world.run(compared, sharded, num=2)
 
 
 @torch.no_grad()
@@ -160,6 +166,11 @@ def refused(path: Path) -> None:
         with pytest.raises(RunError, match=why):
             use()
     assert torch.equal(whole(param), before)
+    for name in ("row", "flat", "masked", "noise"):  # over two mesh axes
+        param.copy_(before)
+        WRITES[name](param)
+        WRITES[name](expected := before.clone())
+        torch.testing.assert_close(whole(param), expected, msg=name)
     assigned = before * 2
     param.data = assigned
     stage.step(*batch_of())
@@ -168,8 +179,8 @@ def refused(path: Path) -> None:
         stage.step(*batch_of())
 
 
-def test_what_would_damage_or_part_is_refused(world: Processes, sharded: Path) -> None:
-    world.run(refused, sharded)
+def test_what_would_damage_or_part_is_refused(world: Processes, sharded_twice: Path) -> None:
+    world.run(refused, sharded_twice)
 
 
 # the gradients of a script's own terms -------------------------------------------------------
@@ -200,4 +211,4 @@ def penalized(path: Path) -> None:
 
 
 def test_penalties_of_weights_have_their_gradients(world: Processes, sharded: Path) -> None:
-    world.run(penalized, sharded)
+    world.run(penalized, sharded, num=2)

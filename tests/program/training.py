@@ -34,17 +34,18 @@ class Block(nn.Module):
 
 
 class Residuals(nn.Module):
-    """Two blocks and a head."""
+    """Two blocks, a head, and a gain, which is a parameter without dims."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(12, 8)
+        self.gain = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
+        y: Tensor = self.head(x) * self.gain
         return y
 
 
@@ -178,8 +179,8 @@ def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, num: int) ->
     return train(optimizer, run, num)
 
 
-def difference(path: Path, maker: str, route: str) -> float:
-    """How far a stage's losses and weights are from one process after ten steps.
+def difference(path: Path, maker: str, route: str, num_steps: int = NUM_STEPS) -> float:
+    """How far a stage's losses and weights are from one process after some steps.
 
     ``route``: "" for an optimizer on DTensors, or the method of the stage that it goes by.
     """
@@ -187,8 +188,8 @@ def difference(path: Path, maker: str, route: str) -> float:
     optimizer = MAKERS[maker](stage.parameters())
     if route:
         getattr(stage, route)(optimizer)
-    found = train_stage(stage, optimizer, NUM_STEPS)
-    expected = train_alone(model, MAKERS[maker](model.parameters()), NUM_STEPS)
+    found = train_stage(stage, optimizer, num_steps)
+    expected = train_alone(model, MAKERS[maker](model.parameters()), num_steps)
     weights = model.state_dict()
     worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     whole = stage.full_state_dict()
