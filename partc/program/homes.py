@@ -89,6 +89,12 @@ class HomeTensor(DTensor):
         made._plain = plain
         return made
 
+    def adopt(self, value: DTensor) -> None:
+        """Give one of torch's own DTensors this tensor's home, in its place."""
+        value.__class__ = type(self)
+        value.home, value.parted = self.home, False  # type: ignore[attr-defined]
+        value.of_gradient, value.copied_view = False, None  # type: ignore[attr-defined]
+
     def like(self, piece: Tensor, spec: Any) -> Self:
         """A tensor over another piece that belongs where this one does."""
         return self.of(

@@ -40,6 +40,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _number(args[0])
     if given[0].home.in_pipeline:
         _check_joins(op, args, given)
+    if op.writes:
+        _adopt_written(op, args, kwargs, given[0])
     if op.reshapes_in_place:
         return reshape_in_place(func, *args, **kwargs)
     if op.is_of_torch and _needs_whole(op, args, kwargs, given):
@@ -57,6 +59,21 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         results = _Results(op, args, kwargs, given)
         return [results.one(x, i) for i, x in enumerate(result)]
     return result
+
+
+def _adopt_written(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], first: HomeTensor
+) -> None:
+    """Make torch's own DTensors that an op writes to tensors of the stage.
+
+    ``torch.load`` gives an optimizer such states; ranks would read their parts of sums of them.
+    """
+    found = {id(x) for x in op.written(args, kwargs) if type(x) is DTensor}
+    for operands in _operands(op, args, kwargs) if found else ():
+        beside = next((x for x in operands if isinstance(x, HomeTensor)), first)
+        for x in operands:
+            if id(x) in found:
+                beside.adopt(x)
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,26 @@ def copied_states(path: Path, folder: Path) -> None:
 
 def test_states_of_every_kind_resume(world: Processes, sharded: Path, tmp_path: Path) -> None:
     world.run(copied_states, sharded, tmp_path)
+
+
+def pickled(path: Path) -> None:
+    """The states that ``torch.load`` gives are torch's own DTensors."""
+    stage = stage_of(path)
+    optimizer, file = MAKERS["LAMB"](stage.parameters()), io.BytesIO()
+    train_stage(stage, optimizer, 2)
+    torch.save({"model": stage.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train_stage(stage, optimizer, 2)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    stage = stage_of(path, 7)
+    optimizer = MAKERS["LAMB"](stage.parameters())
+    stage.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert train_stage(stage, optimizer, 2) == pytest.approx(expected, rel=1e-6)
+
+
+def test_pickled_states_resume(world: Processes, sharded: Path) -> None:
+    world.run(pickled, sharded)
 
 
 def whole_states(path: Path) -> None:

@@ -130,6 +130,23 @@ class LARS(torch.optim.SGD):
         return loss
 
 
+class LAMB(torch.optim.Optimizer):
+    """Steps as long as the weight, by numbers of its own states."""
+
+    def __init__(self, params: Params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = closure() if closure else None
+        for p in self.param_groups[0]["params"]:
+            if p not in self.state:
+                self.state[p]["mean"] = torch.zeros_like(p)
+            mean = self.state[p]["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+            p.sub_(mean, alpha=self.param_groups[0]["lr"] * p.norm().item() / mean.norm().item())
+        return loss
+
+
 def matrices(params: Params) -> list[nn.Parameter]:
     return [p for p in params if p.dim() == 2]
 
@@ -141,6 +158,7 @@ MAKERS: dict[str, Maker] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # makes its states at once
     "Muon": lambda params: torch.optim.Muon(matrices(params), lr=1e-2),
+    "LAMB": lambda params: LAMB(params, lr=1e-2),
     "LARS": lambda params: LARS(params, lr=1e-2),
     "Whitened": lambda params: Whitened(params, lr=1e-2),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
