@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from partc.plan.mesh import PP
 from partc.program.chunks import Chunk
 from partc.program.role import Shard
 
@@ -33,6 +35,11 @@ class Home:
     join: Callable[[Tensor], Tensor]
     take: Callable[[Tensor], Tensor]
     in_pipeline: bool
+
+    @property
+    def sharers(self) -> list[Any]:
+        """The process groups that span the ranks with the same pipeline stages."""
+        return [group for axis, group in self.groups.items() if axis != PP]
 
     def __deepcopy__(self, memo: object) -> Home:
         return self  # copies of a tensor belong to the same ranks
@@ -89,6 +96,14 @@ class HomeTensor(DTensor):
         made._plain = plain
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._plain = None  # it would be copied as what it shows, beside it
+        if isinstance(self, nn.Parameter) or not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
     def adopt(self, value: DTensor) -> None:
         """Give one of torch's own DTensors this tensor's home, in its place."""
         value.__class__ = type(self)
@@ -114,8 +129,10 @@ class HomeTensor(DTensor):
 
 def replicated(whole: Tensor, like: DTensor) -> DTensor:
     """A DTensor of a tensor that every rank has whole, on the mesh of another."""
-    everywhere = [Replicate()] * like.device_mesh.ndim
-    return DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
+    everywhere = (Replicate(),) * like.device_mesh.ndim
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(like.device_mesh, everywhere, tensor_meta=meta)
+    return DTensor(whole, spec, requires_grad=False)
 
 
 @torch.no_grad()

@@ -27,6 +27,9 @@ class StageTensor(HomeTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # its tensors cannot be views of others
+            with torch.inference_mode(False), torch.no_grad():
+                return run_op(func, args, kwargs or {})
         return run_op(func, args, kwargs or {})
 
     def __format__(self, format_spec: str) -> str:
@@ -35,6 +38,12 @@ class StageTensor(HomeTensor):
     def tolist(self) -> Any:
         """The whole tensor's elements, in lists of lists."""
         return whole_of(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array, which is read-only: it is no memory of the ranks."""
+        array = whole_of(self).numpy(force=force)
+        array.setflags(write=False)
+        return array
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor on every rank."""

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from partc.errors import RunError
-from partc.program.homes import HomeTensor, View, replicated, whole_of, write_whole
+from partc.program.homes import Home, HomeTensor, View, replicated, whole_of, write_whole
 from partc.program.op_facts import Op, home_tensors
 
 _RESIZE = torch.ops.aten.resize_.default
@@ -114,13 +113,13 @@ class Wholes:
 
     def _drawn(self, whole: Tensor) -> Tensor:
         """The numbers of the first rank, where an op drew them."""
-        return from_first_rank(whole, self.first.device_mesh) if self.op.is_random else whole
+        return from_first_rank(whole, self.first.home) if self.op.is_random else whole
 
     def _check_same(self, value: Tensor) -> None:
-        mesh = self.first.device_mesh
-        first = from_first_rank(value, mesh)
+        home = self.first.home
+        first = from_first_rank(value, home)
         differs = ((first != value) & ~((first != first) & (value != value))).any().int()
-        for group in mesh.get_all_groups():
+        for group in home.sharers:
             dist.all_reduce(differs, dist.ReduceOp.MAX, group=group)
         if differs.item():
             raise _differs(self.op.func, self.first)
@@ -143,10 +142,10 @@ def view_of(
     return lambda number: start.then(partial(op, number))
 
 
-def from_first_rank(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor of the mesh's first rank, on all of its ranks."""
+def from_first_rank(value: Tensor, home: Home) -> Tensor:
+    """The tensor of the first rank with the same pipeline stages, on all of them."""
     flat = value.detach().reshape(-1).clone()
-    for group in mesh.get_all_groups():
+    for group in home.sharers:
         dist.broadcast(flat.view(torch.uint8), dist.get_global_rank(group, 0), group=group)
     return flat.view(value.shape)
 

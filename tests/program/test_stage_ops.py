@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ READS: dict[str, Op] = {
     "masked": lambda x: x[x > 0.1],
     "with a whole": lambda x: x + counted(x),
     "equal": lambda x: (torch.equal(x, x.clone()), torch.equal(x, x * 2), torch.allclose(x, x)),
+    "inference": torch.inference_mode()(lambda x: x[3].sum().item() + x.norm().item()),
+    "copied row": lambda x: copy.deepcopy(x.detach()[3]),
+    "array": lambda x: x.detach().numpy().tolist(),
     "a view, later": lambda x: (x[3], x.mul_(2))[0].sum().item(),
 }
 WRITES: dict[str, Op] = {

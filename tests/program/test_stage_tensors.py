@@ -261,6 +261,13 @@ def in_stages(path: Path) -> list[float]:
     assert isinstance(number, DTensor)
     assert isinstance(grads[0], DTensor)
     torch.testing.assert_close(number.full_tensor(), grads[0].full_tensor().norm())
+    with torch.no_grad():
+        for param in stage.parameters():  # other ones on each rank, which no rank waits for
+            expected = param.numel() + param.norm().square().item()
+            mixed = param.square().add_(torch.ones(param.shape)).sum().item()
+            assert mixed == pytest.approx(expected, rel=1e-5)
+            nn.init.normal_(param)
+    stage.load_full(model_of())
     with pytest.raises(RunError, match="its step on one parameter depends on others"):
         stage.step_on_whole(MAKERS["LBFGS"](stage.parameters()))
     for maker, route in ROUTES.items():
