@@ -180,11 +180,12 @@ def _number(value: HomeTensor) -> Any:
 
 def _check_joins(op: Op, args: Sequence[Any], given: Sequence[HomeTensor]) -> None:
     """RunError if an op joins gradients, of which a pipeline rank has those of its stages alone."""
-    if op.is_per_tensor or not any(x.of_gradient for x in given):
+    gradients = [x for x in given if x.of_gradient]
+    if op.is_per_tensor or not gradients:
         return
     listed = any(isinstance(x, list | tuple) and x and isinstance(x[0], Tensor) for x in args)
-    if listed or len({x.home.shard.name for x in given}) > 1:
-        raise _of_one_rank(op.func, given)
+    if listed or len({x.home.shard.name for x in gradients}) > 1:
+        raise _of_one_rank(op.func, gradients)
 
 
 def _operands(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:

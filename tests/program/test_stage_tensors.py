@@ -241,6 +241,11 @@ ROUTES = {
 }  # fmt: skip
 
 
+def whole(value: Tensor | None) -> Tensor:
+    assert isinstance(value, DTensor)
+    return value.full_tensor().clone()
+
+
 def in_stages(path: Path) -> list[float]:
     stage, scales = stage_of(path), []
     stage.step(*batch_of())
@@ -261,6 +266,11 @@ def in_stages(path: Path) -> list[float]:
     assert isinstance(number, DTensor)
     assert isinstance(grads[0], DTensor)
     torch.testing.assert_close(number.full_tensor(), grads[0].full_tensor().norm())
+    params, before = list(stage.parameters()), [whole(grad) for grad in grads]
+    terms = [param.square().sum() for param in params]
+    sum(terms, start=0 * terms[0]).backward()  # whose gradients are right, if not its value
+    for param, grad in zip(params, before, strict=True):
+        torch.testing.assert_close(whole(param.grad), grad + 2 * whole(param.detach()))
     with torch.no_grad():
         for param in stage.parameters():  # other ones on each rank, which no rank waits for
             expected = param.numel() + param.norm().square().item()
