@@ -274,7 +274,7 @@ def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
             if key in saved.shards:
                 wanted = states.wanted(name, saved.shards[key])
                 piece = saved.piece(key, wanted, stage).clone()
-                optimizer.state[param][field] = states.from_piece(name, wanted, piece)
+                optimizer.state[param][field] = states.from_piece(field, name, wanted, piece)
     for group, plain in zip(optimizer.param_groups, saved.groups, strict=True):
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
         group.update({k: v for k, v in values.items() if k != "params"})

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from partc.program.rank_tensors import RankTensors
 from partc.program.role import Shard
 
+COUNTER = "step"
 Form = Literal["pieces", "whole", "dtensors"]
 
 
@@ -43,14 +44,18 @@ class OptimizerStates:
         sharded = saved.shape == shard.shape and self.form != "whole"
         return Shard("", name, saved.shape, saved.dtype, shard.cuts if sharded else ())
 
-    def from_piece(self, name: str, shard: Shard, piece: Tensor) -> Tensor:
-        """A state as the optimizer has it, given its piece, which is cut as ``shard`` says."""
-        if not shard.shape:
-            return piece.cpu()  # a counter
+    def from_piece(self, field: str, name: str, shard: Shard, piece: Tensor) -> Tensor:
+        """A state as the optimizer has it, given its piece, which is cut as ``shard`` says.
+
+        A number is a counter, which optimizers of torch keep on the CPU, unless its parameter is
+        one too: then it is a moment, but for ``step``, which torch knows by its name.
+        """
+        param = self.tensors.shards[name]
+        if not shard.shape and (param.shape or field == COUNTER):
+            return piece.cpu()
         piece = piece.to(self.tensors.device)
         if self.form != "dtensors":
             return piece
-        param = self.tensors.shards[name]
         alike = shard.shape == param.shape
         return self.tensors.layouts().parameter(param if alike else shard, piece)
 

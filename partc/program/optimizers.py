@@ -155,13 +155,14 @@ class SavedMoments:
     def _save(self, optimizer: Optimizer, state: StateDict) -> StateDict:
         def wrapped(shown: Shown, value: Any) -> Any:
             alike = isinstance(value, Tensor) and value.shape == shown.piece.shape
-            return self._wrap(shown.shard, value) if alike else value
+            sharded = alike and value.dim()  # a number is whole on every rank, moment or counter
+            return self._wrap(shown.shard, value) if sharded else value
 
         return self._each(optimizer, state, wrapped)
 
     def _load(self, optimizer: Optimizer, state: StateDict) -> StateDict:
         def unwrapped(shown: Shown, value: Any) -> Any:
-            if isinstance(value, Tensor) and value.shape == shown.shard.shape and value.dim():
+            if isinstance(value, Tensor) and value.shape == shown.shard.shape:
                 return self._unwrap(shown.shard, value)
             return value
 

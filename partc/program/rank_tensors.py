@@ -17,9 +17,10 @@ from partc.program import Program
 from partc.program.chunks import chunks_of
 from partc.program.dtensors import DTensors, expressible
 from partc.program.holders import Holders, from_first
+from partc.program.homes import Home, HomeTensor, whole_of
 from partc.program.role import Role, Shard
 from partc.program.shown import Layouts
-from partc.program.stage_tensors import Gradient, Home, Parted
+from partc.program.stage_tensors import StageTensor
 from partc.program.weights import check_names, check_shapes, match
 
 
@@ -149,6 +150,11 @@ class RankTensors:
 
     def piece(self, shard: Shard, value: Tensor) -> Tensor:
         """This rank's piece of a whole tensor, or of a DTensor with any mesh and placements."""
+        if isinstance(value, HomeTensor) and (value.parted or value.copied_view is not None):
+            same = value.home.shard.cuts == shard.cuts and value.shape == shard.shape
+            if value.parted and same:
+                return value.to_local()
+            value = whole_of(value)
         if isinstance(value, DTensor):
             return self._dtensors.piece(shard, value)
         return shard.take(value, self.mesh, self.coords)
@@ -164,8 +170,8 @@ class RankTensors:
     def _as_param(self, shard: Shard, piece: Tensor) -> Tensor:
         if self._dtensors.device_mesh is None:
             return piece
-        made = self._dtensors.over(shard, piece)
-        return made if expressible(shard) else Parted.of(piece, made._spec, self._home(shard))
+        spec = self._dtensors.over(shard, piece)._spec
+        return StageTensor.of(piece, spec, self._home(shard), parted=not expressible(shard))
 
     def _as_gradient(self, shard: Shard, piece: Tensor) -> Tensor:
         if self._dtensors.device_mesh is None:
@@ -174,12 +180,18 @@ class RankTensors:
         if key not in self._gradients:
             spec = self._dtensors.over(shard, piece)._spec
             self._gradients[key] = spec, self._home(shard)
-        kind = Gradient if expressible(shard) else Parted
-        return kind.of(piece, *self._gradients[key])
+        spec, home = self._gradients[key]
+        return StageTensor.of(piece, spec, home, parted=not expressible(shard), of_gradient=True)
 
     def _home(self, shard: Shard) -> Home:
-        chunks = chunks_of(shard, self.mesh, self.coords)
-        return Home(shard, chunks, self.groups, self.gather, self.pipeline is not None)
+        return Home(
+            shard,
+            chunks_of(shard, self.mesh, self.coords),
+            self.groups,
+            lambda piece: shard.join(piece, self.gather),
+            lambda whole: shard.take(whole, self.mesh, self.coords),
+            self.pipeline is not None,
+        )
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:
         """The shards of all ranks along an axis, by an all-gather."""

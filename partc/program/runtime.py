@@ -178,12 +178,14 @@ class Stage(nn.Module):
             The same optimizer.
 
         Raises:
-            RunError: tried on small tensors, its steps on pieces are not those on whole tensors
-                (Adafactor, Muon, LBFGS), or it has parameters that are not the stage's.
+            RunError: tried on small tensors and on the shapes of its parameters, of up to a
+                million elements, its steps on pieces are not those on whole tensors (Adafactor,
+                Muon, LBFGS), or it has parameters that are not the stage's.
         """
-        check_elementwise(optimizer)
-        self._set_form(optimizer, "pieces")
+        check_of_stage(optimizer, self.parameters())
         shown, tensors = list(self._shown.values()), self._tensors
+        check_elementwise(optimizer, {s.param: s.shard for s in shown}, tensors.piece)
+        self._set_form(optimizer, "pieces")
         Stepping(optimizer, shown, OnPieces())
         SavedMoments(optimizer, shown, tensors.portable, tensors.piece)
         return optimizer

@@ -74,8 +74,7 @@ class Shown:
 
     def begin(self) -> None:
         """Before a step: read the gradient, and set that of a frozen parameter aside."""
-        if self.param.untyped_storage() is not self._storage:
-            raise _data_assigned(self.shard)
+        self._check_data()
         if self.trained:
             self.read()
             if self.is_frozen:
@@ -93,6 +92,14 @@ class Shown:
     def like_param(self, grad: Tensor) -> Tensor:
         """A piece of a gradient as autograd hands it to the shown parameter."""
         return self.layouts.parameter(self.shard, grad)
+
+    def _check_data(self) -> None:
+        """RunError if what the user assigned to ``.data`` does not reach the program."""
+        value, version = getattr(self.param, "assigned", None) or (self.param, None)
+        if version not in (None, value._version):
+            raise _data_changed(self.shard)
+        if self.param.untyped_storage() is not self._storage:
+            raise _data_assigned(self.shard)
 
     # memory ----------------------------------------------------------------------------------
     def renew(self, piece: nn.Parameter) -> None:
@@ -166,6 +173,15 @@ def _data_assigned(shard: Shard) -> RunError:
         what="was assigned another tensor",
         why="a DTensor then keeps its old values, whatever it is given",
         do="Write parameter.copy_(values) under torch.no_grad().",
+    )
+
+
+def _data_changed(shard: Shard) -> RunError:
+    return RunError(
+        where=f"{shard.name}.data",
+        what="was assigned a tensor that was changed since",
+        why="its values were copied when they were assigned: each rank holds its piece of them",
+        do="Write to the parameter itself under torch.no_grad().",
     )
 
 

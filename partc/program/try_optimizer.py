@@ -1,11 +1,13 @@
 """Find out by trying whether an optimizer treats each element, or each tensor, by itself.
 
-An optimizer of any class is tried on small random tensors with the options of its groups: if steps
-on pieces end where steps on whole tensors end, it may step on this rank's pieces.
+An optimizer of any class is tried with the options of its groups on small random tensors, and on
+tensors of its parameters' shapes: if steps on pieces end where steps on whole tensors end, it may
+step on this rank's pieces.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,20 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import RunError
+from partc.program.role import Shard
 
 Optimizer = torch.optim.Optimizer
 NUM_STEPS = 3
 LR = 0.1  # a schedule may begin at 0, where every optimizer does nothing
+LARGEST = 2**20  # elements of a parameter whose own shape is tried
+Take = Callable[[Shard, Tensor], Tensor]
 Split = Callable[[Tensor], Sequence[Tensor]]
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """RunError if an optimizer may not step on pieces of tensors."""
-    if not is_elementwise(optimizer):
+def check_elementwise(optimizer: Optimizer, shards: Mapping[Tensor, Shard], take: Take) -> None:
+    """RunError if an optimizer may not step on pieces of tensors.
+
+    ``shards``: the layout of each of its parameters, whose shapes are tried too, as a rule may
+    depend on a tensor's size. ``take`` gives this rank's piece of a whole tensor.
+    """
+    if not (is_elementwise(optimizer) and _is_on_own_shapes(optimizer, shards, take)):
         raise RunError(
             where=f"stage.step_on_pieces({type(optimizer).__name__})",
             what="its steps on pieces of a tensor are not those on the whole tensor",
-            why="it was tried on small tensors with the options of its groups",
+            why="it was tried on small tensors and on the shapes of its parameters, with the "
+            "options of its groups",
             do="Use it on stage.parameters() as they are, or call stage.step_on_whole(optimizer).",
         )
 
@@ -47,7 +57,23 @@ def check_per_tensor(optimizer: Optimizer) -> None:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether its steps on pieces of a tensor, one by one, equal those on the whole tensor."""
     cases = (((4, 6), 0), ((4, 6), 1), ((6,), 0))
-    return all(_alike(optimizer, [shape], [_halves(dim)]) for shape, dim in cases)
+    groups = optimizer.param_groups
+    return all(_alike(optimizer, groups, [shape], [_halves(dim)]) for shape, dim in cases)
+
+
+def _is_on_own_shapes(optimizer: Optimizer, shards: Mapping[Tensor, Shard], take: Take) -> bool:
+    """Whether its steps on pieces of tensors like its own parameters equal those on wholes."""
+    for group in optimizer.param_groups:
+        own = [shards[param] for param in group["params"]]
+        for shard in {(each.shape, each.cuts): each for each in own}.values():
+            tried = shard.cuts and math.prod(shard.shape) <= LARGEST
+            if tried and not _alike(optimizer, [group], [shard.shape], [_piece(shard, take)]):
+                return False
+    return True
+
+
+def _piece(shard: Shard, take: Take) -> Split:
+    return lambda x: [take(shard, x)]
 
 
 def _halves(dim: int) -> Split:
@@ -56,13 +82,14 @@ def _halves(dim: int) -> Split:
 
 def is_per_tensor(optimizer: Optimizer) -> bool:
     """Whether its steps on several tensors, one by one, equal those on all of them."""
-    return _alike(optimizer, [(4, 6), (6, 4)], [lambda x: [x]] * 2)
+    return _alike(optimizer, optimizer.param_groups, [(4, 6), (6, 4)], [lambda x: [x]] * 2)
 
 
 def _alike(
-    optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], splits: Sequence[Split]
-) -> bool:
-    """Compare a run on whole tensors with runs on each of their pieces alone."""
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]],
+    shapes: Sequence[tuple[int, ...]], splits: Sequence[Split],
+) -> bool:  # fmt: skip
+    """Compare a run on whole tensors with runs on each of their pieces alone, by each group."""
     generator = torch.Generator().manual_seed(0)
     device = optimizer.param_groups[0]["params"][0].device
 
@@ -71,7 +98,7 @@ def _alike(
 
     starts = [random(shape) for shape in shapes]
     grads = [[random(shape) for _ in range(NUM_STEPS)] for shape in shapes]
-    for options in optimizer.param_groups:
+    for options in groups:
         try:
             whole = _run(optimizer, options, starts, grads)
             for end, start, given, split in zip(whole, starts, grads, splits, strict=True):

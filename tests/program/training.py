@@ -34,17 +34,18 @@ class Block(nn.Module):
 
 
 class Residuals(nn.Module):
-    """Two blocks and a head."""
+    """Two blocks, a head, and a gain, which is a parameter without dims."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(12, 8)
+        self.gain = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.head(x)
+        y: Tensor = self.head(x) * self.gain
         return y
 
 
@@ -116,6 +117,36 @@ class Whitened(torch.optim.Optimizer):
         return loss
 
 
+class LARS(torch.optim.SGD):
+    """Steps as long as the weight, by numbers of Python."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(p.norm().item() / (p.grad.norm().item() + 1e-3))
+        super().step()
+        return loss
+
+
+class LAMB(torch.optim.Optimizer):
+    """Steps as long as the weight, by numbers of its own states."""
+
+    def __init__(self, params: Params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        loss = closure() if closure else None
+        for p in self.param_groups[0]["params"]:
+            if p not in self.state:
+                self.state[p]["mean"] = torch.zeros_like(p)
+            mean = self.state[p]["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+            p.sub_(mean, alpha=self.param_groups[0]["lr"] * p.norm().item() / mean.norm().item())
+        return loss
+
+
 def matrices(params: Params) -> list[nn.Parameter]:
     return [p for p in params if p.dim() == 2]
 
@@ -127,6 +158,8 @@ MAKERS: dict[str, Maker] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),  # makes its states at once
     "Muon": lambda params: torch.optim.Muon(matrices(params), lr=1e-2),
+    "LAMB": lambda params: LAMB(params, lr=1e-2),
+    "LARS": lambda params: LARS(params, lr=1e-2),
     "Whitened": lambda params: Whitened(params, lr=1e-2),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
@@ -164,8 +197,8 @@ def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, num: int) ->
     return train(optimizer, run, num)
 
 
-def difference(path: Path, maker: str, route: str) -> float:
-    """How far a stage's losses and weights are from one process after ten steps.
+def difference(path: Path, maker: str, route: str, num_steps: int = NUM_STEPS) -> float:
+    """How far a stage's losses and weights are from one process after some steps.
 
     ``route``: "" for an optimizer on DTensors, or the method of the stage that it goes by.
     """
@@ -173,8 +206,8 @@ def difference(path: Path, maker: str, route: str) -> float:
     optimizer = MAKERS[maker](stage.parameters())
     if route:
         getattr(stage, route)(optimizer)
-    found = train_stage(stage, optimizer, NUM_STEPS)
-    expected = train_alone(model, MAKERS[maker](model.parameters()), NUM_STEPS)
+    found = train_stage(stage, optimizer, num_steps)
+    expected = train_alone(model, MAKERS[maker](model.parameters()), num_steps)
     weights = model.state_dict()
     worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
     whole = stage.full_state_dict()
