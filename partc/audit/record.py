@@ -45,9 +45,13 @@ def _run(role: Role, here: Any, live: LiveMemory, found: Record) -> None:
     check_pieces(role, step, found.rank)
     inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
     live.leave_out([*step.parameters(), *step.buffers(), *inputs])
+    written = {name: param._version for name, param in step.named_parameters()}
     with live:
         kept = step(*inputs) if role.is_inference else step.step(*inputs)
     live.streams.end()
+    for name, param in step.named_parameters():
+        if param._version != written[name]:
+            raise changed(role, found.rank, name)
     if not role.is_inference:
         _check_loss(role, kept)
         check_grads(role, step, found.rank)
@@ -114,6 +118,15 @@ def failed(role: Role, rank: int, error: Exception) -> CheckError:
         what=f"the text cannot be run: {type(error).__name__}",
         why=str(error).strip().partition("\n")[0],
         do="Undo the edit of this line, or of what it reads.",
+    )
+
+
+def changed(role: Role, rank: int, name: str) -> CheckError:
+    return CheckError(
+        where=f"{_file(role)}, rank {rank}, {name}",
+        what="the step changes the parameter",
+        why="a step gives gradients; an optimizer changes parameters after it",
+        do="Undo the edit, or work on a copy.",
     )
 
 
