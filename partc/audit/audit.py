@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from partc.audit.fixed import check_fixed
 from partc.audit.numbers import check_numbers
 from partc.audit.order import check_alike, check_order, within
-from partc.audit.record import record
+from partc.audit.record import failed, record
 from partc.audit.recording import Record
 from partc.audit.sums import Followed, check_sums, summing_axes
 from partc.audit.tables import check_tables
 from partc.codegen.safety import check_source
-from partc.dryrun.nccl_order import check_roles
+from partc.dryrun.nccl_order import ALL_RULES
+from partc.dryrun.nccl_order import check_order as check_nccl_order
+from partc.dryrun.recording import record as nccl_events
+from partc.errors import PartcError
 from partc.graph.fake_calls import quiet_log
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
 
+FLOATS = re.compile(r"\b(float16|bfloat16|float32|float64)\b")
 RECORDED = 16  # ranks of a mesh that are all recorded; of larger ones the first and last of a role
 
 
@@ -68,14 +73,25 @@ def _audited(program: Program) -> Audit:
     sums, expected = check_sums(program), program.expected.numbers
     of_sums, open_sums = _of_sums(sums, program.mesh, expected is not None)
     checked.append(of_sums)
+    unchecked = (*open_sums, *_of_dtypes(program))
     if expected is None:
-        return Audit(tuple(checked), (*open_sums, f"numbers: {program.expected.lacking}"))
+        return Audit(tuple(checked), (*unchecked, f"numbers: {program.expected.lacking}"))
     check_numbers(program, expected)
     num = len(expected.tensors)
     checked.append(f"numbers: {num} tensors of all ranks are those of the step on one device")
     if program.draws:
         checked.append(f"draws: {len(program.draws)} sites, each rank and step with its own keys")
-    return Audit(tuple(checked))
+    return Audit(tuple(checked), unchecked)
+
+
+def _of_dtypes(program: Program) -> Iterator[str]:
+    """What is not known of a program that computes in several float dtypes."""
+    used = {name for text in program.sources.values() for name in FLOATS.findall(text)}
+    if len(used) > 1:
+        yield (
+            f"in which of {', '.join(sorted(used))} a call between two casts computes, as numbers "
+            "are compared in float64; the casts stand as printed"
+        )
 
 
 def _of_sums(sums: Followed, mesh: Mesh, numbers: bool) -> tuple[str, tuple[str, ...]]:
@@ -102,8 +118,23 @@ def _transfers(program: Program) -> Iterator[str]:
         num = sum(len(each.transfers) for each in records.values())
         yield f"{library}: {len(records)} ranks run on shapes, {num} transfers are waited for"
         _meet(program, records, every)
-    check_roles({rank: program.role(rank) for rank in ranks})
+    _meet_on_nccl(program, ranks)
     yield "order: all members start the same transfers, and no ranks wait for each other"
+
+
+def _meet_on_nccl(program: Program, ranks: Iterable[int]) -> None:
+    """Check that no ranks wait for each other by NCCL's rules, under which no send is buffered."""
+    events = {}
+    for rank in ranks:
+        role = program.role(rank)
+        try:
+            events[rank] = nccl_events(role, rank)
+        except PartcError:
+            raise
+        except Exception as error:
+            raise failed(role, rank, error) from error
+    for rules in ALL_RULES:
+        check_nccl_order(events, rules)
 
 
 def _libraries(program: Program) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import CheckError
@@ -37,8 +38,8 @@ class Drawn(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if takes_numbers(func, args, kwargs):
-            generator = kwargs.get("generator")
-            self.seeds[generator.initial_seed() if generator is not None else None] += 1
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+            self.seeds[given[0].initial_seed() if given else None] += 1
         return func(*args, **kwargs)
 
 

@@ -124,6 +124,23 @@ def test_the_output_says_what_was_checked(kind: str, said: str) -> None:
     assert said in str(audit(program(kind)))
 
 
+class InTwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(8, dtype=torch.bfloat16), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x.bfloat16()).float()).square().mean()  # type: ignore[no-any-return]
+
+
+def test_programs_in_two_dtypes_say_what_no_number_tells() -> None:
+    mixed = partc.compile(InTwoDtypes(), "dp=2", (torch.zeros(8, 8),), plan="ddp")
+    (told,) = audit(mixed).unchecked
+    assert "in which of bfloat16, float32 a call between two casts computes" in told
+    with pytest.raises(CheckError, match=DTYPE):
+        check_fixed(edited(mixed, ".to(torch.float32", ".to(torch.bfloat16"))
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
