@@ -68,7 +68,7 @@ def audit(program: Program) -> Audit:
 def _audited(program: Program) -> Audit:
     check_tables(program)
     num = check_fixed(program)
-    checked = [f"text: {num} lines and functions that no run can judge stand as printed"]
+    checked = [f"text: what no run can judge stands as printed (lines and functions: {num})"]
     checked += _transfers(program)
     sums, expected = check_sums(program), program.expected.numbers
     of_sums, open_sums = _of_sums(sums, program.mesh, expected is not None)

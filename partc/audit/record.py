@@ -45,12 +45,13 @@ def _run(role: Role, here: Any, live: LiveMemory, found: Record) -> None:
     check_pieces(role, step, found.rank)
     inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
     live.leave_out([*step.parameters(), *step.buffers(), *inputs])
-    written = {name: param._version for name, param in step.named_parameters()}
+    kept_whole = {**dict(step.named_parameters()), **dict(zip(role.inputs, inputs, strict=True))}
+    written = {name: tensor._version for name, tensor in kept_whole.items()}
     with live:
         kept = step(*inputs) if role.is_inference else step.step(*inputs)
     live.streams.end()
-    for name, param in step.named_parameters():
-        if param._version != written[name]:
+    for name, tensor in kept_whole.items():
+        if tensor._version != written[name]:
             raise changed(role, found.rank, name)
     if not role.is_inference:
         _check_loss(role, kept)
@@ -124,8 +125,8 @@ def failed(role: Role, rank: int, error: Exception) -> CheckError:
 def changed(role: Role, rank: int, name: str) -> CheckError:
     return CheckError(
         where=f"{_file(role)}, rank {rank}, {name}",
-        what="the step changes the parameter",
-        why="a step gives gradients; an optimizer changes parameters after it",
+        what="the step changes this tensor",
+        why="a step leaves the batch as it is, and parameters to the optimizer",
         do="Undo the edit, or work on a copy.",
     )
 

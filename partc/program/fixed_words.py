@@ -14,6 +14,7 @@ DEVICE = "the device, or the library that moves tensors"
 DRAWS = "which random numbers are drawn"
 DTYPE = "the dtype in which numbers are kept"
 TIED = "which tensors are one"
+TEXT = "a value as text, which says more than its numbers"
 CALLED = "which function a name stands for"
 
 # Words in the names of functions and modules of torch. Behind `self` stand a model's own names, of
@@ -31,7 +32,7 @@ DRAW_WORDS = {"rng", "random", "dropout", "generator", "seed"}
 DRAW_NAMES = {"rng", "Draws"}
 CASTS = {"to", "type", "type_as", "dtype", "autocast", "amp", "finfo"}
 TABLES = {"ALIASES": TIED, "DTYPES": DTYPE}
-LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE}
+LOCALS = {"device": DEVICE, "rng": DRAWS, "Draws": DRAWS, "DTYPES": DTYPE, "str": TEXT}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _keyed(tree: ast.AST) -> frozenset[str]:
 def reason_of(node: ast.AST, names: Names) -> str:
     """What a statement or expression decides on, of the above; "" if it decides on none of them."""
     found = {reason for each in _words(node) if (reason := _reason(each, names))}
-    return next((each for each in (TIED, DEVICE, DRAWS, DTYPE, CALLED) if each in found), "")
+    return next((each for each in (TIED, DEVICE, DRAWS, DTYPE, CALLED, TEXT) if each in found), "")
 
 
 def _words(node: ast.AST) -> Iterator[ast.AST]:
@@ -107,6 +108,8 @@ def _reason(node: ast.AST, names: Names) -> str:
             return _of_attribute(node)
         case ast.Name():
             return LOCALS.get(node.id, "")
+        case ast.FormattedValue() | ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
+            return TEXT
         case ast.arg():
             return DEVICE if node.arg == "device" else ""
         case ast.keyword(arg=str()):
@@ -127,6 +130,8 @@ def _of_attribute(node: ast.Attribute) -> str:
         return DEVICE
     if parts & DRAW_WORDS or word in DRAW_NAMES or bare in DRAWABLE:
         return DRAWS
+    if word == "format":
+        return TEXT
     dtype = getattr(torch, word, None)
     casts = isinstance(dtype, torch.dtype) and _has_floats(dtype)
     return DTYPE if casts or word in CASTS or (parts and word.startswith("set_")) else ""
