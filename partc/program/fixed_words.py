@@ -110,6 +110,10 @@ def _reason(node: ast.AST, names: Names) -> str:
             return LOCALS.get(node.id, "")
         case ast.FormattedValue() | ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
             return TEXT
+        case ast.arg() if node.arg in names.functions:
+            return CALLED
+        case ast.alias() if (node.asname or node.name) in names.functions:
+            return CALLED
         case ast.arg():
             return DEVICE if node.arg == "device" else ""
         case ast.keyword(arg=str()):
