@@ -19,13 +19,14 @@ NODES = (
     ast.Tuple, ast.Set, ast.Subscript, ast.Slice, ast.Starred, ast.BinOp, ast.UnaryOp,
     ast.BoolOp, ast.Compare, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.JoinedStr,
     ast.FormattedValue, ast.DictComp, ast.ListComp, ast.GeneratorExp, ast.SetComp,
-    ast.comprehension, ast.Pass,
+    ast.comprehension, ast.Pass, ast.Assert,
 )  # fmt: skip
 BUILTINS = {
     "range", "zip", "len", "reversed", "enumerate", "super", "tuple", "list", "dict", "int",
     "float", "str", "bool", "object", "sum", "min", "max", "sorted", "None", "next", "iter",
     "slice", "isinstance", "property",
 }  # fmt: skip
+READING = {"len", "tuple", "list", "isinstance", "size", "dim", "numel", "is_contiguous"}
 FORBIDDEN = {
     "eval", "exec", "compile", "getattr", "setattr", "delattr", "open", "globals", "locals",
     "vars", "breakpoint", "input", "load", "save", "system", "popen", "hub", "jit", "os",
@@ -33,14 +34,38 @@ FORBIDDEN = {
 }  # fmt: skip
 
 
-def check_source(text: str) -> ast.Module:
-    """The syntax tree of a generated program; CheckError unless it only computes with torch."""
+class _Unfit(Exception):
+    """A line of a program does something else than compute."""
+
+    def __init__(self, line: int, what: str) -> None:
+        super().__init__(what)
+        self.line, self.what = line, what
+
+
+def check_source(text: str, file: str = "") -> ast.Module:
+    """The syntax tree of a program; CheckError unless it only computes with torch.
+
+    ``file``: the name of a file that a user may have edited; without it partc has just printed it.
+    """
+    try:
+        return _checked(text)
+    except _Unfit as error:
+        raise CheckError(
+            where=f"{file}:{error.line}" if file else f"generated program, line {error.line}",
+            what=error.what,
+            why="programs only compute with torch",
+            do="Undo the edit of this line."
+            if file
+            else "This is a fault in partc or in a pass of yours; report it with the plan.",
+        ) from None
+
+
+def _checked(text: str) -> ast.Module:
     try:
         tree = ast.parse(text)
-    except SyntaxError as error:
-        raise _refused(
-            error.lineno or 0, f"the generated text does not parse: {error.msg}"
-        ) from None
+    except (SyntaxError, ValueError) as error:
+        line, message = getattr(error, "lineno", 0) or 0, getattr(error, "msg", str(error))
+        raise _Unfit(line, f"the text does not parse: {message}") from None
     defined, compilers = _defined(tree), _compilers(tree)
     for node in ast.walk(tree):
         _check_node(node, defined, compilers)
@@ -50,7 +75,9 @@ def check_source(text: str) -> ast.Module:
 def _check_node(node: ast.AST, defined: set[str], compilers: set[ast.expr]) -> None:
     line = getattr(node, "lineno", 0)
     if not isinstance(node, NODES):
-        raise _refused(line, f"{type(node).__name__} does not belong in a generated program")
+        raise _Unfit(line, f"{type(node).__name__.lower()} does not belong in a program")
+    if isinstance(node, ast.Assert) and not _is_of_shapes(node):
+        raise _Unfit(line, "an assert that calls functions does not belong in a program")
     if isinstance(node, ast.Import | ast.ImportFrom):
         modules = (
             [node.module or ""]
@@ -58,11 +85,18 @@ def _check_node(node: ast.AST, defined: set[str], compilers: set[ast.expr]) -> N
             else [a.name for a in node.names]
         )
         if not set(modules) <= IMPORTS:
-            raise _refused(line, f"it imports {', '.join(modules)}")
+            raise _Unfit(line, f"it imports {', '.join(modules)}")
     if isinstance(node, ast.Attribute) and _is_private(node.attr) and node not in compilers:
-        raise _refused(line, f"it reaches for .{node.attr}")
+        raise _Unfit(line, f"it reaches for .{node.attr}")
     if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in defined | BUILTINS):
-        raise _refused(line, f"it reads the name {node.id}")
+        raise _Unfit(line, f"it reads the name {node.id}")
+
+
+def _is_of_shapes(node: ast.Assert) -> bool:
+    """Whether an assert only reads: it may ask for sizes, as in ``x.size(0)``, and call no more."""
+    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+    names = {each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in calls}
+    return names <= READING
 
 
 def _compilers(tree: ast.Module) -> set[ast.expr]:
@@ -90,12 +124,3 @@ def _defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name.partition(".")[0])
     return names
-
-
-def _refused(line: int, what: str) -> CheckError:
-    return CheckError(
-        where=f"generated program, line {line}",
-        what=what,
-        why="programs only compute with torch",
-        do="This is a fault in partc or in a pass of yours; report it with the plan.",
-    )

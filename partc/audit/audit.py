@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from partc.audit.fixed import check_fixed
 from partc.audit.numbers import check_numbers
 from partc.audit.order import check_alike, check_order, within
-from partc.audit.record import record
+from partc.audit.record import failed, record
 from partc.audit.recording import Record
-from partc.audit.sums import check_sums
+from partc.audit.sums import Followed, check_sums, summing_axes
 from partc.audit.tables import check_tables
 from partc.codegen.safety import check_source
-from partc.plan.mesh import PP
-from partc.program import Program, load, load_edited, write_digests
+from partc.dryrun.nccl_order import ALL_RULES
+from partc.dryrun.nccl_order import check_order as check_nccl_order
+from partc.dryrun.recording import record as nccl_events
+from partc.errors import PartcError
+from partc.graph.fake_calls import quiet_log
+from partc.plan.mesh import PP, Mesh
+from partc.program import Program
 
+FLOATS = re.compile(r"\b(float16|bfloat16|float32|float64)\b")
 RECORDED = 16  # ranks of a mesh that are all recorded; of larger ones the first and last of a role
 
 
@@ -38,48 +45,67 @@ def audit(program: Program) -> Audit:
     """Check the text of every rank as it stands; nothing but the program is needed.
 
     The text may do nothing but compute with torch. Its tables must be those of the model and the
-    mesh. On tensors without data every rank's step must run with shapes that fit, read what a
-    transfer brings after its one wait, leave alone what is under way, and give every trained
-    parameter a gradient of its shape. All members of a group must start the same transfers in one
-    order, and no ranks wait for each other. Where the program has the numbers of the single-device
-    step, all ranks run in this process in float64, and loss, gradients, gradients added up over two
-    steps, buffers and results must be those.
+    mesh, and what no run can judge must stand as it was printed. On tensors without data every
+    rank's step must run with shapes that fit, read what a transfer brings after its one wait, leave
+    alone what is under way, change no parameter, and give every trained parameter a gradient of its
+    shape. All members of a group must start the same transfers in one order, and no ranks wait for
+    each other, by the rules of gloo and of NCCL. Where the program has the numbers of the
+    single-device step, all ranks run in this process in float64, and loss, gradients, gradients
+    added up over two steps, buffers and results must be those; and each rank must draw its random
+    numbers from keys of its own.
 
     Raises:
         CheckError: a check failed; it names file and line.
         RunError: ranks that run in this process wait for each other.
         LoadError: a source is no rank program.
     """
-    for text in program.sources.values():
-        check_source(text)
+    for name, text in sorted(program.sources.items()):
+        check_source(text, name)
+    with quiet_log():
+        return _audited(program)
+
+
+def _audited(program: Program) -> Audit:
     check_tables(program)
-    checked, unchecked = [*_transfers(program)], []
-    sums = check_sums(program)
-    if sums.known:
-        checked.append(f"sums: {sums.known} gradients are summed over the right axes, each once")
-    if sums.known < sums.total:
-        unchecked.append(
-            f"sums of {sums.total - sums.known} gradients, for a call that no rule says"
-        )
-    expected = program.expected.numbers
+    num = check_fixed(program)
+    checked = [f"text: what no run can judge stands as printed (lines and functions: {num})"]
+    checked += _transfers(program)
+    sums, expected = check_sums(program), program.expected.numbers
+    of_sums, open_sums = _of_sums(sums, program.mesh, expected is not None)
+    checked.append(of_sums)
+    unchecked = (*open_sums, *_of_dtypes(program))
     if expected is None:
-        unchecked.append("numbers, as the step was too large to be run on one device when saved")
-        return Audit(tuple(checked), tuple(unchecked))
-    check_numbers(program, expected)  # these tell of sums too
+        return Audit(tuple(checked), (*unchecked, f"numbers: {program.expected.lacking}"))
+    check_numbers(program, expected)
     num = len(expected.tensors)
     checked.append(f"numbers: {num} tensors of all ranks are those of the step on one device")
-    return Audit(tuple(checked))
+    if program.draws:
+        checked.append(f"draws: {len(program.draws)} sites, each rank and step with its own keys")
+    return Audit(tuple(checked), unchecked)
 
 
-def accept_edits(path: str | Path) -> Program:
-    """Make edited files part of a saved program, if their text passes ``audit``; then load it.
+def _of_dtypes(program: Program) -> Iterator[str]:
+    """What is not known of a program that computes in several float dtypes."""
+    used = {name for text in program.sources.values() for name in FLOATS.findall(text)}
+    if len(used) > 1:
+        yield (
+            f"in which of {', '.join(sorted(used))} a call between two casts computes, as numbers "
+            "are compared in float64; the casts stand as printed"
+        )
 
-    Raises:
-        CheckError, RunError, LoadError: as ``audit``; the folder stays as it is.
-    """
-    audit(load_edited(path))
-    write_digests(path)
-    return load(path)
+
+def _of_sums(sums: Followed, mesh: Mesh, numbers: bool) -> tuple[str, tuple[str, ...]]:
+    """What is known of sums over ranks, and what is not; ``numbers`` tell of sums too."""
+    if not summing_axes(mesh):
+        return "sums: no axis but pp, so no rank has a part of another one's sum", ()
+    if not sums.total:
+        return "sums: there are no gradients", ()
+    if sums.known == sums.total:
+        return f"sums: {sums.known} gradients are summed over the right axes, each once", ()
+    told = f"sums: {sums.known} of {sums.total} gradients could be followed call by call"
+    if numbers:
+        return f"{told}; of the others the numbers tell", ()
+    return told, (f"sums of {sums.total - sums.known} gradients, for a call that no rule says",)
 
 
 def _transfers(program: Program) -> Iterator[str]:
@@ -92,7 +118,23 @@ def _transfers(program: Program) -> Iterator[str]:
         num = sum(len(each.transfers) for each in records.values())
         yield f"{library}: {len(records)} ranks run on shapes, {num} transfers are waited for"
         _meet(program, records, every)
+    _meet_on_nccl(program, ranks)
     yield "order: all members start the same transfers, and no ranks wait for each other"
+
+
+def _meet_on_nccl(program: Program, ranks: Iterable[int]) -> None:
+    """Check that no ranks wait for each other by NCCL's rules, under which no send is buffered."""
+    events = {}
+    for rank in ranks:
+        role = program.role(rank)
+        try:
+            events[rank] = nccl_events(role, rank)
+        except PartcError:
+            raise
+        except Exception as error:
+            raise failed(role, rank, error) from error
+    for rules in ALL_RULES:
+        check_nccl_order(events, rules)
 
 
 def _libraries(program: Program) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.audit.record import failed
+from partc.audit.keys import Drawn, check_keys
+from partc.audit.record import changed, failed
 from partc.errors import CheckError, PartcError
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
@@ -27,6 +28,7 @@ from partc.verification.threads import ThreadMesh, run_ranks
 
 TOLERANCE = 1e-8  # in float64; the numbers of a program.json have 12 digits
 NOISE = 1e-10  # a gradient below this part of the largest is zero but for rounding
+SEED, STEPS = 7, 4  # of a third step of programs that draw: the seed, and the steps before it
 TIMEOUT_S = 300.0
 Piece = tuple[Shard, Tensor]
 
@@ -86,23 +88,30 @@ class _Run:
     def _outcome(self, role: Role, rank: int) -> Outcome:
         step: Any = role.build(ThreadMesh(self.program.mesh, rank))
         convert(step, torch.float64)
+        result = self._ran(role, step, rank, (0, 1))
+        if role.is_inference:
+            return Outcome({f"result {n}": x for n, x in result.items()}, _buffers(role, step))
+        pieces = _cloned({**_grads(role, step), **_buffers(role, step)})
+        self._ran(role, step, rank, (0, 2))
+        grads = _cloned(_grads(role, step))
+        twice = {f"accumulated {label}": piece for label, piece in grads.items()}
         if hasattr(step, "seed"):
-            step.seed(0)
+            step.seed(SEED, STEPS)
+            self._ran(role, step, rank, (SEED, STEPS + 1))
+        return Outcome({"loss": result}, {**pieces, **twice})
+
+    def _ran(self, role: Role, step: Any, rank: int, at: tuple[int, int]) -> Any:
+        """What a step on the seeded numbers returns; ``at``: the seed and the step's number."""
         inputs = [*self.expected.seeds.batch(role.inputs).values()]
         self._fill(role, step, rank)
-        if role.is_inference:
-            with as_on_any_device():
-                results = step(*inputs)
-            return Outcome({f"result {n}": x for n, x in results.items()}, _buffers(role, step))
-        with as_on_any_device():
-            whole = {"loss": step.step(*inputs)}
-        pieces = {**_grads(role, step), **_buffers(role, step)}
-        pieces = {label: (shard, x.clone()) for label, (shard, x) in pieces.items()}
-        self._fill(role, step, rank)
-        with as_on_any_device():
-            step.step(*inputs)
-        twice = {f"accumulated {label}": piece for label, piece in _grads(role, step).items()}
-        return Outcome(whole, {**pieces, **twice})
+        before = {name: p.detach().clone() for name, p in step.named_parameters()}
+        with as_on_any_device(), Drawn() as drawn:
+            result = step(*inputs) if role.is_inference else step.step(*inputs)
+        check_keys(drawn, self.program, rank, *at)
+        for name, param in step.named_parameters():
+            if not torch.equal(param, before[name]):
+                raise changed(role, rank, name)
+        return result
 
     @torch.no_grad()
     def _fill(self, role: Role, step: nn.Module, rank: int) -> None:
@@ -121,6 +130,10 @@ def _grads(role: Role, step: nn.Module) -> dict[str, Piece]:
     held = role.tensors(step)
     found = {shard: held[shard.name].grad for shard in role.params}
     return {f"gradient {s.name}": (s, grad) for s, grad in found.items() if grad is not None}
+
+
+def _cloned(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    return {label: (shard, x.clone()) for label, (shard, x) in pieces.items()}
 
 
 def _buffers(role: Role, step: nn.Module) -> dict[str, Piece]:

@@ -45,9 +45,14 @@ def _run(role: Role, here: Any, live: LiveMemory, found: Record) -> None:
     check_pieces(role, step, found.rank)
     inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
     live.leave_out([*step.parameters(), *step.buffers(), *inputs])
+    kept_whole = {**dict(step.named_parameters()), **dict(zip(role.inputs, inputs, strict=True))}
+    written = {name: tensor._version for name, tensor in kept_whole.items()}
     with live:
         kept = step(*inputs) if role.is_inference else step.step(*inputs)
     live.streams.end()
+    for name, tensor in kept_whole.items():
+        if tensor._version != written[name]:
+            raise changed(role, found.rank, name)
     if not role.is_inference:
         _check_loss(role, kept)
         check_grads(role, step, found.rank)
@@ -114,6 +119,15 @@ def failed(role: Role, rank: int, error: Exception) -> CheckError:
         what=f"the text cannot be run: {type(error).__name__}",
         why=str(error).strip().partition("\n")[0],
         do="Undo the edit of this line, or of what it reads.",
+    )
+
+
+def changed(role: Role, rank: int, name: str) -> CheckError:
+    return CheckError(
+        where=f"{_file(role)}, rank {rank}, {name}",
+        what="the step changes this tensor",
+        why="a step leaves the batch as it is, and parameters to the optimizer",
+        do="Undo the edit, or work on a copy.",
     )
 
 

@@ -37,7 +37,7 @@ class Followed:
 def check_sums(program: Program) -> Followed:
     """Follow layouts through the text of one rank at each place of the pipeline."""
     mesh = program.mesh
-    axes = {axis: size for axis, size in mesh.axes if axis != PP and size > 1}
+    axes = summing_axes(mesh)
     if not axes:
         return Followed()
     firsts = [mesh.rank({**dict.fromkeys(mesh.names, 0), **at}) for at in _places(mesh)]
@@ -51,6 +51,11 @@ def check_sums(program: Program) -> Followed:
         if messages == before:
             break
     return found
+
+
+def summing_axes(mesh: Mesh) -> dict[str, int]:
+    """The axes over which ranks have parts of sums, with their sizes."""
+    return {axis: size for axis, size in mesh.axes if axis != PP and size > 1}
 
 
 def _places(mesh: Mesh) -> list[dict[str, int]]:

@@ -38,6 +38,11 @@ def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
                 f"{shard.key} is a piece of a {list(shard.shape)}",
                 f"{shard.name} of the model is {list(known[shard.name].shape)}",
             )
+        if known and shard.name in known and known[shard.name].dtype != dtype_name(shard.dtype):
+            yield (
+                f"{shard.key} is {dtype_name(shard.dtype)}",
+                f"{shard.name} of the model is {known[shard.name].dtype}",
+            )
         if known and shard.name not in known and shard.name not in program.constants:
             yield f"{shard.key} is a piece of {shard.name}", "the model has no such tensor"
         yield from _impossible(shard, role.mesh)

@@ -206,12 +206,16 @@ def check_command(args: argparse.Namespace) -> int:
     meet, and what it computes.
     """
     from partc.audit.audit import audit
-    from partc.program import load, load_edited, write_digests
+    from partc.audit.edits import audit_edits
+    from partc.program import edited_files, load, load_edited, write_digests
     from partc.verification.verification import TOLERANCE
 
     program = load_edited(args.folder) if args.accept_edits else load(args.folder)
     with _progress(f"checking {args.folder}"):
-        found = audit(program)
+        if args.accept_edits:
+            found = audit_edits(args.folder, program, verified=bool(args.model))
+        else:
+            found = audit(program)
     files = sorted(program.sources)
     told = {
         "folder": args.folder, "mesh": dict(program.mesh.axes), "sources": files,
@@ -224,6 +228,8 @@ def check_command(args: argparse.Namespace) -> int:
         text += f"\n{report}"
         told["verified"] = report.as_json()
     if args.accept_edits:
+        told["accepted"] = edited_files(args.folder)
+        text += f"\naccepted: {', '.join(told['accepted']) or 'no file was edited'}"
         write_digests(args.folder)
     whole = f"{args.folder}: {program.model} on {program.mesh}, {', '.join(files)}: whole"
     _tell(args, f"{text}\n{whole}", told)

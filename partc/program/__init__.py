@@ -24,6 +24,7 @@ from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
+from partc.program.fixed_text import FixedText
 from partc.program.manifest import Manifest, sha256
 from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, write_tensors
@@ -80,6 +81,7 @@ class Program:
         numbers: the numbers of the model's Python, in the process that compiled it.
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
+        fixed: the parts of the printed text that an edited one must have too.
     """
 
     plan: str
@@ -96,6 +98,11 @@ class Program:
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
+    fixed: FixedText | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.fixed is None:  # nobody has edited the sources yet
+            object.__setattr__(self, "fixed", FixedText(None, self.sources, self.plan))
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -188,6 +195,7 @@ class Program:
             basis=self.basis,
             draws=self.draws,
             expected=self.expected,
+            fixed=self.fixed or FixedText(),
             files=digests,
         )
 
@@ -243,6 +251,13 @@ def write_digests(path: str | Path) -> None:
     atomic_write(folder / manifests.NAME, replace(manifest, files=digests).as_json())
 
 
+def edited_files(path: str | Path) -> tuple[str, ...]:
+    """The names of a saved program's files that are not as ``program.json`` says."""
+    folder = Path(path)
+    files = Manifest.read(folder, edited=True).files
+    return tuple(n for n, digest in files.items() if sha256((folder / n).read_bytes()) != digest)
+
+
 def _program(folder: Path, manifest: Manifest) -> Program:
     roles = {name for _, name in manifest.roles}
     return Program(
@@ -259,6 +274,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         basis=manifest.basis,
         draws=manifest.draws,
         expected=manifest.expected,
+        fixed=manifest.fixed,
     )
 
 
@@ -275,4 +291,7 @@ def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> Non
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        manifests.refuse(path, "is not a text", str(error))

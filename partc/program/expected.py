@@ -99,33 +99,46 @@ class Expected:
         return cls(seeds, tensors)
 
 
-def _nothing() -> None:
+UNKNOWN = "the program was saved without them"
+
+
+def _nothing() -> str:
     """Knows no numbers."""
+    return UNKNOWN
 
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
     """The expected numbers of a program; ``find`` computes them, once, when they are asked for.
 
-    It returns None where the step is too large to be run, or gives no finite loss.
+    It returns the reason instead where there are none, for example a step that is too large.
     """
 
-    find: Callable[[], Expected | None] = _nothing
+    find: Callable[[], Expected | str] = _nothing
 
     @cached_property
-    def numbers(self) -> Expected | None:
+    def found(self) -> Expected | str:
         return self.find()
+
+    @property
+    def numbers(self) -> Expected | None:
+        return None if isinstance(self.found, str) else self.found
+
+    @property
+    def lacking(self) -> str:
+        """Why there are no numbers; "" where there are some."""
+        return self.found if isinstance(self.found, str) else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without ``find``, which holds a graph."""
         return Expectation, ()
 
-    def as_json(self) -> dict[str, Any] | None:
-        return self.numbers.as_json() if self.numbers else None
+    def as_json(self) -> dict[str, Any] | str:
+        return self.found if isinstance(self.found, str) else self.found.as_json()
 
     @classmethod
-    def of_json(cls, data: Json | None) -> Expectation:
-        known = None if data is None else Expected.of_json(data)
+    def of_json(cls, data: Json | str) -> Expectation:
+        known = data if isinstance(data, str) else Expected.of_json(data)
         return cls(lambda: known)
 
 

@@ -20,10 +20,11 @@ from partc.graph.draws import SORTED, UNREAD, Draw
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
+from partc.program.fixed_text import FixedText
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
 
 NAME = "program.json"
-SCHEMA = 3
+SCHEMA = 4
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
@@ -42,6 +43,7 @@ class Manifest:
     cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
     basis: Basis
     expected: Expectation
+    fixed: FixedText
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
 
@@ -65,6 +67,7 @@ class Manifest:
                 for site, draw in self.draws.items()
             },
             "expected": self.expected.as_json(),
+            "fixed": self.fixed.as_json(),
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -120,13 +123,14 @@ class Manifest:
             basis=Basis.of_json(fields["basis"]),
             draws={_text(site): _draw(*entry) for site, entry in fields["draws"].items()},
             expected=Expectation.of_json(fields["expected"]),
+            fixed=FixedText.of_json(fields["fixed"]),
             files=files,
         )
 
 
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
-    "draws", "expected", "files",
+    "draws", "expected", "fixed", "files",
 }  # fmt: skip
 
 

@@ -22,6 +22,13 @@ from partc.verification.steady_draws import as_on_any_device
 MOST_FLOPS = 5e9  # seconds of one processor, in float64
 MOST_BYTES = 500e6  # of parameters in float64
 MOST_TRIES = 8  # bounds that are tried for an input of integers
+TOO_LARGE = "the step was too large to be run on one device when the program was saved"
+LOCAL_STATISTICS = (
+    'each piece of the batch has its own statistics in a batch norm (batch_norm = "local"), and a '
+    "step on one device those of the whole batch"
+)
+NOT_FINITE = "seeded weights and inputs gave no finite loss when the program was saved"
+CHANGED = "the model had been changed since it was compiled when the program was saved"
 PLURAL = {"grads": "gradient", "buffers": "buffer", "results": "result"}
 
 
@@ -32,18 +39,18 @@ def expectation(joint: Graph, plan: str, retraced: Callable[[], Graph]) -> Expec
     it holds the model, so it is kept for small models alone.
     """
     if not is_small(joint):
-        return Expectation()
+        return Expectation(lambda: TOO_LARGE)
     trains = torch.is_grad_enabled()
     whole = retraced if joint.folds else lambda: joint
 
-    def find() -> Expected | None:
+    def find() -> Expected | str:
         if Plan.parse(plan).batch_norm == "local":
-            return None  # the step on one device has other statistics
+            return LOCAL_STATISTICS
         try:
             with torch.set_grad_enabled(trains):
-                return expected_of(whole())
-        except TraceError:  # the model is no longer as it was compiled
-            return None
+                return expected_of(whole()) or NOT_FINITE
+        except TraceError:
+            return CHANGED
 
     return Expectation(find)
 

@@ -164,5 +164,11 @@ def test_a_model_decides_where_a_program_has_no_numbers(
     spoil(tmp_path / "build", lambda text: text.replace("(2 / 96)", "(1 / 96)"))
     assert main(["check", folder, "--accept-edits", "--model", MODEL]) == 2
     assert "differ from the model's" in capsys.readouterr().err
-    assert main(["check", folder, "--accept-edits"]) == 0
-    assert "not checked: numbers" in capsys.readouterr().out
+    assert main(["check", folder, "--accept-edits"]) == 2
+    assert "--accept-edits --model" in capsys.readouterr().err
+    example_program().save(folder)
+    spoil(tmp_path / "build", lambda text: text.replace("(2 / 96)", "(1 / 48)"))
+    assert main(["check", folder, "--accept-edits", "--model", MODEL]) == 0
+    told = capsys.readouterr().out
+    assert "not checked: numbers" in told
+    assert "accepted: role0.py" in told

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from partc.audit.audit import accept_edits
+from partc.audit.edits import accept_edits
 from partc.codegen.files.by_rank import RANK, merged
 from partc.codegen.files.roll_schedule import turn_lines
 from partc.codegen.text import Line

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from partc.audit.audit import accept_edits
+from partc.audit.edits import accept_edits
 from partc.errors import LoadError, UsageError
 from partc.plan.mesh import Mesh
 from partc.program import SavedCost, load

@@ -1,0 +1,86 @@
+"""Check the keys of random numbers: seed, step, microbatch, site and place decide on each draw.
+
+The rule that makes a generator of these is written here once more, as a text is not to be checked
+by its own words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partc.errors import CheckError
+from partc.graph.draws import takes_numbers
+from partc.plan.mesh import MICROBATCH_AXIS
+from partc.program import Program
+
+Seed = int | None  # of a generator; None: torch's own generator
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the generators from which calls draw while it is open, by their seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seeds: Counter[Seed] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if takes_numbers(func, args, kwargs):
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+            self.seeds[given[0].initial_seed() if given else None] += 1
+        return func(*args, **kwargs)
+
+
+def check_keys(drawn: Drawn, program: Program, rank: int, seed: int, step: int) -> None:
+    """CheckError unless a rank drew from keys of its own, in every microbatch alike."""
+    known = dict(_keys(program, rank, seed, step))
+    counts: dict[str, Counter[int | None]] = defaultdict(Counter)
+    for each, num in drawn.seeds.items():
+        if each not in known:
+            raise _wrong(
+                program, rank, step, "draws random numbers that are none of its own",
+                f"with seed {seed} no site of the program has such a key for this step and rank",
+            )  # fmt: skip
+        site, microbatch = known[each]
+        counts[site][microbatch] += num
+    for site, by_microbatch in counts.items():
+        if len({by_microbatch[at] for name, at in known.values() if name == site}) > 1:
+            raise _wrong(
+                program, rank, step, f"draws {site} for some microbatches only, or twice",
+                f"it drew {sum(by_microbatch.values())} times in all",
+            )  # fmt: skip
+
+
+def _keys(program: Program, rank: int, seed: int, step: int) -> Iterator[tuple[int, Any]]:
+    """The seed of every generator that a rank may use in a step, its site and microbatch."""
+    coords = program.mesh.coords(rank)
+    for site, draw in program.draws.items():
+        cuts = {axis: num for axis, _, _, num in draw.cuts}
+        place = tuple(coords[axis] for axis in program.mesh.names if axis in cuts)
+        pieces = cuts.get(MICROBATCH_AXIS)
+        for microbatch in [None] if pieces is None else range(pieces):
+            key = f"{seed} {step} {microbatch} {site} {place}"
+            digest = blake2b(key.encode(), digest_size=8).digest()
+            yield int.from_bytes(digest, "big"), (site, microbatch)
+
+
+def _wrong(program: Program, rank: int, step: int, what: str, why: str) -> CheckError:
+    return CheckError(
+        where=f"{program.role_of(rank)}, rank {rank}, step {step}",
+        what=f"it {what}",
+        why=why,
+        do="Seed, step, microbatch, site and the rank's place decide on what is drawn: undo the "
+        "edit.",
+    )
