@@ -103,6 +103,7 @@ class RoleText:
     """Prints one role's file; ``StageText`` prints one pipeline stage with the same methods."""
 
     step_locals: ClassVar[tuple[str, ...]] = ()  # variables that the templates use in `step`
+    members: ClassVar[tuple[str, ...]] = ()  # methods and attributes that a template's class has
 
     graph: Graph
     header: str
@@ -181,7 +182,7 @@ class RoleText:
         """Give each parameter and buffer an attribute: ``embed_weight``, ``layers.0.w_weight``."""
         in_blocks = {n: a for c in self.classes.values() for n, a in c.attributes().items()}
         lists = [c.attribute for c in self.classes.values()]
-        own = ("rng", FIRST) if self.draws else ()
+        own = (*self.members, *(("rng", FIRST) if self.draws else ()))
         scope = Scope([*dir(nn.Module), *self.graph.mesh.names, *lists, *own])
         for name, node in self._stored().items():
             self.attributes[node] = in_blocks.get(name) or scope.fresh(name)
@@ -350,12 +351,13 @@ class RoleText:
 
     def buffer_updates(self, body: StepBody) -> list[Line]:
         """The lines that copy new values of buffers over the old ones."""
-        places = {
-            node: read(self.attributes[self.graph.buffers[name]])
-            for name, node in self.graph.outputs.buffers.items()
-            if node in body.seen
-        }
-        return updates(places, body.text)
+        news = self.graph.outputs.buffers.items()
+        seen = ((self.buffer_text(name), node) for name, node in news if node in body.seen)
+        return updates(seen, body.text)
+
+    def buffer_text(self, name: str) -> str:
+        """The text that reads a buffer of the model: ``self.layers[0].running_mean``."""
+        return read(self.attributes[self.graph.buffers[name]])
 
     def _result(self, body: StepBody) -> str:
         """The ``return`` of the loss, or of a model's results in inference."""
