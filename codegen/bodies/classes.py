@@ -294,7 +294,7 @@ class BlockClass:
         group = side.group
         kept = {group.nodes[p] for p in [*side.carried, *side.listed]}
         kept |= {n for nodes in side.saved.values() for n in nodes}
-        kept |= set(self._written(group))
+        kept |= set(self._written(group).values())
         tensors = [a for a in arguments if a not in ARGUMENT_TYPES]
         device = (
             f"{tensors[0]}.device"
@@ -320,23 +320,23 @@ class BlockClass:
                 stored.setdefault(node, []).append(f"self.{self.suffixes[suffix]}")
         return stored
 
-    def _written(self, group: Group) -> dict[fx.Node, str]:
-        """New values of the block's own buffers, each with the buffer's attribute."""
+    def _written(self, group: Group) -> dict[str, fx.Node]:
+        """New values of the block's own buffers by the buffer's attribute."""
         inside = set(group.nodes)
         return {
-            node: self.suffixes[name.removeprefix(f"{group.layer}.")]
+            self.suffixes[name.removeprefix(f"{group.layer}.")]: node
             for name, node in self.graph.outputs.buffers.items()
             if node in inside and name.removeprefix(f"{group.layer}.") in self.suffixes
         }
 
     def _updates(self, side: Interface, body: Body) -> list[Line]:
         """The lines that write new values of buffers; not where the step does it, from a list."""
-        places = {
-            node: f"self.{attribute}"
-            for node, attribute in self._written(side.group).items()
+        news = [
+            (f"self.{attribute}", node)
+            for attribute, node in self._written(side.group).items()
             if side.group.nodes.index(node) not in side.listed
-        }
-        return updates(places, body.text)
+        ]
+        return updates(news, body.text)
 
     def _returned(self, side: Interface, body: Body) -> str:
         nodes = side.group.nodes

@@ -6,7 +6,7 @@ expression that reads them, and which are written over another value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +98,7 @@ class Expressions:
     own: Sequence[str] = ()
     one_turn: bool = False  # whether all overlap pieces of a block call this function
     name_of: Callable[[str], str] = literal  # writes the site of a draw that is in no block
+    late: Collection[str] = ()  # buffers that are written when the step ends, not where they change
     fused: bool = False  # whether torch.compile compiles it, and so decides what is written where
 
     def __post_init__(self) -> None:
@@ -114,7 +115,7 @@ class Expressions:
             for node, into in sums.items()
             if node not in in_line | self.summed and (is_sum(node) or into not in in_line)
         }
-        self.accumulated |= {} if self.fused else counted(self.graph, {*self.order})
+        self.accumulated |= {} if self.fused else counted(self.graph, {*self.order}, self.late)
         self.becomes = {into: node for node, into in self.accumulated.items()}
         fixed |= self.becomes.keys()
         self.inlined = inlined(self.order, fixed, self.named, self.accumulated)

@@ -349,12 +349,13 @@ class RoleText:
 
     def buffer_updates(self, body: StepBody) -> list[Line]:
         """The lines that copy new values of buffers over the old ones."""
-        places = {
-            node: read(self.attributes[self.graph.buffers[name]])
-            for name, node in self.graph.outputs.buffers.items()
-            if node in body.seen
-        }
-        return updates(places, body.text)
+        news = self.graph.outputs.buffers.items()
+        seen = ((self.buffer_text(name), node) for name, node in news if node in body.seen)
+        return updates(seen, body.text)
+
+    def buffer_text(self, name: str) -> str:
+        """The text that reads a buffer of the model: ``self.layers[0].running_mean``."""
+        return read(self.attributes[self.graph.buffers[name]])
 
     def _result(self, body: StepBody) -> str:
         """The ``return`` of the loss, or of a model's results in inference."""

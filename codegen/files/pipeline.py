@@ -6,7 +6,7 @@ where these numbers are expressions of ``pp_rank``.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,7 +111,7 @@ class Pipeline:
         return [
             stage_text(
                 self.graphs[number], label, title.code, helpers, self.join_mb,
-                lent=self._lent(mine, number),
+                lent=self._lent(mine, number), shared=self._shared,
                 layers=self._layers[number] if shared or self._is_repeated(number, mine) else None,
                 first=first.code, inductor=self.inductor,
             )
@@ -133,6 +133,12 @@ class Pipeline:
         """The buffers that a stage reads and an earlier stage of the same rank holds for both."""
         held = {name for s in mine if s < stage for name in self.graphs[s].buffers}
         return frozenset(held & self.graphs[stage].buffers.keys())
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """The buffers that several stages have."""
+        counts = Counter(name for graph in self.graphs for name in graph.buffers)
+        return frozenset(name for name, count in counts.items() if count > 1)
 
     def _links(self, rank: int, helpers: Helpers) -> RankLinks:
         return RankLinks(self.graphs, self.schedule, rank, self.wiring, helpers)

@@ -157,6 +157,8 @@ class RankStep:
         for stage in self.stages.values():
             if stage.graph.outputs.results:
                 yield Line(f"results |= self.{stage.attribute}.finish()")
+            elif stage.finishes:
+                yield Line(f"self.{stage.attribute}.finish()")
         for number, graph in enumerate(self.graphs):
             source = self.schedule.rank_of[number]
             for name, node in graph.outputs.results.items():

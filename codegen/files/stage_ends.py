@@ -152,6 +152,7 @@ class Finish:
     steady: Sequence[str]
     helpers: Helpers
     bucket_bytes: int
+    late: Sequence[Line] = ()  # the statements that write new values of buffers
 
     def function(self) -> dict[str, str]:
         """Signature, docstring and body of ``finish``."""
@@ -159,6 +160,7 @@ class Finish:
         for blocks in self.steady:
             lines.append(Line(f"for layer in self.{blocks}:"))
             lines.append(Line("layer.whole = []", indent=1))
+        lines += self.late
         total, sums = "torch.stack(self.losses).sum()", list(self.ends.loss or ())
         if sums:
             lines.append(Line(f"loss = {total}"))
@@ -171,11 +173,15 @@ class Finish:
         result = "None" if self.graph.loss is None else "Tensor"
         return {
             "signature": f"    def finish(self) -> {result}:",
-            "doc": "Sum over ranks what all microbatches have added up."
-            if self.ends.reduces or sums
-            else "The loss, of all microbatches.",
+            "doc": self._doc(bool(sums)),
             "body": block(lines, 2),
         }
+
+    def _doc(self, sums: bool) -> str:
+        if self.ends.reduces or sums:
+            return "Sum over ranks what all microbatches have added up."
+        made = self.graph.loss is not None or self.steady
+        return "The loss, of all microbatches." if made else "Write the new values of buffers."
 
     def _results(self) -> dict[str, str]:
         """``finish`` of an inference: the results of all microbatches, side by side."""
@@ -190,7 +196,7 @@ class Finish:
         return {
             "signature": "    def finish(self) -> dict[str, Tensor]:",
             "doc": "The results, all microbatches side by side.",
-            "body": block([Line(f"return {{{', '.join(texts)}}}")], 2),
+            "body": block([*self.late, Line(f"return {{{', '.join(texts)}}}")], 2),
         }
 
     def reduce(self) -> dict[str, str]:

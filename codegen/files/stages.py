@@ -21,7 +21,7 @@ from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody
 from partc.codegen.bodies.tables import TABLES
-from partc.codegen.calls.buffers_in_place import updates
+from partc.codegen.calls.buffers_in_place import updates, written_late
 from partc.codegen.calls.expressions import ADDS, PARTIALS
 from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
@@ -30,22 +30,15 @@ from partc.codegen.files.alike_stages import declared, given
 from partc.codegen.files.emit import RoleText, arranged, read
 from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
 from partc.codegen.files.stage_flow import StageFlow, has_phase
+from partc.codegen.files.stage_methods import METHODS, Method
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Loop, Run
 from partc.codegen.repeats.layers import FIRST, Layers, count_from_first
 from partc.codegen.repeats.slots import interfaces
-from partc.codegen.text import Line, Text, block, wrap
+from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Phase, fake_of, innermost_block, is_tensor, typed, value
 from partc.passes.overlap.bucket_collectives import BYTES_PER_MB
 from partc.quoting import comment, literal
-
-METHODS: dict[Phase, str] = {"S": "begin", "F": "forward", "B": "backward", "W": "weights"}
-DOCS: dict[Phase, str] = {
-    "S": "Compute what all microbatches share.",
-    "F": "Microbatch `i` through this stage.",
-    "B": "The gradients of microbatch `i`.",
-    "W": "The weight gradients that `backward` left for later.",
-}
 
 
 def stage_text(
@@ -56,6 +49,7 @@ def stage_text(
     join_mb: float,
     *,
     lent: frozenset[str] = frozenset(),
+    shared: frozenset[str] = frozenset(),
     layers: Layers | None = None,
     first: str = "",
     inductor: bool = False,
@@ -64,8 +58,9 @@ def stage_text(
 
     With ``layers`` the layers are counted from the stage's first one, whose number is the
     expression ``first``, so that several ranks or stages share the text. ``lent`` are buffers that
-    another stage of the rank holds. Up to ``join_mb`` megabytes of gradients share a bucket when
-    the step ends. With ``inductor`` the calls between transfers become functions for torch.compile.
+    another stage of the rank holds, ``shared`` those that several stages have. Up to ``join_mb``
+    megabytes of gradients share a bucket when the step ends. With ``inductor`` the calls between
+    transfers become functions for torch.compile.
     """
     graph = tidied(graph, fused=inductor)
     if layers is not None:
@@ -77,7 +72,7 @@ def stage_text(
     sides = interfaces(graph, [item for item in items if isinstance(item, Loop)])
     return StageText(
         graph, "", items, sides, helpers, lent=lent, layers=layers, label=label, title=title,
-        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB),
+        first=first, ends=ends, bucket_bytes=round(join_mb * BYTES_PER_MB), shared=shared,
     )  # fmt: skip
 
 
@@ -94,6 +89,7 @@ class StageText(RoleText):
     title: str = ""
     first: str = ""  # the number of its first layer, as an expression
     bucket_bytes: int = 0
+    shared: frozenset[str] = frozenset()  # buffers that several stages have
     ends: Ends = field(default_factory=lambda: Ends({}, None))
     seen: dict[fx.Node, Text] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope)
@@ -164,16 +160,18 @@ class StageText(RoleText):
 
     @property
     def finishes(self) -> bool:
-        """Whether the stage has a ``finish``: sums over ranks, held weights, a loss or results."""
+        """Whether the stage has a ``finish``: sums, held weights, buffers, a loss or results."""
         outputs = self.graph.outputs
         made = outputs.loss is not None or bool(outputs.results)
-        return self.ends.reduces or bool(self._steady()) or made
+        return self.ends.reduces or bool(self._steady()) or bool(self.late) or made
 
     def _finish(self) -> Finish:
         steady = [cls.attribute for cls in self._steady()]
+        late = ((self.buffer_text(name), node) for name, node in self.late.items())
         return Finish(
-            self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes
-        )
+            self.graph, self.ends, self.attributes, steady, self.helpers, self.bucket_bytes,
+            updates(late, self.seen.__getitem__),
+        )  # fmt: skip
 
     def _steady(self) -> list[BlockClass]:
         """The block classes whose weights are gathered once for all microbatches."""
@@ -190,7 +188,7 @@ class StageText(RoleText):
         return f"{self.title}: {', '.join(found)}."
 
     # functions -------------------------------------------------------------------------------
-    def _method(self, phase: Phase) -> _Method:
+    def _method(self, phase: Phase) -> Method:
         """One method: unpack values of earlier phases, compute, put away values for later ones."""
         items = self.flow.of(phase)
         arguments = self._arguments_of(phase)
@@ -201,7 +199,7 @@ class StageText(RoleText):
         body = StepBody(
             self.graph, order, self.wishes, self.scope, self.helpers, self.seen, kept,
             self.final_grads(), device, items=items, classes=self.classes, adds=self.adds,
-            sums=self._sums(phase), name_of=self.site_literal,
+            sums=self._sums(phase), name_of=self.site_literal, late=self.late,
         )  # fmt: skip
         given = {*self.arguments.values()} - self.scope.taken if phase == "S" else set()
         self.scope.taken |= given  # in `begin` alone: later methods read them as attributes
@@ -211,9 +209,9 @@ class StageText(RoleText):
         lasting |= {n for n in self.seen if n not in body.place}
         lines = with_sections(free_early(statements, body.text, lasting), self.shown)
         lines = self._with_reductions(lines)
-        lines += self._updates(body)
+        lines += self._updates(phase, body)
         lines = [*unpacked, *lines, *self._closing(phase, body, kept)]
-        return _Method(phase, arguments, lines)
+        return Method(phase, arguments, lines)
 
     def _sums(self, phase: Phase) -> dict[Run, tuple[list[Line], list[Line]]]:
         """The lines that start early reductions, in the phase that makes weight gradients."""
@@ -224,14 +222,17 @@ class StageText(RoleText):
         classes = [self.classes[loop.run] for loop in loops]
         return early_sums(self.ends.leaving, first, classes, self.graph.params)
 
-    def _updates(self, body: StepBody) -> list[Line]:
+    def _updates(self, phase: Phase, body: StepBody) -> list[Line]:
         """The lines that write new values of buffers which this method computes."""
-        places = {
-            node: read(self.attributes[self.graph.buffers[name]])
-            for name, node in self.graph.outputs.buffers.items()
-            if node in body.place
-        }
-        return updates(places, body.text)
+        made = {*self.flow.made(phase)}
+        news = self.graph.outputs.buffers.items()
+        mine = [(name, node) for name, node in news if node in made and name not in self.late]
+        return updates(((self.buffer_text(name), node) for name, node in mine), body.text)
+
+    @cached_property
+    def late(self) -> dict[str, fx.Node]:
+        """The new values of buffers that ``finish`` writes, by the buffer's name."""
+        return written_late(self.graph, self.shared)
 
     def _tensor_of(self, phase: Phase) -> str:
         """The text of any tensor that a method can read, for its ``.device``."""
@@ -321,6 +322,7 @@ class StageText(RoleText):
                     lines.append(Line(f"self.{attribute} = {text}", comment(typed(node))))
                     self.seen[node] = Text(f"self.{attribute}")
             return lines
+        lines += self._set_aside(phase, body)
         for (before, then), place in LEFT.items():
             names = self._handed(before, then) if before == phase else []
             if names:
@@ -339,30 +341,21 @@ class StageText(RoleText):
             )
         return lines
 
+    def _set_aside(self, phase: Phase, body: StepBody) -> list[Line]:
+        """The lines that keep new values of buffers, which a method makes, for ``finish``."""
+        made, names = {*self.flow.made(phase)}, dict[str, str]()
+        for node in self.late.values():
+            if node in made:
+                base = _base(body.text(node).code)
+                kept = f"self.{names.setdefault(base, self.own.fresh(base))}"
+                self.seen[node] = Text(body.text(node).code.replace(base, kept, 1))
+        return [Line(f"self.{name} = {base}") for base, name in names.items()]
+
     def _with_reductions(self, lines: list[Line]) -> list[Line]:
         """The lines, between ``reduced = []`` and ``finish(reduced)`` where they use that list."""
         if not any("reduced" in line.code for line in lines):
             return lines
         return [Line("reduced = []"), *lines, Line(f"{self.helpers.use(self.adds[2])}(reduced)")]
-
-
-@dataclass
-class _Method:
-    """One of ``METHODS`` before it is printed."""
-
-    phase: Phase
-    arguments: list[str]
-    lines: list[Line]
-
-    def function(self) -> dict[str, str]:
-        """Signature, docstring and body for the template."""
-        signature = f"def {METHODS[self.phase]}({', '.join(['self', *self.arguments])})"
-        result = "tuple[Tensor, ...]" if self.phase in "FB" else "None"
-        return {
-            "signature": "\n".join(wrap(f"{signature} -> {result}:", 4)),
-            "doc": DOCS[self.phase],
-            "body": block(self.lines or [Line("pass")], 2),
-        }
 
 
 def _base(code: str) -> str:

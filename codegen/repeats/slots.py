@@ -15,6 +15,7 @@ from torch import fx
 from partc.codegen.repeats.blocks import PHASES, Loop, Run
 from partc.codegen.repeats.equal import Group, ends_step
 from partc.graph import Graph, Phase, value
+from partc.passes.canonical.functionalize import viewed
 
 Kind = Literal["own", "shared", "carried", "saved", "listed"]
 
@@ -213,6 +214,13 @@ def _is_own_result(graph: Graph, node: fx.Node, group: Group) -> bool:
 
 
 def writable_in(graph: Graph, group: Group, buffer: str) -> bool:
-    """Whether a block may overwrite a buffer when it ends: no call outside reads the old value."""
-    readers = set(graph.buffers[buffer].users) - {graph.fx.output_node()}
-    return readers <= set(group.nodes)
+    """Whether a block may overwrite a buffer when it ends: no call outside reads the old value, or
+    a view of it.
+    """
+    inside, same = set(group.nodes), [graph.buffers[buffer]]
+    for node in same:
+        readers = set(node.users) - {graph.fx.output_node()}
+        if not readers <= inside:
+            return False
+        same += [reader for reader in readers if viewed(reader, reader.args) is node]
+    return True

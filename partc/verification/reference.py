@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import UsageError
-from partc.plan.mesh import MICROBATCH_AXIS
 from partc.trace.capture import named_results, untouched
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
+from partc.verification.piece_norms import Key, PieceNorms, Pieces, seen_norms
 from partc.verification.precision import converted, raised_model
 from partc.verification.same_draws import SameDraws
 
@@ -65,27 +65,6 @@ class Reference:
         return {name: param.detach() for name, param in held.items()}
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """How the batch is cut for a model with batch statistics of single pieces (batch norm).
-
-    Into ``microbatches``, and each microbatch into one piece per data-parallel rank. ``axes`` are
-    the mesh axes of these ranks with their sizes, the outermost first.
-    """
-
-    ranks: int = 1
-    microbatches: int = 1
-    axes: tuple[tuple[str, int], ...] = ()
-
-    def place(self, number: int) -> dict[str, int]:
-        """The coordinates of a piece on the axes that cut the batch."""
-        found = {MICROBATCH_AXIS: number // self.ranks}
-        rank = number % self.ranks
-        for axis, size in reversed(self.axes):
-            rank, found[axis] = divmod(rank, size)
-        return found
-
-
 WHOLE, NO_DRAWS = Pieces(), SameDraws()
 
 
@@ -120,9 +99,9 @@ def eager(
     """Run a step of the model, in ``dtype`` or, for None, in its own precision.
 
     The model itself runs, with its hooks and what its functions close over, on copies of its
-    tensors; it is left as it was. With several ``pieces`` the loss is the mean over the pieces, and
-    buffers are updated by the first rank's pieces only, as a model with batch norm does with
-    microbatches and under DDP.
+    tensors; it is left as it was. With several ``pieces`` batch norms take the statistics of each
+    piece, and running statistics are updated by the first rank's pieces only, as with microbatches
+    and under DDP; the loss is that of the whole batch.
     Random numbers are those of ``draws``. UsageError if the model has no values, or draws where the
     program does not.
     """
@@ -169,22 +148,33 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
 def _trained(
     model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces, draws: SameDraws
 ) -> dict[str, Tensor]:
-    """Run forward and backward of all pieces; return the mean loss."""
-    num, losses = pieces.ranks * pieces.microbatches, []
-    for i, piece in enumerate(zip(*(x.chunk(num) for x in inputs), strict=True)):
-        others = i % pieces.ranks > 0
-        before = {n: b.clone() for n, b in model.named_buffers()} if others else {}
-        with draws.inside(model, pieces.place(i) if num > 1 else None):
-            each = _objective(model, piece, loss)["loss"] / num
-            if draws.draws:  # checkpointed blocks draw again in the backward
-                each.backward()
-        losses.append(each)
+    """Run forward and backward of the whole batch, batch norms by pieces; return the loss."""
+    norms = None
+    if pieces.num > 1:
+        norms = PieceNorms(pieces, _norms_of_a_piece(model, inputs, loss, pieces, draws))
+    with draws.inside(model), norms.inside(model) if norms else nullcontext():
+        whole = _objective(model, inputs, loss)["loss"]
+        whole.backward()  # checkpointed blocks draw and normalise again
+    return {"loss": whole.detach()}
+
+
+def _norms_of_a_piece(
+    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces, draws: SameDraws
+) -> set[Key] | None:
+    """The batch norms in a forward of one piece of the batch alone; None if that does not run.
+
+    What has the same shape there as in the whole batch is not cut with it.
+    """
+    before, found = {n: b.clone() for n, b in model.named_buffers()}, set[Key]()
+    try:
+        with torch.no_grad(), draws.inside(model, pieces.first_place()), seen_norms(found):
+            _objective(model, pieces.first(inputs), loss)
+    except (RuntimeError, ValueError, TypeError, IndexError):  # it knows the size of the batch
+        return None
+    finally:
         for name, buffer in before.items():
             model.get_buffer(name).data.copy_(buffer)
-    whole = torch.stack(losses).sum()
-    if not draws.draws:
-        whole.backward()  # of all pieces at once, as gradient hooks look at the whole gradient
-    return {"loss": whole.detach()}
+    return found
 
 
 def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:

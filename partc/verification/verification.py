@@ -23,13 +23,13 @@ from partc.plan import Plan
 from partc.program import Program, SavedCost
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
+from partc.verification.piece_norms import Pieces
 from partc.verification.precision import Raised, convert, converted, raised_text
 from partc.verification.processes import Processes
 from partc.verification.reference import (
     OPTIMIZERS,
     WHOLE,
     Loss,
-    Pieces,
     Reference,
     Tensors,
     eager,
@@ -182,7 +182,9 @@ def _pieces(program: Program) -> Pieces:
     if plan.batch_norm != "local":
         return WHOLE
     axes = tuple((a, program.mesh.size(a)) for a in program.mesh.names if a in plan.batch_axes)
-    return Pieces(prod(size for _, size in axes), plan.microbatches, axes)
+    cuts = (plan.inputs.get(name, {}).values() for name in program.role(0).inputs)
+    dims = tuple(next((each.dim for each in of), None) for of in cuts)
+    return Pieces(prod(size for _, size in axes), plan.microbatches, axes, dims)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from partc.graph import Graph
 from partc.graph.graph_edits import rename_calls
 from partc.passes.canonical.cancel_transposes import cancel_transposes
 from partc.passes.canonical.cast_first import cast_first
+from partc.passes.canonical.copy_for_buffers import copy_for_buffers
 from partc.passes.canonical.drop_noops import drop_noops
 from partc.passes.canonical.fold_dropout import fold_dropout
 from partc.passes.canonical.fold_linear import fold_linear
@@ -84,6 +85,11 @@ CANONICAL = (
     Pass(drop_noops, JOINT, "and views that change nothing"),
     Pass(free_fills, JOINT, "a tensor of a constant needs no tensor that lends it a dtype"),
     Pass(merge_given, JOINT, "masks and positions of equal blocks are computed once"),
+    Pass(
+        copy_for_buffers,
+        JOINT,
+        "buffers are written one by one: none takes over another's new value",
+    ),
     Pass(name_calls, JOINT, "names count ops, so that equal models read alike"),
 )
 

@@ -105,17 +105,17 @@ def functionalize(graph: Graph) -> None:
         else:
             node.args, node.kwargs = fx_args
             if node.op != "output":
-                rewrite.look(node, _viewed(node, original[0]))
+                rewrite.look(node, viewed(node, original[0]))
     _keep_changes(graph, rewrite)
 
 
-def _viewed(node: fx.Node, args: tuple[Any, ...]) -> fx.Node | None:
+def viewed(node: fx.Node, args: tuple[Any, ...]) -> fx.Node | None:
     """The argument that a call's result is a view of; None if the result has memory of its own."""
     if node.op != "call_function" or not args or not isinstance(args[0], fx.Node):
         return None
     if node.target is operator.getitem:
         parts = args[0]
-        shows = _viewed(parts, parts.args) if parts.op == "call_function" else None
+        shows = viewed(parts, parts.args) if parts.op == "call_function" else None
         return parts if shows is not None else None
     # The schemas of these two do not say that the result shares the argument's memory.
     if node.target in (aten._unsafe_view.default, aten._reshape_alias.default):
@@ -253,7 +253,11 @@ def _open_batch_norm(rewrite: _Rewrite, node: fx.Node, args: Any) -> None:
     new = call_before(node, functional, x, weight, bias, mean, var, training, momentum, eps)
     for i, statistic in ((3, original[3]), (4, original[4])):
         assert isinstance(statistic, fx.Node)
-        rewrite.write(statistic, call_before(node, operator.getitem, new, i), node)
+        now = call_before(node, operator.getitem, new, i)
+        # Kernels keep the dtype of the buffer; torch's shape function says float32 for all.
+        if fake_of(now).dtype != fake_of(statistic).dtype:
+            now = call_before(node, aten._to_copy.default, now, dtype=fake_of(statistic).dtype)
+        rewrite.write(statistic, now, node)
     stand_in(node, new)
     rewrite.views[node] = View(Memory(new), (), new, 0)
 

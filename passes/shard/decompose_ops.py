@@ -38,7 +38,8 @@ def decompose_op(graph: Graph, node: fx.Node) -> fx.Node:
     else:
         for user in list(node.users):
             assert user.target is operator.getitem
-            user.replace_all_uses_with(results[picked(user)[1]])
+            result = _cast(write, results[picked(user)[1]], fake_of(user).dtype)
+            user.replace_all_uses_with(result)
             graph.fx.erase_node(user)
     graph.fx.erase_node(node)
     return before.next
@@ -86,6 +87,12 @@ def _cast(write: Writer, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return x if fake_of(x).dtype == dtype else write(aten._to_copy.default, x, dtype=dtype)
 
 
+def _widened(write: Writer, x: fx.Node) -> fx.Node:
+    """A narrow float as float32: kernels of norms compute in it, and round their results alone."""
+    narrow = fake_of(x).dtype in (torch.bfloat16, torch.float16)
+    return _cast(write, x, torch.float32) if narrow else x
+
+
 def _others(x: fx.Node) -> list[int]:
     """All dims of a batch-norm operand but dim 1, the channels."""
     return [d for d in range(fake_of(x).dim()) if d != 1]
@@ -98,7 +105,7 @@ def _per_channel(write: Writer, stat: fx.Node, like: fx.Node) -> fx.Node:
 
 def _batch_stats(write: Writer, x: fx.Node, eps: float) -> tuple[fx.Node, fx.Node, fx.Node, int]:
     """Per channel the mean, the biased variance and 1 / sqrt(variance + eps); then the number of
-    values per channel.
+    values per channel. ``x`` is no narrower than float32.
     """
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     mean = write(aten.div.Tensor, write(aten.sum.dim_IntList, x, _others(x)), count)
@@ -116,6 +123,7 @@ def _normalised(write: Writer, x: fx.Node, mean: fx.Node, rstd: fx.Node) -> fx.N
 
 def _moved(write: Writer, running: fx.Node, now: fx.Node, momentum: float) -> fx.Node:
     """The running statistic after this batch: ``(1 - momentum) * running + momentum * now``."""
+    running = _cast(write, running, fake_of(now).dtype)
     kept = write(aten.mul.Tensor, running, 1 - momentum)
     return write(aten.add.Tensor, kept, write(aten.mul.Tensor, now, momentum))
 
@@ -125,6 +133,7 @@ def _batch_norm(
     training: bool, momentum: float, eps: float,
 ) -> Results:  # fmt: skip
     """Output, mean, rstd, new running mean and variance, with statistics of the whole batch."""
+    x = _widened(write, x)
     mean, var, rstd, count = _batch_stats(write, x, eps)
     y = _normalised(write, x, mean, rstd)
     if weight is not None:
@@ -146,6 +155,7 @@ def _batch_norm_backward(
     """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), then the two sums:
     d_weight = sum(d_y * x_hat) and d_bias = sum(d_y).
     """
+    d_y, x = _widened(write, d_y), _widened(write, x)
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     x_hat = _normalised(write, x, mean, rstd)
     d_bias = write(aten.sum.dim_IntList, d_y, _others(x))

@@ -18,8 +18,8 @@ from torch import fx
 
 from partc.errors import PlanError
 from partc.graph import (
+    ANYWHERE,
     Graph,
-    Origin,
     Outputs,
     Phase,
     collectives,
@@ -38,6 +38,7 @@ from partc.graph.folds import list_member
 from partc.graph.input_only import input_only
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.stages.assign_stages import COPY
+from partc.passes.stages.buffer_stages import Holders, holders, made_once, params_of
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R
@@ -53,13 +54,14 @@ def split_stages(graph: Graph, plan: Plan, *, split_backward: bool = False) -> l
     that another one computes for a buffer.
     """
     free = input_only(graph)
-    once = _made_once(graph)
+    once = made_once(graph)
     phases = _phases(graph, plan, free, once)
     everywhere = input_only(graph, draws=True) | {n for n in graph.calls() if is_weight(n)}
-    everywhere |= {n for n in once if not _of_weights(n)}
+    everywhere |= {n for n in once if not params_of(n)}
+    buffers = holders(graph, everywhere)
     ahead, back = _crossings(graph, phases, everywhere)
     stages = [
-        _Stage(graph, number, phases, everywhere).graph(
+        _Stage(graph, number, phases, everywhere, buffers).graph(
             received=[*ahead.get(number - 1, ()), *back.get(number, ())],
             sent=[*ahead.get(number, ()), *back.get(number - 1, ())],
         )
@@ -90,28 +92,6 @@ def _phases(
     return phases
 
 
-def _made_once(local: Graph) -> set[fx.Node]:
-    """The calls of new buffer values that do not depend on the batch, which run once per step.
-
-    Examples are counters, spectral norms and averages of weights. The counter of a batch norm with
-    local statistics is no such buffer: each microbatch counts.
-    """
-    local_statistics = (n for n in local.calls() if value(n).origin is Origin.LOCAL_STATISTICS)
-    one_by_one = {value(node).module for node in local_statistics}
-    found: set[fx.Node] = set()
-    for new in local.outputs.buffers.values():
-        made_of = ancestors(new)
-        steady = not any(value(node).kind == "input" for node in made_of)
-        if steady and value(new).module not in one_by_one:
-            found |= {node for node in made_of if node.op == "call_function"}
-    return found
-
-
-def _of_weights(node: fx.Node) -> bool:
-    """Whether a value depends on a parameter."""
-    return any(o.op == "placeholder" and value(o).kind == "param" for o in ancestors(node))
-
-
 def _is_steady(node: fx.Node, plan: Plan, free: set[fx.Node]) -> bool:
     """Whether a call's result is the same for all microbatches and is kept for the whole step."""
     if value(node).sharding.on(MICROBATCH_AXIS) != R:
@@ -138,7 +118,7 @@ def _crossings(
     """The values sent ahead (forward) and back (backward), by the number of the stage before the
     boundary.
 
-    PlanError for a value of phase S that a later stage reads: nothing is sent before microbatches.
+    PlanError for a value of phase S that another stage reads: nothing is sent before microbatches.
     """
     ahead: Crossing = {}
     back: Crossing = {}
@@ -146,8 +126,9 @@ def _crossings(
         readers = [stage_of(u) for u in node.users if u.op == "call_function"]
         if not readers or node in everywhere:
             continue
-        if phases[node] == "S" and max(readers) > stage_of(node):
-            raise _read_elsewhere(node, max(readers))
+        others = [stage for stage in readers if stage not in (ANYWHERE, stage_of(node))]
+        if phases[node] == "S" and others:
+            raise _read_elsewhere(node, others[0])
         if phases[node] == "F":
             # Ranks send to their neighbours alone: the stages in between pass a value on.
             for number in range(stage_of(node), max(readers)):
@@ -170,6 +151,7 @@ class _Stage:
     number: int
     phases: dict[fx.Node, Phase]
     everywhere: set[fx.Node]
+    buffers: Holders
     out: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -177,8 +159,8 @@ class _Stage:
         """The stage's graph, with placeholders for ``received`` and outputs for ``sent``."""
         calls = self._calls()
         wanted = {o for node in calls for o in node.all_input_nodes}
-        news = self.local.outputs.buffers  # a buffer is placed where it is written, read or not
-        wanted |= {self.local.buffers[name] for name, new in news.items() if new in calls}
+        # a buffer is placed where it is written, read or not
+        wanted |= {self.local.buffers[name] for name in self._news()}
         # Inputs that the stage does not read are placed too: every rank's `step` takes the batch.
         for node in self.local.fx.nodes:
             if node.op == "placeholder" and (node in wanted or value(node).kind == "input"):
@@ -211,18 +193,16 @@ class _Stage:
         """The stage's own calls and the calls of ``everywhere`` that they need, in order."""
         calls = list(self.local.calls())
         own = {n for n in calls if n not in self.everywhere and stage_of(n) == self.number}
-        needed = own | self._news()
+        needed = own | {*self._news().values()}
         for node in reversed(calls):
             if node in self.everywhere and any(u in needed for u in node.users):
                 needed.add(node)
         return [n for n in calls if n in needed]
 
-    def _news(self) -> set[fx.Node]:
-        """New values of buffers that are in ``everywhere`` and are written by this stage: that of
-        their module, or stage 0.
-        """
-        news = self.local.outputs.buffers.values()
-        return {n for n in news if n in self.everywhere and max(stage_of(n), 0) == self.number}
+    def _news(self) -> dict[str, fx.Node]:
+        """The new values of buffers that this stage has."""
+        news = self.local.outputs.buffers
+        return {name: new for name, new in news.items() if self.number in self.buffers[name]}
 
     def _place(self, node: fx.Node) -> None:
         copy = self.out.create_node("placeholder", str(node.target), name=node.name)
@@ -242,11 +222,10 @@ class _Stage:
         """The step's results that this stage computes, and the values that it sends."""
         whole, copies = self.local.outputs, self.copies
         here = {n for n in copies if n.op == "call_function" and stage_of(n) == self.number}
-        here |= {n for n in whole.buffers.values() if n in copies}
         return Outputs(
             loss=copies[whole.loss] if whole.loss in here else None,
             grads={n.partition(COPY)[0]: copies[g] for n, g in whole.grads.items() if g in here},
-            buffers={n: copies[b] for n, b in whole.buffers.items() if b in here},
+            buffers={name: copies[new] for name, new in self._news().items()},
             results={n: copies[r] for n, r in whole.results.items() if r in here},
             sent={node.name: copies[node] for node in sent},
         )
