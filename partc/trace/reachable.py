@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ _CALLED = {"forward", "backward", "setup_context"}  # by torch
 _CONTAINERS = (dict, list, tuple, deque)
 _LEFT = {"partc", "logging", "warnings", "threading", "weakref", "inspect", "typing"}
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "partc"}
+_INSTALLED = {"site-packages", "dist-packages"}
 Reads = set[tuple[type, str]]  # class and name of the attributes that a step has read
 
 
@@ -237,7 +239,7 @@ class Walk:
         self.functions.add(id(function))
         ours = _is_ours(function)
         of = of if ours else f" of {function.__name__}".replace("<lambda>", "a lambda")
-        self._closed_over(function, of, ours)
+        self._closed_over(function, of)
         if self._follows(function):
             self._read_by(function.__code__, function.__globals__, of)
             for name, key, value in _defaults(function):
@@ -268,12 +270,16 @@ class Walk:
             self._class(type(owner))
             self.holders.append(_Holder("self", owner, of))
 
-    def _closed_over(self, function: FunctionType, of: str, ours: bool) -> None:
+    def _closed_over(self, function: FunctionType, of: str) -> None:
+        """The variables of a function from around it; of a library's the functions alone."""
+        ours = _is_ours(function)
+        others = ours or is_library(str(function.__module__))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             with suppress(ValueError):  # of a variable that has no value yet
-                name = "loss" if ours else f"{name}{of}"
-                self._later(Place(name, cell.cell_contents, cell, "cell_contents"), of)
+                if not others or callable(cell.cell_contents):
+                    name = "loss" if ours else f"{name}{of}"
+                    self._later(Place(name, cell.cell_contents, cell, "cell_contents"), of)
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self._function(wrapped, of)
@@ -328,8 +334,13 @@ def class_keys(kind: type) -> frozenset[str]:
 
 @cache
 def is_library(module: str) -> bool:
-    """Whether the functions of a Python module are taken to hold no numbers of the step."""
-    return module.partition(".")[0] in _LIBRARIES
+    """Whether the functions of a Python module are taken to hold no numbers of the step.
+
+    So it is with installed packages: their registries and caches grow with whatever is imported.
+    """
+    top = module.partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    return top in _LIBRARIES or not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 def _is_left(value: Any) -> bool:
