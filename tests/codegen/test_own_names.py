@@ -39,7 +39,7 @@ class Net(Named):
     def __init__(self, gains: list[str], counts: list[str]) -> None:
         super().__init__(gains, counts)
         self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([Named(gains, counts) for _ in range(4)])
+        self.blocks = nn.ModuleList([Named(gains, counts) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(super().forward(x))
@@ -54,11 +54,9 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 BATCH = torch.randn(8, 4), torch.randn(8, 4)
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "one stage": ("dp=2", "ddp", {}),
     "shards, recomputed": ("dp=2", "fsdp", {"microbatches": 2, "recompute": "block"}),
     "tensor parallel": ("tp=2", "megatron", {}),
-    "stages": ("pp=2", "ddp", {"microbatches": 2, "schedule": "zb-v"}),
-    "sharded stages": ("pp=2,dp=2", "fsdp", {"microbatches": 2, "schedule": "1f1b"}),
+    "stages": ("pp=2", "ddp", {"microbatches": 2, "schedule": "zb-h1"}),
 }
 
 
