@@ -16,9 +16,10 @@ from partc.graph import Graph
 from partc.lowering import table, trace
 from partc.machines.topology import Topology
 from partc.passes.search.plans.candidate import Candidate
-from partc.passes.search.plans.estimate import Estimator, UnitTimes
+from partc.passes.search.plans.estimate import Estimator
 from partc.passes.search.plans.read_scaling_model import scaling_models, touched_values
 from partc.passes.search.plans.scaling_model import BACKWARD, FORWARD, ScalingModel
+from partc.passes.search.plans.step_times import UnitTimes
 from partc.plan.mesh import PP, TP, Mesh
 
 TRACED_LAYERS = 6  # equal ones: the laws of one hold for all

@@ -11,8 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import unified_diff
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from partc.verification.processes import Processes
 
 FOLDER = Path(__file__).parent / "golden"
 DIFF_LINES = 40
@@ -53,6 +57,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def file_of(item: pytest.Item) -> str:
     """The file of a test from the root of the checkout, with slashes."""
     return item.nodeid.partition("::")[0]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator["Processes"]:
+    """Four gloo processes for the tests of a file that ask for them."""
+    from partc.verification.processes import Processes
+    from tests.patience import patience
+
+    with Processes(4, timeout=patience()) as processes:
+        yield processes
 
 
 def pytest_collection_finish() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +22,7 @@ from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
+from partc.codegen.files.spelling import dtype_name, header_line, numbered, read, spread_rows
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
 from partc.codegen.repeats.equal import made_in_step
@@ -33,7 +33,7 @@ from partc.codegen.text import Line, Text, block
 from partc.graph import Graph, Kind, is_tensor, typed, value
 from partc.graph.draws import draws_of
 from partc.passes.canonical.dedupe_layers import Unfolded
-from partc.quoting import comment, docstring, identifier, literal
+from partc.quoting import comment, identifier, literal
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("partc.codegen"),
@@ -232,7 +232,7 @@ class RoleText:
                 if own:
                     name, remark = cls.table(constant), f"of one of {self.span(cls.run)}"
                     tables.append(table(name, remark, self._rows(own, f"{cls.run.layers[0]}.")))
-                    entries[constant].append(Line(_spread(cls, name, self.layers is not None)))
+                    entries[constant].append(Line(spread_rows(cls, name, self.layers is not None)))
         return tables, entries
 
     def _rows(self, stored: Mapping[fx.Node, str], prefix: str = "") -> list[Line]:
@@ -364,46 +364,3 @@ class RoleText:
             return f"return {body.text(outputs.loss)}"
         items = (f"{literal(name)}: {body.text(node)}" for name, node in outputs.results.items())
         return f"return {{{', '.join(items)}}}"
-
-
-def dtype_name(node: fx.Node) -> str:
-    """The dtype of a node as tables have it: ``float32``."""
-    return str(value(node).dtype).removeprefix("torch.")
-
-
-def read(path: str, owner: str = "self") -> str:
-    """A path of attributes as Python reads it: ``layers.0.w -> self.layers[0].w``."""
-    return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
-
-
-def numbered(parent: str, number: str) -> str:
-    """The expression of a member's path: ``"h"`` and ``i`` give ``f"h.{i}"``.
-
-    >>> numbered('f"e.{n + 1}.h"', "i")
-    'f"e.{n + 1}.h.{i}"'
-    """
-    text = parent if parent.startswith("f") else "f" + parent.replace("{", "{{").replace("}", "}}")
-    return f"{text[:-1]}.{{{number}}}{text[-1]}"
-
-
-def _spread(cls: BlockClass, name: str, relative: bool) -> str:
-    """The entries of all blocks as a comprehension over the table of one block.
-
-    ``relative`` names count layers from the stage's first one, ``n``.
-    """
-    numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
-    first, num = numbers[0], len(numbers)
-    steady = numbers == list(range(first, first + num))
-    where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
-    where += f" + {FIRST}" if relative else ""
-    parent = literal(cls.run.layers[0].removesuffix(str(first)))
-    return (
-        f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
-        f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
-    )
-
-
-def header_line(line: str) -> str:
-    """A line of the header as a docstring can hold it; runs of spaces, its columns, are kept."""
-    parts = re.split("( {2,})", line)
-    return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))

@@ -16,11 +16,12 @@ from typing import Any
 from partc.codegen.bodies.classes import BlockClass
 from partc.codegen.files.alike_stages import take_in
 from partc.codegen.files.by_rank import RANK, merged
-from partc.codegen.files.emit import TEMPLATES, dtype_name, header_line
+from partc.codegen.files.emit import TEMPLATES
 from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
 from partc.codegen.files.roll_schedule import turn_lines
+from partc.codegen.files.spelling import dtype_name, header_line
 from partc.codegen.files.stages import StageText, stage_text
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key

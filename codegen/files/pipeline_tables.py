@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from partc.codegen.bodies.tables import table
 from partc.codegen.files.by_rank import RANK
-from partc.codegen.files.emit import MEANINGS, dtype_name
+from partc.codegen.files.emit import MEANINGS
 from partc.codegen.files.rank_step import RankStep
+from partc.codegen.files.spelling import dtype_name
 from partc.codegen.files.stages import StageText
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.text import Line

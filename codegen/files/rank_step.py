@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from partc.codegen.files.alike_stages import made
-from partc.codegen.files.emit import read
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.roll_schedule import parted, turn_lines, whole_backwards
+from partc.codegen.files.spelling import read
 from partc.codegen.files.stage_ends import check_one_way
 from partc.codegen.files.stage_flow import has_phase
 from partc.codegen.files.stages import StageText

@@ -27,7 +27,8 @@ from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.alike_stages import declared, given
-from partc.codegen.files.emit import RoleText, arranged, read
+from partc.codegen.files.emit import RoleText, arranged
+from partc.codegen.files.spelling import read
 from partc.codegen.files.stage_ends import Ends, Finish, early_sums, take_ends
 from partc.codegen.files.stage_flow import StageFlow, has_phase
 from partc.codegen.files.stage_methods import METHODS, Method

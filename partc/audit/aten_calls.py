@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from partc.audit.spread import SAME, ZERO, Known, R, reshaped
+from partc.graph.writes import write_places, written_to
 
 FILLS: dict[str, Known] = {"zero_": ZERO, "fill_": SAME}
 
@@ -31,7 +32,7 @@ def functional(func: Any) -> Any:
     if name.endswith("_") and not name.endswith("__"):
         packet = getattr(torch.ops.aten, name[:-1], None)
         return getattr(packet, func._overloadname, None) if packet is not None else None
-    outs = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
+    outs = {name for _, name in write_places(func)}
     if not outs:
         return func
     wanted = [a.name for a in func._schema.arguments if a.name not in outs]
@@ -44,12 +45,7 @@ def functional(func: Any) -> Any:
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call writes."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(given) if isinstance(x, Tensor)]
-    return found
+    return [x for x in tree_leaves(written_to(func, args, kwargs)) if isinstance(x, Tensor)]
 
 
 def split_dim(args: Sequence[Any], base: Tensor | None) -> int:

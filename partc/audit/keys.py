@@ -1,21 +1,16 @@
-"""Check the keys of random numbers: seed, step, microbatch, site and place decide on each draw.
-
-The rule that makes a generator of these is written here once more, as a text is not to be checked
-by its own words.
-"""
+"""Check the keys of random numbers: seed, step, microbatch, site and place decide on each draw."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import CheckError
-from partc.graph.draws import takes_numbers
+from partc.graph.draws import seed_of, takes_numbers
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.program import Program
 
@@ -71,9 +66,7 @@ def _keys(program: Program, rank: int, seed: int, step: int) -> Iterator[tuple[i
         place = tuple(coords[axis] for axis in program.mesh.names if axis in cuts)
         pieces = cuts.get(MICROBATCH_AXIS)
         for microbatch in [None] if pieces is None else range(pieces):
-            key = f"{seed} {step} {microbatch} {site} {place}"
-            digest = blake2b(key.encode(), digest_size=8).digest()
-            yield int.from_bytes(digest, "big"), (site, microbatch)
+            yield seed_of(seed, step, microbatch, site, place), (site, microbatch)
 
 
 def _wrong(program: Program, rank: int, step: int, what: str, why: str) -> CheckError:

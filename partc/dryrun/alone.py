@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from partc.dryrun.live_memory import LiveMemory
-from partc.plan.mesh import Mesh
-from partc.program.role import Role, rank_table
+from partc.program.role import MeshView, Role
 
 
 @contextmanager
@@ -57,30 +56,16 @@ class _Ranks(Tensor):
             )
 
 
-@dataclass(frozen=True)
-class LoneMesh:
-    """One rank's view of the mesh, as a DeviceMesh gives it; a group is named by its axis."""
-
-    layout: Mesh
-    rank: int
+class LoneMesh(MeshView):
+    """One rank's view of the mesh; a group is named by its axis."""
 
     @property
     def mesh(self) -> Tensor:
         with unset_fake_temporarily():
-            return rank_table(self.layout).as_subclass(_Ranks)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return self.layout.names
-
-    def size(self, mesh_dim: int) -> int:
-        return self.layout.axes[mesh_dim][1]
+            return super().mesh.as_subclass(_Ranks)
 
     def get_group(self, mesh_dim: Any = None) -> str:
         return str(mesh_dim)
-
-    def get_local_rank(self, mesh_dim: Any = None) -> int:
-        return self.layout.coords(self.rank)[mesh_dim]
 
 
 class Started:

@@ -1,37 +1,28 @@
-"""Say why ranks wait for each other for ever: the circle of waits, with the lines of programs."""
+"""Say why ranks wait for each other for ever: the circle of waits, with the lines of programs.
+
+A waiter is a rank and the number of one of its transfers, or None: the rank itself.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 from partc.dryrun.nccl_rules import Queued, Run
 from partc.dryrun.recording import MakeGroup, Start, Wait
 from partc.errors import CheckError
-
-Waiter = tuple[int, int | None]  # a rank, and one of its transfers; None: the rank itself
-
-
-class _Reason(NamedTuple):
-    text: str
-    because_of: Waiter | None  # None: what is awaited never comes
+from partc.schedules.deadlock import Reason, Waiter, chain_of
 
 
 def explain(run: Run) -> CheckError:
     """The error that names the circle of waits, or the chain to something that never comes."""
-    waiter: Waiter | None = _first(run)
-    reasons: dict[Waiter, str] = {}
-    while waiter is not None and waiter not in reasons:
-        reason = _reason(run, waiter)
-        reasons[waiter] = reason.text
-        waiter = reason.because_of
-    chain = list(reasons)
-    if waiter is not None:
-        chain = chain[chain.index(waiter) :]
-    ranks = ", ".join(map(str, sorted({rank for rank, _ in chain})))
+    chain = chain_of(_first(run), partial(_reason, run))
+    ranks = ", ".join(map(str, sorted({rank for rank, _ in chain.waiters})))
     return CheckError(
         where=f"ranks {ranks}",
-        what="they wait for each other for ever" if waiter else "what they wait for never comes",
-        why="; ".join(reasons[each] for each in chain),
+        what="they wait for each other for ever"
+        if chain.is_circle
+        else "what they wait for never comes",
+        why="; ".join(chain.texts),
         do="Make groups and start transfers in one order on all ranks, and let the ends of every "
         "link meet before the first step.",
     )
@@ -47,7 +38,7 @@ def _first(run: Run) -> Waiter:
     return queued.rank, queued.start.number
 
 
-def _reason(run: Run, waiter: Waiter) -> _Reason:
+def _reason(run: Run, waiter: Waiter) -> Reason:
     rank, number = waiter
     if number is not None:
         return _why_queued(run, rank, number)
@@ -58,29 +49,29 @@ def _reason(run: Run, waiter: Waiter) -> _Reason:
     missing = next(m for m in members if m in run.recorded and m not in run.arrived[gate])
     asks = str(event) if isinstance(event, MakeGroup) else f"begins {event}"
     text = f"rank {rank} {asks} and is held up there until rank {missing} {_joins(event)}"
-    return _Reason(text, _host(run, missing))
+    return Reason(text, _host(run, missing))
 
 
 def _joins(event: MakeGroup | Start) -> str:
     return "makes it too" if isinstance(event, MakeGroup) else f"uses {event.group} too"
 
 
-def _why_waiting(run: Run, rank: int, event: Wait | None) -> _Reason:
+def _why_waiting(run: Run, rank: int, event: Wait | None) -> Reason:
     number = run.waits[rank][run.waited[rank]] if event is None else event.number
     where = f"at {event.place}" if event else "at its end"
     if (rank, number) not in run.started:
-        return _Reason(f"rank {rank} waits {where} for what it has not started", None)
-    return _Reason(f"rank {rank} waits {where} for {_name(run, rank, number)}", (rank, number))
+        return Reason(f"rank {rank} waits {where} for what it has not started", None)
+    return Reason(f"rank {rank} waits {where} for {_name(run, rank, number)}", (rank, number))
 
 
-def _why_queued(run: Run, rank: int, number: int) -> _Reason:
+def _why_queued(run: Run, rank: int, number: int) -> Reason:
     """Why a transfer does not run: it is not the first, or one of its ranks is not ready."""
     channel, queued = run.started[rank, number]
     first = run.first(rank, channel)
     assert first is not None
     name = _name(run, rank, number)
     if first is not queued:
-        return _Reason(f"{name} stands behind {_of(run, first)}", (rank, first.start.number))
+        return Reason(f"{name} stands behind {_of(run, first)}", (rank, first.start.number))
     for party in run.parties(queued):
         part = run.first(party, channel)
         if part is not None and run.is_ready(queued, part):
@@ -89,19 +80,19 @@ def _why_queued(run: Run, rank: int, number: int) -> _Reason:
     raise AssertionError(f"{name} can run")
 
 
-def _why_not_ready(run: Run, queued: Queued, party: int) -> _Reason:
+def _why_not_ready(run: Run, queued: Queued, party: int) -> Reason:
     channel, _ = run.started[queued.rank, queued.start.number]
     name, first = _of(run, queued), run.first(party, channel)
     if first is not None and (first is queued or queued.is_met_by(first)):
         awaited = run.waits[party][run.waited[party]]
         text = f"{name} begins after rank {party}'s wait for {_name(run, party, awaited)}"
-        return _Reason(text, (party, awaited))
+        return Reason(text, (party, awaited))
     if first is not None and any(queued.is_met_by(q) for q in run.queues[party][channel]):
         text = f"{name} needs rank {party}, whose part stands behind {_of(run, first)}"
-        return _Reason(text, (party, first.start.number))
+        return Reason(text, (party, first.start.number))
     if _host(run, party) is None:
-        return _Reason(f"{name} needs rank {party}, which ends without taking part", None)
-    return _Reason(f"{name} needs rank {party}, which has not come to it", (party, None))
+        return Reason(f"{name} needs rank {party}, which ends without taking part", None)
+    return Reason(f"{name} needs rank {party}, which has not come to it", (party, None))
 
 
 def _host(run: Run, rank: int) -> Waiter | None:

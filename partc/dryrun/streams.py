@@ -18,6 +18,7 @@ from torch import Tensor
 
 from partc.errors import CheckError
 from partc.graph.fake_calls import tensors_in
+from partc.graph.writes import write_places
 
 
 class Span(NamedTuple):
@@ -127,12 +128,7 @@ def touched(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     library, _, name = schema.name.partition("::")
     looks = library == "prim" or name.startswith("new_")  # prim: asks for device, layout ...
     looks = looks or (name.endswith("_like") and not name.startswith("rand"))
-    written = [
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return not (views or looks), tuple(written)
+    return not (views or looks), write_places(func)
 
 
 def _argument(args: Sequence[Any], kwargs: Any, place: int, name: str) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -102,6 +103,16 @@ def site_in(node: fx.Node, block: str) -> str:
     site = site_of(node)
     inside = site.startswith(f"{block}.")
     return f"*{site.removeprefix(block)}" if inside else site
+
+
+def seed_of(seed: int, step: int, microbatch: int | None, site: str, place: tuple[int, ...]) -> int:
+    """The seed of the generator of one draw, by the rule that programs have in their own words.
+
+    ``place``: the rank's coordinates on the axes that cut what is drawn. ``microbatch``: None for a
+    draw that is the same in all. A program's text is checked by this second copy of the rule.
+    """
+    key = f"{seed} {step} {microbatch} {site} {place}"
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
 SORTED, UNREAD = "sorted", "unread"

@@ -174,10 +174,8 @@ def _head(node: ast.stmt) -> tuple[list[ast.AST], str]:
         case ast.While():
             return [node.test], f"while {ast.unparse(node.test)}"
         case ast.For():
-            return [
-                node.target,
-                node.iter,
-            ], f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
+            text = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
+            return [node.target, node.iter], text
     return [node], ast.unparse(node)
 
 

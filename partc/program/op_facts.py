@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partc.graph.writes import write_places, written_to
 from partc.program.homes import HomeTensor
 
 _PER_TENSOR = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -30,7 +31,7 @@ class Op:
 
     ``is_per_tensor``: it takes lists, and treats the tensors of each index by themselves.
     ``keeps_places``: it makes each element of the elements at the same place alone.
-    ``writes``: the number and name of each argument that it writes to.
+    ``writes``: it writes to operands.
     """
 
     func: Any
@@ -41,7 +42,7 @@ class Op:
     makes_views: bool
     reshapes_in_place: bool
     has_out: bool
-    writes: tuple[tuple[int, str], ...]
+    writes: bool
 
     @classmethod
     @cache
@@ -59,16 +60,12 @@ class Op:
             makes_views=schema._is_view_op(),
             reshapes_in_place=torch.Tag.inplace_view in tags,
             has_out=any(argument.is_out for argument in schema.arguments),
-            writes=tuple(
-                (i, argument.name)
-                for i, argument in enumerate(schema.arguments)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ),
+            writes=bool(write_places(func)),
         )
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The operands that the op writes to, also in lists."""
-        given = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.writes]
+        given = written_to(self.func, args, kwargs)
         return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
     def is_of_all_elements(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -47,6 +47,28 @@ def rank_table(mesh: Mesh) -> Tensor:
 
 
 @dataclass(frozen=True)
+class MeshView:
+    """One rank's view of a mesh, as a DeviceMesh gives it, without process groups."""
+
+    layout: Mesh
+    rank: int
+
+    @property
+    def mesh(self) -> Tensor:
+        return rank_table(self.layout)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return self.layout.names
+
+    def size(self, mesh_dim: int) -> int:
+        return self.layout.axes[mesh_dim][1]
+
+    def get_local_rank(self, mesh_dim: Any = None) -> int:
+        return self.layout.coords(self.rank)[mesh_dim]
+
+
+@dataclass(frozen=True)
 class Shard:
     """One parameter or buffer of a role: its names, its whole shape, and how it is sharded."""
 

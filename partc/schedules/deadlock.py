@@ -7,7 +7,8 @@ report a chain of waits that ends without a cycle (a transfer that the other ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from partc.errors import CheckError
@@ -27,30 +28,46 @@ class Stuck(NamedTuple):
 Waiter = tuple[int, int | None]
 
 
-class _Reason(NamedTuple):
+class Reason(NamedTuple):
+    """Why a waiter waits, and for whom; None: what it waits for never comes."""
+
     text: str
-    because_of: Waiter | None  # None: the awaited transfer never comes
+    because_of: Waiter | None
 
 
-def explain(stuck: Stuck) -> CheckError:
-    """The error that names the cycle of waits, or the chain of waits for a transfer that never
-    comes; found by following the waits from the first stuck rank."""
-    waiter: Waiter | None = _first(stuck)
+class Chain(NamedTuple):
+    """Waiters of which each waits for the next one; the last for the first if it is a circle."""
+
+    waiters: list[Waiter]
+    texts: list[str]
+    is_circle: bool
+
+
+def chain_of(first: Waiter, reason_of: Callable[[Waiter], Reason]) -> Chain:
+    """The circle to which the waits from ``first`` on lead, or all of them if they end."""
+    waiter: Waiter | None = first
     reasons: dict[Waiter, str] = {}
     while waiter is not None and waiter not in reasons:
-        reason = _reason(stuck, waiter)
+        reason = reason_of(waiter)
         reasons[waiter] = reason.text
         waiter = reason.because_of
     chain = list(reasons)
     if waiter is not None:
         chain = chain[chain.index(waiter) :]
-    rank = chain[0][0]
+    return Chain(chain, [reasons[each] for each in chain], waiter is not None)
+
+
+def explain(stuck: Stuck) -> CheckError:
+    """The error that names the cycle of waits, or the chain of waits for a transfer that never
+    comes; found by following the waits from the first stuck rank."""
+    chain = chain_of(_first(stuck), partial(_reason, stuck))
+    rank = chain.waiters[0][0]
     return CheckError(
         where=f"pipeline rank {rank}, {_place(stuck, rank)}",
         what="the step never finishes: "
-        + ("what is waited for never comes" if waiter is None else _circle(chain)),
-        why="; ".join(reasons[w] for w in chain),
-        do=_advice(chain, comes=waiter is not None),
+        + (_circle(chain.waiters) if chain.is_circle else "what is waited for never comes"),
+        why="; ".join(chain.texts),
+        do=_advice(chain.waiters, comes=chain.is_circle),
     )
 
 
@@ -81,7 +98,7 @@ def _first(stuck: Stuck) -> Waiter:
     return queue.rank, queue.channel
 
 
-def _reason(stuck: Stuck, waiter: Waiter) -> _Reason:
+def _reason(stuck: Stuck, waiter: Waiter) -> Reason:
     """Why a waiter waits, and the waiter that it waits for."""
     rank, channel = waiter
     if channel is not None:
@@ -90,14 +107,14 @@ def _reason(stuck: Stuck, waiter: Waiter) -> _Reason:
     awaited = stuck.queues.awaited[rank]
     queue = next(q for q in stuck.queues.parties(awaited) if q.rank == rank)
     if awaited not in queue.started[queue.head :]:
-        return _Reason(f"{place}, for a transfer that it has not started", None)
+        return Reason(f"{place}, for a transfer that it has not started", None)
     text = f"{place}, until {_name(stuck, rank, awaited)} is over"
     if awaited != queue.first:
         text += f", which stands behind {_name(stuck, rank, queue.first)}{_on(stuck, queue)}"
-    return _Reason(text, (rank, queue.channel))
+    return Reason(text, (rank, queue.channel))
 
 
-def _why_queued(stuck: Stuck, queue: Queue) -> _Reason:
+def _why_queued(stuck: Stuck, queue: Queue) -> Reason:
     """Why the first transfer of a queue does not run: another rank is not ready for it."""
     operation, queues = queue.first, stuck.queues
     missing = next(
@@ -108,10 +125,10 @@ def _why_queued(stuck: Stuck, queue: Queue) -> _Reason:
     needs = f"{_name(stuck, queue.rank, operation)} needs rank {peer}"
     if any(queues.answers(operation, o) for o in missing.started[missing.head :]):
         blocker = f"{_name(stuck, peer, missing.first)}{_on(stuck, missing)}"
-        return _Reason(f"{needs}, whose part stands behind {blocker}", (peer, queue.channel))
+        return Reason(f"{needs}, whose part stands behind {blocker}", (peer, queue.channel))
     if stuck.done[peer] == len(stuck.programs[peer].events):
-        return _Reason(f"{needs}, which ends its step without taking part", None)
-    return _Reason(f"{needs}, which has not started its part", (peer, None))
+        return Reason(f"{needs}, which ends its step without taking part", None)
+    return Reason(f"{needs}, which has not started its part", (peer, None))
 
 
 def _name(stuck: Stuck, rank: int, operation: int) -> str:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partc.graph.fake_calls import storage_of, tensors_in
+from partc.graph.writes import write_places, written_to
 
 SAMPLED_BYTES = 1 << 20  # of a larger constant, evenly spread elements stand for all
 # Ops whose result does not depend on what the tensor that they write held before.
@@ -196,17 +197,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     """The tensors into whose memory a call writes."""
     if func in _BATCH_NORMS and args[5]:  # training; its schema does not say that it writes
         yield from tensors_in(args[3:5])
-    for i, name in _write_places(func):
-        yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
-
-
-@cache
-def _write_places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments into whose memory an op writes."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in func.tags:
-        return ()
-    return tuple((i, each.name) for i, each in enumerate(schema.arguments) if each.is_write)
+    if write_places(func) and torch.Tag.inplace_view not in func.tags:
+        yield from tensors_in(written_to(func, args, kwargs))
 
 
 @cache

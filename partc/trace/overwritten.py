@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from partc.errors import TraceError
 from partc.graph.fake_calls import storage_of, tensors_in
+from partc.graph.writes import written_to
 
 _REFUSED = "modified by an inplace operation"
 
@@ -69,14 +70,7 @@ def _writer(calls: list[fx.Node], reader: list[int]) -> str:
     memory = {m for call in known for each in (call, *call.all_input_nodes) for m in _memory(each)}
     behind = calls[reader[-1] + 1 :] if reader else []
     for call in behind:
-        schema = getattr(call.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            continue
-        written = [
-            call.args[i]
-            for i, argument in enumerate(schema.arguments)
-            if argument.is_write and i < len(call.args)
-        ]
+        written = written_to(call.target, call.args, call.kwargs)
         if any(memory & set(_memory(each)) for each in written if isinstance(each, fx.Node)):
             return str(call.meta.get("custom", {}).get("source", ""))
     return ""

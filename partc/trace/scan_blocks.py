@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten
 
 from partc.graph.fake_calls import call_on_fakes, quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks, list_member
+from partc.graph.writes import written_to
 from partc.trace.capture import (
     SMALL_BYTES,
     Objective,
@@ -357,9 +358,8 @@ class _Watch(TorchDispatchMode):
 
     def _check_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Mark the running member as unsafe if a call writes into memory of another owner."""
-        for i, known in enumerate(func._schema.arguments):
-            arg = args[i] if i < len(args) else kwargs.get(known.name)
-            if known.is_write and isinstance(arg, Tensor):
+        for arg in written_to(func, args, kwargs):
+            if isinstance(arg, Tensor):
                 owner = self.storage.get(storage_of(arg))
                 if owner != self.running and self.running != OUTSIDE:
                     self.forward.unsafe.add(self.running)

@@ -1,8 +1,7 @@
 """Let the single-device model draw the numbers that the pieces of a program draw.
 
 Each draw of the model is found by its site, as the tracer found it. A program cuts what it draws
-into pieces, each with numbers of its own: the whole is put together from them. The rule that gives
-a piece its numbers is written here once more, as a program is not to be checked by its own text.
+into pieces, each with numbers of its own (``draws.seed_of``): the whole is put together from them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import product
 from math import prod
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import UsageError
-from partc.graph.draws import FILLS, LIKES, SORTED, UNREAD, Draw, takes_numbers, word_of
+from partc.graph.draws import FILLS, LIKES, SORTED, UNREAD, Draw, seed_of, takes_numbers, word_of
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import take_piece
 from partc.trace.capture import portable_kernels
@@ -120,9 +118,9 @@ class _Pieces:
     def _generator(self, index: Mapping[str, int]) -> torch.Generator:
         """The generator of one piece: a function of seed, step, microbatch, site and place."""
         place = tuple(index[axis] for axis in self.axes if axis in index)
-        key = f"{SEED} {STEP} {index.get(MICROBATCH_AXIS)} {self.site} {place}"
-        digest = blake2b(key.encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        return torch.Generator().manual_seed(
+            seed_of(SEED, STEP, index.get(MICROBATCH_AXIS), self.site, place)
+        )
 
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pieces: _Pieces) -> Any:

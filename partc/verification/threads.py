@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,37 +17,18 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from partc.errors import RunError
-from partc.plan.mesh import Mesh
-from partc.program.role import rank_table
+from partc.program.role import MeshView
 from partc.verification.rendezvous import Call, Done, Group, StopRank, World
 
 T = TypeVar("T")
 SUM, MAX = c10d.ReduceOp.SUM, c10d.ReduceOp.MAX
 
 
-@dataclass(frozen=True)
-class ThreadMesh:
-    """One rank's view of the mesh, as a DeviceMesh gives it."""
-
-    layout: Mesh
-    rank: int
-
-    @property
-    def mesh(self) -> Tensor:
-        return rank_table(self.layout)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return self.layout.names
-
-    def size(self, mesh_dim: int) -> int:
-        return self.layout.axes[mesh_dim][1]
+class ThreadMesh(MeshView):
+    """One rank's view of the mesh, where ranks are threads."""
 
     def get_group(self, mesh_dim: Any = None) -> Group:
         return Group(tuple(self.layout.peers(self.rank, mesh_dim)), mesh_dim, self.rank)
-
-    def get_local_rank(self, mesh_dim: Any = None) -> int:
-        return self.layout.coords(self.rank)[mesh_dim]
 
 
 class ThreadDist:

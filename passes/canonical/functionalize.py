@@ -17,6 +17,7 @@ from torch import fx
 from partc.errors import TraceError
 from partc.graph import Graph, fake_of, value
 from partc.graph.graph_edits import call_before, drop_dead, stand_in
+from partc.graph.writes import write_places
 from partc.passes.canonical.open_dropout import rrelu_noise
 from partc.passes.canonical.views import UNDO, Step, step_of
 
@@ -95,7 +96,8 @@ def functionalize(graph: Graph) -> None:
     for node in list(graph.fx.nodes):
         fx_args = fx.map_arg((node.args, node.kwargs), lambda n: rewrite.read(n, node))  # noqa: B023
         original = (node.args, node.kwargs)
-        written = _written(node) if node.op == "call_function" else []
+        places = write_places(node.target) if node.op == "call_function" else ()
+        written = [name for _, name in places]
         if node.target in BATCH_NORMS:
             _open_batch_norm(rewrite, node, fx_args)
         elif written and torch.Tag.inplace_view in node.target.tags:
@@ -123,13 +125,6 @@ def viewed(node: fx.Node, args: tuple[Any, ...]) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     aliased = schema is not None and any(r.alias_info is not None for r in schema.returns)
     return args[0] if aliased else None
-
-
-def _written(node: fx.Node) -> list[str]:
-    """The names of the arguments that a call writes to."""
-    schema = getattr(node.target, "_schema", None)
-    arguments = schema.arguments if schema is not None else []
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 # in-place ops --------------------------------------------------------------------------------

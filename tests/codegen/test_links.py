@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +25,6 @@ from tests.pipelines import TOLERANCE, toy_program
 pytestmark = pytest.mark.gloo
 MESSAGES, CPU = 5, torch.device("cpu")
 LIKES = [((3, 2), torch.float32), ((700, 900), torch.float64), ((4,), torch.int64)]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 def start_anew(backend: str | None) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,12 +166,6 @@ def test_bytes_that_are_no_tensor_file_are_refused(tmp_path: Path, content: byte
 
 
 # runs ----------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
-
-
 def refusal_of(difference: str) -> str:
     """What this rank is told when rank 2 differs; nothing else may happen in the group."""
     program = example_program()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +15,8 @@ from partc.program.checkpoint import latest, load_checkpoint, save_checkpoint
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_model, example_program
-from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 def begin(dp: int, tp: int, seed: int) -> tuple[Stage, torch.optim.Optimizer]:

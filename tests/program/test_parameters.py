@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from partc.errors import RunError
 from partc.program.checkpoint import load_checkpoint, save_checkpoint
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
-from tests.patience import patience
 from tests.program.training import (
     MAKERS,
     NUM_STEPS,
@@ -42,12 +41,6 @@ from tests.program.training import (
 pytestmark = pytest.mark.gloo
 ON_WHOLE_TENSORS = ("Adafactor", "Rprop")  # DTensor has not all of their ops
 ON_PIECES, ON_WHOLE = "step_on_pieces", "step_on_whole"
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")

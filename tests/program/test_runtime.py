@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from tests.example_program import (
     example_model,
     example_program,
 )
-from tests.patience import patience
 
 pytestmark = pytest.mark.gloo
 
@@ -41,12 +39,6 @@ def close(found: Tensor, expected: Tensor, name: str = "", exact: bool = False) 
     """Equal up to float32 rounding, or in every bit."""
     rtol, atol = (0.0, 0.0) if exact else (2e-5, 1e-6)
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=name or None)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 def stage_on(dp: int, tp: int, seed: int = 0) -> Stage:

@@ -18,17 +18,10 @@ from partc.errors import RunError
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_model, example_program
-from tests.patience import patience
 from tests.program.training import batch_of, model_of, save_program, stage_of
 
 pytestmark = pytest.mark.gloo
 Op = Callable[[Any], Any]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from partc.program.role import Shard
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
 from tests.example_program import example_batch, example_loss, example_model, example_program
-from tests.patience import patience
 from tests.program.training import (
     MAKERS,
     FrozenTwice,
@@ -37,12 +36,6 @@ from tests.program.training import (
 
 pytestmark = pytest.mark.gloo
 Change = Callable[[nn.Module], None]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 @pytest.fixture(scope="module")

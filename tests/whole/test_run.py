@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gloo
 FLOAT32 = 1e-6  # the model computes its loss in float32 whatever it is itself
 Inputs = tuple[Tensor, ...]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 @cache

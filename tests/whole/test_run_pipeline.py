@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,6 @@ pytestmark = pytest.mark.gloo
 MAX_NORM, LAYOUTS = 0.5, {"pp": "pp=2", "pp-dp": "pp=2,dp=2", "dp": "dp=2"}
 TIED, SECOND_NAME = "transformer.wte.weight", "lm_head.weight"
 Inputs = tuple[Tensor, ...]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Processes]:
-    with Processes(4, timeout=patience()) as processes:
-        yield processes
 
 
 @cache

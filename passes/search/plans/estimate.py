@@ -10,8 +10,6 @@ predicted from its real program.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from math import inf
 
@@ -30,44 +28,16 @@ from partc.passes.search.plans.pipeline_formulas import (
     sent_s,
 )
 from partc.passes.search.plans.scaling_model import BACKWARD, FORWARD, Floats, ScalingModel
+from partc.passes.search.plans.step_times import (
+    Estimate,
+    StageTimes,
+    UnitTimes,
+    Waits,
+    bytes_around,
+    together,
+)
 from partc.passes.shard.apply_preset import DATA_AXES
 from partc.plan.mesh import PP, TP, Mesh
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of a step by cause, and bytes of the fullest rank by kind; its device has
-    ``memory_bytes``.
-    """
-
-    seconds: dict[str, float] = field(hash=False)
-    bytes: dict[str, float] = field(hash=False)
-    memory_bytes: int = 0
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
-    def peak_bytes(self) -> float:
-        return sum(self.bytes.values())
-
-
-@dataclass(frozen=True, eq=False)
-class UnitTimes:
-    """Seconds of one microbatch on a rank, by unit and phase: f64[unit, phase], or f64[unit]."""
-
-    compute: Floats
-    weight_grads: Floats  # f64[unit], the part of the backward's ``compute``
-    tensor: Floats  # collectives over ``tp``
-    sums: Floats  # f64[unit], the part of ``tensor`` in the backward that sums gradients
-
-    @cached_property
-    def exposed(self) -> Floats:
-        """Compute, plus the collectives over ``tp`` that weight gradients do not hide."""
-        hidden = np.zeros_like(self.compute)
-        hidden[:, BACKWARD] = np.minimum(self.sums, self.weight_grads)
-        return self.compute + self.tensor - hidden
 
 
 class Estimator:
@@ -90,7 +60,7 @@ class Estimator:
             self._stage(one, places[rank], there, units)
             for rank, there, units in zip(one.rank_of, times, stages, strict=True)
         ]
-        ranks = [_together(one.of_rank(each, rank)) for rank in range(one.pp)]
+        ranks = [together(one.of_rank(each, rank)) for rank in range(one.pp)]
         slowest = max(ranks, key=lambda rank: rank.turn)
         count = one.microbatches
         # The pipeline fills and drains: the slowest rank waits for one stage of each other rank.
@@ -177,7 +147,9 @@ class Estimator:
         np.add.at(weights, calls.unit, seconds * calls.is_weight_grad)
         return UnitTimes(compute, weights, tensor, sums)
 
-    def _stage(self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int]) -> _Stage:
+    def _stage(
+        self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int]
+    ) -> StageTimes:
         forward = self._phase(one, mesh, times, units, FORWARD)
         backward = self._phase(one, mesh, times, units[::-1], BACKWARD)
         compute = float(times.compute[list(units)].sum())
@@ -186,7 +158,7 @@ class Estimator:
         if one.pp > 1:
             waits += self._beside_messages_s(one, mesh, units, exposed)
         compute += self._adding_s(one, mesh, units)
-        return _Stage(
+        return StageTimes(
             compute, waits, forward.waits + backward.waits, backward.closing,
             float(times.weight_grads[list(units)].sum()),
         )  # fmt: skip
@@ -205,10 +177,10 @@ class Estimator:
 
     def _phase(
         self, one: Candidate, mesh: Mesh, times: UnitTimes, units: Sequence[int], phase: int
-    ) -> _Waits:
+    ) -> Waits:
         """Walk a stage's units in one phase, beside the streams of FSDP gathers and reductions."""
         if not units:
-            return _Waits(0.0, 0.0)
+            return Waits(0.0, 0.0)
         gathers = [0.0] * len(units)
         if (one.data == "fsdp" and one.shard > 1) or (one.data == "zero1" and phase == FORWARD):
             gathers = [self._gather_s(one, mesh, unit) for unit in units]
@@ -241,14 +213,14 @@ class Estimator:
                 if not turns:
                     between = max(between, shared) + self._reduce_between_s(one, mesh, unit)
         if phase == FORWARD or one.data_ranks == 1:
-            return _Waits(waited + self._slowed(moved - waited), 0.0)
+            return Waits(waited + self._slowed(moved - waited), 0.0)
         # What is left of the last microbatch's sums is paid once a step, not once a microbatch.
         late = min(last, max(0.0, behind - now))
         late += self._slowed(last - late)
         if once_per_step:
-            return _Waits(waited + self._slowed(moved - waited), late)
+            return Waits(waited + self._slowed(moved - waited), late)
         after = max(0.0, shared - now, between - now)
-        return _Waits(waited + self._slowed(moved - waited - after), after + late)
+        return Waits(waited + self._slowed(moved - waited - after), after + late)
 
     def _slowed(self, hidden_s: float) -> float:
         """Seconds that computing loses to ``hidden_s`` seconds of transfers beside it."""
@@ -364,40 +336,5 @@ class Estimator:
                 "gradients": sum(grads if accumulates else grads[at:]),
                 "activations": others * sum(kept) + sum(kept[: at + 1]),
                 "working": working.local(pieces, one.tp)
-                + (_around(sizes, gathered, at) if gathers else 0.0),
+                + (bytes_around(sizes, gathered, at) if gathers else 0.0),
             }
-
-
-def _around(sizes: Sequence[float], gathered: Sequence[float], at: int) -> float:
-    """Bytes of unsharded tensors under FSDP while the backward of unit ``at`` runs: weights of the
-    unit and the next one (being gathered), gradients of the unit and the last two (being reduced).
-    """
-    held = gathered[at] + sum(gathered[max(0, at - 1) : at])
-    return held + sizes[at] + sum(sizes[at + 1 : at + 3])
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """Seconds of one microbatch on one stage: compute, and exposed transfers by kind."""
-
-    compute: float
-    tensor: float
-    gathers: float
-    closing: float  # once per step
-    weight_grads: float
-
-    @property
-    def turn(self) -> float:
-        """Seconds of one turn: forward and backward of one microbatch."""
-        return self.compute + self.tensor + self.gathers
-
-
-def _together(stages: Sequence[_Stage]) -> _Stage:
-    """The sum of the stages of one rank."""
-    return _Stage(*(sum(each) for each in zip(*map(astuple, stages), strict=True)))
-
-
-@dataclass(frozen=True)
-class _Waits:
-    waits: float
-    closing: float  # the transfers still under way when the phase ends

@@ -19,9 +19,10 @@ from partc.machines.topology import Topology
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import Space, divisors
-from partc.passes.search.plans.estimate import Estimate, Estimator
+from partc.passes.search.plans.estimate import Estimator
 from partc.passes.search.plans.read_scaling_model import scaling_models
 from partc.passes.search.plans.scaling_model import ScalingModel
+from partc.passes.search.plans.step_times import Estimate
 from partc.passes.shard.apply_preset import DATA_AXES
 from partc.plan.mesh import Mesh
 

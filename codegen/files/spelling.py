@@ -1,0 +1,55 @@
+"""How a program's text spells attributes' paths, rows of equal blocks, and lines of its header."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.repeats.layers import FIRST
+from partc.graph import value
+from partc.quoting import docstring, literal
+
+
+def dtype_name(node: fx.Node) -> str:
+    """The dtype of a node as tables have it: ``float32``."""
+    return str(value(node).dtype).removeprefix("torch.")
+
+
+def read(path: str, owner: str = "self") -> str:
+    """A path of attributes as Python reads it: ``layers.0.w -> self.layers[0].w``."""
+    return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
+
+
+def numbered(parent: str, number: str) -> str:
+    """The expression of a member's path: ``"h"`` and ``i`` give ``f"h.{i}"``.
+
+    >>> numbered('f"e.{n + 1}.h"', "i")
+    'f"e.{n + 1}.h.{i}"'
+    """
+    text = parent if parent.startswith("f") else "f" + parent.replace("{", "{{").replace("}", "}}")
+    return f"{text[:-1]}.{{{number}}}{text[-1]}"
+
+
+def spread_rows(cls: BlockClass, name: str, relative: bool) -> str:
+    """The entries of all blocks as a comprehension over the table of one block.
+
+    ``relative`` names count layers from the stage's first one, ``n``.
+    """
+    numbers = [int(layer.rpartition(".")[2]) for layer in cls.run.layers]
+    first, num = numbers[0], len(numbers)
+    steady = numbers == list(range(first, first + num))
+    where = f"i + {first}" if steady and first else "i" if steady else f"{numbers}[i]"
+    where += f" + {FIRST}" if relative else ""
+    parent = literal(cls.run.layers[0].removesuffix(str(first)))
+    return (
+        f'**{{f"{cls.attribute}.{{i}}.{{attribute}}": ({parent} + f"{{{where}}}.{{name}}", *rest)\n'
+        f"       for i in range({num}) for attribute, (name, *rest) in {name}.items()}}"
+    )
+
+
+def header_line(line: str) -> str:
+    """A line of the header as a docstring can hold it; runs of spaces, its columns, are kept."""
+    parts = re.split("( {2,})", line)
+    return "".join(part if i % 2 else docstring(part, 120) for i, part in enumerate(parts))
