@@ -2,7 +2,7 @@
 
 A program holds them as literals. In the process that compiled, a run looks now and then whether the
 script has changed one, as by ``model.temperature = 0.5``. Looked at like numbers are arrays, sets,
-the lengths of lists, and which function an attribute or a variable is.
+the lengths of lists, which function an attribute or a variable is, and which modules a model has.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class FrozenNumbers:
         taken = [p for p in reach.places if _is_read(p, reads, reach) and told(p) not in own]
         root = weakref.ref(model)
         found = [number for place in taken if (number := _number(place)) is not None]
-        unseen = tuple(_described(place) for place in taken if _is_unseen(place))
+        unseen = (*(_described(place) for place in taken if _is_unseen(place)), *reach.unseen)
+        found += _submodules(model)
         return cls(tuple(found), lambda: _mode(root()), model.training, unseen=unseen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,6 +182,16 @@ def _number(place: Place) -> Number | None:
     owner, cost = _reference(first.owner), 1 + _size(state) // BYTES
     name = place.name if state is SAME else told(place)
     return Number(name, owner, tuple(keys), kept, state, text, inside, cost)
+
+
+def _submodules(model: nn.Module) -> Iterator[Number]:
+    """Which module each submodule is, looked at like numbers."""
+    for path, module in model.named_modules():
+        for key, child in module._modules.items():
+            if child is not None:
+                name = f"model.{path}.{key}" if path else f"model.{key}"
+                owner, value = weakref.ref(module), weakref.ref(child)
+                yield Number(name, owner, ("_modules", key), value, SAME, "", "", 1)
 
 
 def _is_unseen(place: Place) -> bool:

@@ -34,12 +34,14 @@ class Reach:
 
     ``attributes``: the names of attributes that its functions read of any object. ``classes``: the
     user's classes of the objects that it reaches, ``watched`` those of which all reads are known.
+    ``unseen``: what a step may reach that nobody looked at.
     """
 
     places: tuple[Place, ...]
     attributes: frozenset[str] = frozenset()
     classes: frozenset[type] = frozenset()
     watched: frozenset[type] = frozenset()
+    unseen: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -55,7 +57,8 @@ class Reach:
         walk.step(model, objective)
         kinds = {type(holder.owner) for holder in walk.holders}
         own = {k for k in kinds if not is_library(k.__module__) and not issubclass(k, nn.Module)}
-        return cls(tuple(walk.found), frozenset(walk.names), frozenset(own), watched)
+        names, unseen = frozenset(walk.names), tuple(walk.unseen)
+        return cls(tuple(walk.found), names, frozenset(own), watched, unseen)
 
     def states(self) -> dict[str, State]:
         """The states of numbers, arrays and iterators, and the lengths of lists, by name."""

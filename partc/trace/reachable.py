@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from partc.trace.code_names import names_in
 from partc.trace.owners import ABSENT, DEFAULTS, entries, getattr_dict, in_class, slots, static
 from partc.trace.ran import Ran
-from partc.trace.states import FIXED
+from partc.trace.states import FIXED, MOST
 
 MOST_PLACES = 20_000
 DEEP = 6  # objects and lists in one another
@@ -87,7 +87,8 @@ class Walk:
     ``reads``: the attributes that the step has read, if that is known; others are left out then.
     ``ran``: the code that has run, if that is known; functions are not followed into other code
     then, and else not out of the Python modules that have the model's classes.
-    ``of`` ends the names of what a function reaches, such as `` of loss_of``.
+    ``of`` ends the names of what a function reaches, such as `` of loss_of``. ``unseen``: the names
+    of objects in which nothing was looked at, as they lie too deep or are too many.
     """
 
     reads: Reads | None = None
@@ -104,6 +105,7 @@ class Walk:
     classes: set[int] = field(default_factory=set)
     functions: set[int] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
+    unseen: list[str] = field(default_factory=list)
 
     def step(self, model: nn.Module, objective: Callable[..., Any]) -> None:
         """Find what ``objective(model, *inputs)`` reaches."""
@@ -116,10 +118,12 @@ class Walk:
                 self._read_by(code, known, f" of {code.co_name}")
         self._function(objective, "")
         while self.left or self._ask():
-            if len(self.found) > MOST_PLACES:
-                return
-            while self.left:
+            while self.left and len(self.found) < MOST_PLACES:
                 self._visit(*self.left.popleft())
+            if self.left:
+                first = self.left[0][0].name
+                self.unseen.append(f"{first}, and what comes after it: over {MOST_PLACES} objects")
+                return
 
     def _ask(self) -> bool:
         """Look at the holders' attributes under names that are new; whether there was one."""
@@ -171,6 +175,8 @@ class Walk:
         self.found.append(place)
         if place.depth < DEEP:
             self._inside(place, of)
+        elif any(True for _ in entries(value)):
+            self.unseen.append(f"what is in {place.name}, {DEEP} objects deep")
 
     def _inside(self, place: Place, of: str) -> None:
         value, name = place.value, place.name.removesuffix(of)
@@ -187,6 +193,8 @@ class Walk:
             if not is_library(value.__name__):
                 self.holders.append(_Holder(name, value, of))
         else:
+            if isinstance(value, _CONTAINERS) and len(value) > MOST:
+                self.unseen.append(f"the entries of {place.name} behind the first {MOST}")
             for key, each in entries(value):
                 spelled = f"[{key!r}]" if isinstance(value, _CONTAINERS) else f".{key}"
                 self._later(Place(f"{name}{spelled}{of}", each, value, key, place), of)

@@ -211,6 +211,35 @@ def test_what_tells_nothing_of_its_state_is_noted() -> None:
     assert any("no step sees whether it changes" in note for note in numbers.notes())
 
 
+def test_a_submodule_that_is_exchanged_stops_the_step() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.GELU(), nn.Linear(6, 6)))
+    program = partc.compile(model, "dp=1", BATCH[:1], loss=lambda m, x: m(x).sum(), plan="ddp")
+    assert program.numbers.all_changes() == []
+    model[1][0] = nn.ReLU()
+    assert program.numbers.all_changes() == ["model.1.0 is not what it was when compiled"]
+    del model[1][0]
+    assert len(program.numbers.all_changes()) == 2  # what stood behind it has moved
+
+
+def test_what_lies_too_deep_or_too_far_behind_in_a_list_is_noted() -> None:
+    deep: list[Any] = [2.0]
+    for _ in range(8):
+        deep = [deep]
+    long, model = [1.0] * 300, nn.Linear(6, 6)
+
+    def loss_of(m: nn.Module, x: Tensor) -> Tensor:
+        scale: Any = deep
+        while isinstance(scale, list):
+            scale = scale[0]
+        result: Tensor = m(x).sum() * scale * long[250]
+        return result
+
+    notes = [*partc.compile(model, "dp=1", BATCH[:1], loss=loss_of, plan="ddp").numbers.notes()]
+    unseen = [note for note in notes if "no step sees whether it changes" in note]
+    assert any("what is in deep[0][0]" in note and "objects deep" in note for note in unseen)
+    assert any("the entries of long of loss_of behind the first" in note for note in unseen)
+
+
 def test_later_steps_look_at_some_numbers_each() -> None:
     layers = 2 * AT_ONCE
     model = nn.Sequential(nn.Linear(6, 6), *(nn.Dropout(0.0) for _ in range(layers)))
