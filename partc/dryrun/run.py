@@ -8,7 +8,8 @@ memory for tensors. CheckError where a call touches memory of a transfer under w
 from __future__ import annotations
 
 import linecache
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,41 @@ class DryRun:
 Known = dict[int, KnownTurns]  # by the number of layers left out of each stack
 
 
+@dataclass(frozen=True)
+class Built:
+    """A role's Step on fakes, which takes longer to build than a short run of it takes."""
+
+    step: Any
+    mode: FakeTensorMode
+
+    @classmethod
+    def of(cls, role: Role, rank: int) -> Built:
+        mode = FakeTensorMode()
+        with alone(role, rank) as here, torch.no_grad(), mode:
+            return cls(role.build(here), mode)
+
+    @property
+    def depth(self) -> int:
+        """The number of layers of the shortest deep stack; 0 if there is none."""
+        return min(map(len, deep_stacks(self.step)), default=0)
+
+    @contextmanager
+    def as_built(self) -> Iterator[None]:
+        """For one whole run: its layers, methods and gradients are then as they were before."""
+        before = [(m, dict(vars(m)), dict(m._modules)) for m in self.step.modules()]
+        try:
+            yield
+        finally:
+            for module, attributes, children in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._modules.clear()
+                module._modules.update(children)
+                for param in module._parameters.values():
+                    if param is not None:
+                        param.grad = None
+
+
 def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str = "gloo") -> DryRun:
     """Execute one step of a role on fakes; its gradients are new, as after ``zero_grad()``.
 
@@ -55,29 +91,33 @@ def dry_run(role: Role, rank: int = 0, known: Known | None = None, library: str 
     ranks. ``library``: the library of collectives (``topology.LIBRARIES``).
     """
     turns: Known = {} if known is None else known
+    built = Built.of(role, rank)
 
     def shortened(left_out: int) -> LiveMemory:
+        steady = turns.setdefault(left_out, KnownTurns())
         try:
-            return execute(role, rank, turns.setdefault(left_out, KnownTurns()), left_out, library)
-        except NotSteady:
+            return execute(role, rank, steady, left_out, library, built)
+        except NotSteady:  # in the middle of a step, whose parts are not as they were built
             return execute(role, rank, None, left_out, library)
 
-    peak_bytes, line, lines = most_of_all(shortened, depth(role, rank))
+    peak_bytes, line, lines = most_of_all(shortened, built.depth)
     return report(role, peak_bytes, line, lines)
 
 
 def execute(
-    role: Role, rank: int, known: KnownTurns | None, left_out: int, library: str = "gloo"
-) -> LiveMemory:
+    role: Role, rank: int, known: KnownTurns | None, left_out: int, library: str = "gloo",
+    built: Built | None = None,
+) -> LiveMemory:  # fmt: skip
     """Run a step on fakes without ``left_out`` layers of every deep stack.
 
     With ``known``, microbatches that repeat earlier ones are not executed; NotSteady if one that
-    was left out has a turn that cannot be.
+    was left out has a turn that cannot be. ``built``: the role's Step, if it is built already.
     """
+    built = built or Built.of(role, rank)
+    step = built.step
     live = LiveMemory(_file(role))
     eager = torch.compiler.set_stance("force_eager") if role.compiles else nullcontext()
-    with alone(role, rank, library, live) as here, torch.no_grad(), FakeTensorMode(), eager:
-        step: Any = role.build(here)
+    with alone(role, rank, library, live), torch.no_grad(), built.mode, eager, built.as_built():
         inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in role.inputs.values()]
         if left_out:
             shorten(step, left_out, live)
@@ -89,12 +129,6 @@ def execute(
     del kept
     live.streams.end()
     return live
-
-
-def depth(role: Role, rank: int) -> int:
-    """The number of layers of a role's shortest deep stack; 0 if there is none."""
-    with alone(role, rank) as here, torch.no_grad(), FakeTensorMode():
-        return min((len(stack) for stack in deep_stacks(role.build(here))), default=0)
 
 
 def _file(role: Role) -> str:

@@ -11,7 +11,7 @@ import pytest
 import partc
 from partc.dryrun.layers import most_of_all
 from partc.dryrun.live_memory import Lines, LiveMemory, Peak
-from partc.dryrun.run import Known, depth, dry_run
+from partc.dryrun.run import Built, Known, dry_run
 from partc.plan import Plan
 from tests.dry_runs import dry_run_all
 from tests.pipelines import toy
@@ -36,7 +36,7 @@ def test_the_same_peak_line_and_holders(
         rank = program.mesh.first_rank(number)
         role, known = program.role(rank), Known()
         found = dry_run(role, rank, known)
-        layers = depth(role, rank)
+        layers = Built.of(role, rank).depth
         assert sorted(known) == [layers - num for num in (6, 5, 4)]  # none with all of them
         assert found == dry_run_all(role, rank)
 
