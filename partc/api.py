@@ -34,6 +34,7 @@ from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import Stages, stage_ways
 from partc.plan import Plan
+from partc.plan.local_batch import dealt
 from partc.plan.mesh import PP, Mesh, MeshLike
 from partc.plan.plan_text import COMPILERS
 from partc.plan.sharding import dtype_name
@@ -355,6 +356,7 @@ def program_of(state: State) -> Program:
         constants=graph.constants,
         numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
+        dealt=dealt(plan, graph.inputs),
         schedule=write_csv(order) if order else "",
         draws=drawn_by(state.stages or [state.graph], graph),
     )

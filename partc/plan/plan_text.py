@@ -29,6 +29,7 @@ _FIELDS = {
     "memory_bytes",
     "stages",
     "reduce",
+    "batch",
     "batch_norm",
     "recompute",
     "compile",
@@ -113,6 +114,7 @@ def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
 
 def _check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
+        "batch": ("global", "local"),
         "batch_norm": ("global", "local"),
         "recompute": RECOMPUTES,
         "compile": COMPILERS,

@@ -236,7 +236,8 @@ class _Rank:
         self._fill()
         if role.is_inference:
             self._seed()
-            yield from self._whole("result", self.step(*reference.inputs), reference.results)
+            results = self.step(*self._inputs())
+            yield from self._whole("result", results, reference.results)
             yield from self._buffers()
             return
         loss = self._run()
@@ -271,8 +272,13 @@ class _Rank:
     def _run(self) -> Tensor:
         self._seed()
         run: Any = self.step
-        loss: Tensor = run.step(*self.job.reference.inputs)
+        loss: Tensor = run.step(*self._inputs())
         return loss
+
+    def _inputs(self) -> list[Tensor]:
+        """What this rank is given of the batch."""
+        coords = self.job.program.mesh.coords(self.rank)
+        return [x.contiguous() for x in self.role.pieces(self.job.reference.inputs, coords)]
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:
         """The errors of the parameters after one optimizer step from the reference's weights."""
