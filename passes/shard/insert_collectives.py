@@ -136,6 +136,10 @@ class _Partition:
     def _call(self, node: fx.Node) -> None:
         """Write one call on local operands, each resharded to the layout of the call's strategy."""
         known = value(node)
+        if node in self.dealt and not self._in_turns(node):
+            new = self._of_all_microbatches(node)
+            self.copies[node] = {value(new).sharding: new}
+            return
         new = self._localized(node, self.choices.get(node, {}))
         set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
@@ -224,6 +228,11 @@ class _Partition:
             source = min(near, key=lambda have: self._cost(have, want))
             copies[want] = self._reshard(copies[source], want, value(node))
         return copies[want]
+
+    def _in_turns(self, node: fx.Node) -> bool:
+        """Whether a call is made for each microbatch by itself."""
+        call = picked(node)[0] if node.target is operator.getitem else node
+        return MICROBATCH_AXIS in self.choices.get(call, {})
 
     def _of_all_microbatches(self, node: fx.Node) -> fx.Node:
         """Write a call for all microbatches of a rank's piece of the batch at once."""
