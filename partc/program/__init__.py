@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
 from partc.graph.draws import Draw
-from partc.plan.local_batch import Cuts
+from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
@@ -96,7 +96,7 @@ class Program:
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    dealt: Mapping[str, Cuts] = field(default_factory=dict)
+    dealt: Mapping[str, Dealt] = field(default_factory=dict)
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
-from partc.plan.local_batch import data_axes
+from partc.plan.batch import data_axes
 from partc.plan.sharding import dtype_name
 from partc.program.role import Role, Shard
 

@@ -17,7 +17,7 @@ import torch
 
 from partc.errors import LoadError, PartcError
 from partc.graph.draws import SORTED, UNREAD, Draw
-from partc.plan.local_batch import Cuts
+from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
@@ -47,7 +47,7 @@ class Manifest:
     fixed: FixedText
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
-    dealt: Mapping[str, Cuts] = field(default_factory=dict)  # of inputs given in pieces
+    dealt: Mapping[str, Dealt] = field(default_factory=dict)  # of inputs given in pieces
 
     def as_json(self) -> str:
         """The text of ``program.json``; the last entry is the digest of all others."""
@@ -218,7 +218,7 @@ def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:
     return Draw(_text(name), _sizes(shape), each, kind)
 
 
-def _cuts(entry: Any) -> Cuts:
+def _cuts(entry: Any) -> Dealt:
     return tuple((_text(axis), _size(dim), _size(outer)) for axis, dim, outer in entry)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import LoadError
-from partc.plan.local_batch import Cuts
+from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
 
@@ -78,7 +78,7 @@ class Shard:
     name: str  # in the user's model
     shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
-    cuts: Cuts
+    cuts: Dealt
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one rank's shard."""

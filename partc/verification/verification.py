@@ -24,6 +24,7 @@ from partc.program import Program, SavedCost
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.verification.piece_norms import Pieces
+from partc.verification.pieces_of_ranks import whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
 from partc.verification.processes import Processes
 from partc.verification.reference import (
@@ -135,7 +136,9 @@ def verify(
     Args:
         program: what ``compile`` or ``load`` gave; on ``dp=2,tp=2`` four ranks run.
         model: the model that it was compiled from, with weights.
-        inputs: the global batch with values, of the shapes that the program was compiled for.
+        inputs: the global batch with values, of the shapes that the program was compiled for. Of a
+            program with ``batch="local"`` one rank's piece will do: other ranks' pieces have the
+            same values at other places.
         loss: the ``loss`` of ``compile``.
         processes: gloo processes in place of threads of this one.
         lr: learning rate of the two optimizer steps.
@@ -158,6 +161,7 @@ def verify(
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     draws = SameDraws(program.draws, program.mesh.names)
+    inputs = whole_batch(program, inputs)
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:

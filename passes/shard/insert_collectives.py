@@ -43,7 +43,7 @@ from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
-from partc.plan.local_batch import given
+from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R, Sharding, U
 from partc.rules import Strategy, write_local_call
