@@ -34,8 +34,9 @@ from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import Stages, stage_ways
 from partc.plan import Plan
+from partc.plan.batch import dealt
 from partc.plan.mesh import PP, Mesh, MeshLike
-from partc.plan.plan_text import COMPILERS
+from partc.plan.plan_text import check_words
 from partc.plan.sharding import dtype_name
 from partc.printing import in_pieces
 from partc.program import Program
@@ -47,6 +48,7 @@ from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
+from partc.whole_batch import step_of
 
 
 def compile(
@@ -62,6 +64,7 @@ def compile(
     chunks: int | None = None,
     memory_bytes: int | None = None,
     recompute: str | Sequence[str] | None = None,
+    batch: str | None = None,
     batch_norm: str | None = None,
     compile: str | None = None,
     objective: str = "time",
@@ -81,8 +84,9 @@ def compile(
         mesh: the axes of ranks: ``"dp=2,tp=2"``, a dict, a Mesh, a torch DeviceMesh or the path of
             a mesh.toml. A mesh that is open (``Mesh.load("dgx-h100", 64)``) leaves its axes to the
             plan.
-        inputs: a tuple of example tensors, real, fake or meta, with the shapes of the global
-            batch: ``f32[8,256]`` for 8 samples on all ranks together. Values do not matter.
+        inputs: a tuple of example tensors, real, fake or meta, in the shapes that a step takes: of
+            the global batch, ``f32[8,256]`` for 8 samples on all ranks together, or with
+            ``batch="local"`` of one rank's piece. Values do not matter.
         loss: ``loss(model, *inputs)`` gives the scalar to train on. None: what the model returns,
             or its ``.loss``. Under ``torch.no_grad()`` the forward alone is compiled.
         plan: ``"auto"`` searches for the fastest step that fits; a preset (``"fsdp"``), presets
@@ -101,6 +105,8 @@ def compile(
         recompute: what the backward computes again in place of keeping it (activation
             checkpointing): ``"none"``, ``"cheap"`` values (as if nothing were said),
             ``"attention"``, each whole ``"block"``, or the paths of modules.
+        batch: what a step takes: ``"global"``, the whole batch on every rank, or ``"local"``, this
+            rank's own samples, as under DDP. ``Traced`` has the global batch either way.
         batch_norm: statistics over the ``"global"`` batch, as on one device, or over each rank's
             and microbatch's own piece: ``"local"``.
         compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
@@ -140,6 +146,7 @@ def compile(
     given: dict[str, Any] = {
         "microbatches": microbatches,
         "recompute": recompute if isinstance(recompute, str | None) else tuple(recompute),
+        "batch": batch,
         "batch_norm": batch_norm,
         "compile": compile,
         "schedule": schedule,
@@ -151,8 +158,7 @@ def compile(
         given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
-    if wanted.compile not in COMPILERS:
-        raise _no_compiler(wanted.compile)
+    check_words({n: x for n, x in given.items() if not isinstance(x, tuple)}, "compile")
     aim = objective_of(objective)
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)
@@ -160,10 +166,12 @@ def compile(
     check_replay(wanted, rows)
     if dump is not None:
         check_folder(dump)
-    job = _Job(Traced.of(model, inputs, loss), rows, strict)
+    at = Mesh.of(mesh)
+    step, wanted = step_of(model, inputs, loss, at, wanted, rows)
+    job = _Job(step, rows, strict)
     try:
         with no_collecting():
-            return job.program(Mesh.of(mesh), wanted, microbatches, aim)
+            return job.program(at, wanted, microbatches, aim)
     finally:
         if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)
@@ -192,6 +200,7 @@ class _Job:
         """Compile the best plan that is found, or the next best where its program is too large."""
         state = self._traced(mesh, plan)
         graph = state.graph
+        plan = run(state, "find_batch").plan
         if graph.loss is None or not can_search(mesh, plan):
             return self.with_plan(mesh.settled(plan.mesh), plan, state)
         state.made |= {"microbatches": microbatches, "objective": objective}
@@ -213,6 +222,7 @@ class _Job:
         that the plan is, if one was searched.
         """
         state = self._placed(state or self._traced(mesh, plan), mesh, plan)
+        plan = run(state, "find_batch").plan
         joint = copied(state.graph)
         by_this = partial(by_hand, joint, mesh, plan, self.table)
         find = by_this if taken is None else lambda: taken
@@ -283,15 +293,6 @@ class _Job:
         return self._placed(again, mesh, staged)
 
 
-def _no_compiler(name: str) -> PlanError:
-    return PlanError(
-        where=f"compile={name!r}",
-        what="there is no such compiler",
-        why=f"there are {', '.join(COMPILERS)}",
-        do='Take compile="inductor", or leave it out.',
-    )
-
-
 def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
     return PlanError(
         where=f"objective {objective!r}",
@@ -355,6 +356,7 @@ def program_of(state: State) -> Program:
         constants=graph.constants,
         numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
+        dealt=dealt(plan, graph.inputs),
         schedule=write_csv(order) if order else "",
         draws=drawn_by(state.stages or [state.graph], graph),
     )

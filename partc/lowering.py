@@ -30,6 +30,7 @@ from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
 from partc.passes.shard.apply_preset import complete
 from partc.passes.shard.count_whole import count_whole
+from partc.passes.shard.find_batch import find_batch
 from partc.passes.shard.fuse_loss import fuse_loss
 from partc.passes.shard.insert_collectives import insert_collectives
 from partc.passes.shard.microbatches import count_targets
@@ -80,6 +81,8 @@ PASSES = (
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
     *CANONICAL,
     # the plan is completed
+    Pass(find_batch, PLAN, "samples do not mix along the batch; of a sequence-first model it is not "
+         "dim 0", on_graph=False),
     Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs place_on_mesh to recompute on "
          "copies", AUTO, on_graph=False),
     Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),

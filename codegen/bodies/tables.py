@@ -17,6 +17,10 @@ from partc.graph import Graph, Kind, fake_of, typed, value
 from partc.quoting import comment, literal
 
 TABLES: dict[Kind, str] = {"param": "SHARDS", "buffer": "BUFFERS"}
+WHOLE_BATCH = "the global batch: (shape, dtype)"
+OWN_PIECE = (
+    "(shape in the global batch, dtype, cuts as (axis, dim, outer)); a rank passes its piece"
+)
 MANY = 8  # from so many parameters and buffers on, a loop over the table makes them
 Cuts = tuple[tuple[str, int, int], ...]
 
@@ -45,6 +49,22 @@ def row(graph: Graph, node: fx.Node, attribute: str) -> Row:
     return Row(
         attribute, known.name, tuple(known.shape), str(known.dtype).removeprefix("torch."), cuts
     )
+
+
+def input_rows(graph: Graph) -> list[Line]:
+    """The entries of INPUTS; one with cuts is this rank's piece of the batch, else it is whole."""
+    lines = []
+    for name, node in graph.inputs.items():
+        entry = row(graph, node, name)
+        cuts = (entry.cuts,) if entry.cuts else ()
+        lines.append(Line(f"{literal(name)}: {literal((entry.shape, entry.dtype, *cuts))}"))
+    return lines
+
+
+def input_meaning(graph: Graph) -> str:
+    """What the table INPUTS is: of the whole batch, or with cuts of this rank's piece."""
+    own = any(value(node).sharding.cuts() for node in graph.inputs.values())
+    return OWN_PIECE if own else WHOLE_BATCH
 
 
 def is_listed(graph: Graph, nodes: Sequence[fx.Node]) -> bool:

@@ -15,7 +15,16 @@ from partc.codegen.bodies.classes import BlockClass, class_names
 from partc.codegen.bodies.compiled import compiled
 from partc.codegen.bodies.outline import outlined
 from partc.codegen.bodies.step import StepBody
-from partc.codegen.bodies.tables import TABLES, declarations, is_listed, row, table
+from partc.codegen.bodies.tables import (
+    TABLES,
+    WHOLE_BATCH,
+    declarations,
+    input_meaning,
+    input_rows,
+    is_listed,
+    row,
+    table,
+)
 from partc.codegen.calls.buffers_in_place import updates
 from partc.codegen.calls.expressions import ADDS
 from partc.codegen.calls.names import Scope, attributes, wishes
@@ -48,7 +57,7 @@ MEANINGS = {
     "SHARDS": "attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))",
     "BUFFERS": "the same for buffers",
     "ALIASES": "second name of a tied parameter: the name it stands under",
-    "INPUTS": "the global batch: (shape, dtype)",
+    "INPUTS": WHOLE_BATCH,
 }
 
 
@@ -206,14 +215,12 @@ class RoleText:
             "ALIASES": [
                 Line(f"{literal(a)}: {literal(b)}") for a, b in sorted(self.graph.aliases.items())
             ],
-            "INPUTS": [
-                Line(f"{literal(name)}: {literal((tuple(value(n).shape), dtype_name(n)))}")
-                for name, n in self.graph.inputs.items()
-            ],
+            "INPUTS": input_rows(self.graph),
         }
         tables, stored = self.stored_tables()
         entries |= stored
-        return tables + [table(name, MEANINGS[name], entries[name]) for name in MEANINGS]
+        said = {**MEANINGS, "INPUTS": input_meaning(self.graph)}
+        return tables + [table(name, said[name], entries[name]) for name in MEANINGS]
 
     def stored_tables(
         self, elsewhere: Collection[str] = ()

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from partc.codegen.bodies.tables import table
+from partc.codegen.bodies.tables import input_meaning, input_rows, table
 from partc.codegen.files.by_rank import RANK
 from partc.codegen.files.emit import MEANINGS
 from partc.codegen.files.rank_step import RankStep
-from partc.codegen.files.spelling import dtype_name
 from partc.codegen.files.stages import StageText
 from partc.codegen.repeats.layers import FIRST
 from partc.codegen.text import Line
-from partc.graph import value
 from partc.program.role import RANKS
 from partc.quoting import comment, literal
 
@@ -45,15 +43,13 @@ def pipeline_tables(steps: Mapping[int, RankStep], declared: str) -> list[str]:
                 every = f'**{{f"{stage.attribute}.{{name}}": row for name, row in {read}.items()}}'
                 entries[constant].append(Line(every))
     entries["ALIASES"] = [Line(f"{literal(a)}: {literal(b)}") for a, b in _aliases(first)]
-    entries["INPUTS"] = [
-        Line(f"{literal(name)}: {literal((tuple(value(node).shape), dtype_name(node)))}")
-        for name, node in first.graphs[0].inputs.items()
-    ]
+    entries["INPUTS"] = input_rows(first.graphs[0])
+    said = {**MEANINGS, "INPUTS": input_meaning(first.graphs[0])}
     over = f"{RANK} in {RANKS}"
     whole = [
-        _for_each(RANK, name, f"by pipeline rank; {MEANINGS[name]}", entries[name], over)
+        _for_each(RANK, name, f"by pipeline rank; {said[name]}", entries[name], over)
         if shared and name in STORED
-        else table(name, MEANINGS[name], entries[name])
+        else table(name, said[name], entries[name])
         for name in MEANINGS
     ]
     ranks = f"{RANKS} = {tuple(steps)}  # the pipeline ranks that run this file"

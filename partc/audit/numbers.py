@@ -102,7 +102,8 @@ class _Run:
 
     def _ran(self, role: Role, step: Any, rank: int, at: tuple[int, int]) -> Any:
         """What a step on the seeded numbers returns; ``at``: the seed and the step's number."""
-        inputs = [*self.expected.seeds.batch(role.inputs).values()]
+        batch = self.expected.seeds.batch({x.name: (x.shape, x.dtype) for x in role.batch})
+        inputs = role.pieces([*batch.values()], role.mesh.coords(rank))
         self._fill(role, step, rank)
         before = {name: p.detach().clone() for name, p in step.named_parameters()}
         with as_on_any_device(), Drawn() as drawn:

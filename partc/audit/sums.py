@@ -116,8 +116,8 @@ class _Run:
             held = role.tensors(step)
             for shard in role.shards:
                 mode.note(held[shard.name], _of_shard(shard, self.axes))
-            for x in inputs:
-                mode.note(x, dict.fromkeys(self.axes, R))
+            for x, shard in zip(inputs, role.batch, strict=True):
+                mode.note(x, _of_shard(shard, self.axes))
             replaced = with_known_helpers(role, mode)
             with mode:
                 result = _once(role, step, inputs)

@@ -28,9 +28,12 @@ def check_tables(program: Program) -> None:
 def _differences(role: Role, program: Program) -> Iterator[tuple[str, str]]:
     if role.mesh.axes != program.mesh.axes:
         yield f"MESH is {role.mesh}", f"the program is for {program.mesh}"
-    inputs = {n: (tuple(shape), dtype_name(dtype)) for n, (shape, dtype) in role.inputs.items()}
+    inputs = {x.name: (x.shape, dtype_name(x.dtype)) for x in role.batch}
     if program.inputs and inputs != {n: (tuple(s), d) for n, (s, d) in program.inputs.items()}:
         yield "INPUTS are not those of the program", f"program.json has {dict(program.inputs)}"
+    cuts = {x.name: x.cuts for x in role.batch if x.cuts}
+    if program.inputs and cuts != dict(program.dealt):
+        yield "INPUTS cut the batch otherwise", f"program.json has {dict(program.dealt)}"
     known = program.fingerprint.tensors
     for shard in role.shards:
         if known and shard.name in known and known[shard.name].shape != shard.shape:

@@ -108,6 +108,13 @@ def _check_moves(node: fx.Node, mesh: Mesh) -> None:
             _check_dtype(node, move, move.result)
 
 
+def _is_of_every_piece(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> bool:
+    """Whether ``have`` is this rank's part of every piece that ``axis`` makes, ``want`` that of one:
+    its rows of all microbatches and of one.
+    """
+    return want.with_(axis, R, mesh) != have == want.without([axis], mesh)
+
+
 def _check_dtype(node: fx.Node, move: Move, result: fx.Node) -> None:
     """Check that a collective changes no dtype, except a gather that says to which."""
     if value(result).dtype != move.kwargs.get("dtype", value(move.operand).dtype):
@@ -123,6 +130,10 @@ def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
     if on != before:
         why = f"on {axis} its operand {move.operand.name} lies as {on}, and it needs {before}"
         raise wrong(node, why, "Use the collective that fits, once, over the right axis and dim.")
+    if move.target is collectives.keep_piece and _is_of_every_piece(have, want, axis, mesh):
+        outer = move.kwargs.get("outer", 1)
+        if want.on(axis) == after and want.local_outer(axis, mesh) == outer:
+            return
     if want != have.with_(axis, after, mesh) or value(move.operand).shape != value(result).shape:
         why = f"it makes {axis} {after} and leaves the other axes alone"
         raise wrong(node, why, "Correct its note, axis or dim.")

@@ -70,6 +70,9 @@ class Plan:
     ``stages`` is empty the compiler cuts the model into ``chunks`` stages per pipeline rank (0: the
     schedule's usual number).
 
+    Batch: with ``batch="local"`` a step is given each rank's piece of the batch, as under DDP, with
+    ``"global"`` the whole batch on every rank.
+
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
     block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
@@ -85,6 +88,7 @@ class Plan:
     gather: Mapping[str, Literal["use", "step"]] = field(default_factory=dict)
     scatter: Mapping[str, int] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
+    batch: Literal["global", "local"] = "global"
     batch_norm: Literal["global", "local"] = "global"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     compile: Literal["none", "inductor"] = "none"
@@ -208,6 +212,7 @@ class Plan:
         lines += pass_lines("left_out", self.left_out)
         lines += [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
+        lines += word_lines("batch", self.batch) if self.batch != "global" else []
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []
         lines += [f"join_mb = {self.join_mb:g}"]

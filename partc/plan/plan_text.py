@@ -29,6 +29,7 @@ _FIELDS = {
     "memory_bytes",
     "stages",
     "reduce",
+    "batch",
     "batch_norm",
     "recompute",
     "compile",
@@ -70,7 +71,7 @@ def read_fields(text: str, where: str) -> dict[str, Any]:
     table["values"] = {
         k: _read_value(v, f"{where}, values.{k}") for k, v in table.get("values", {}).items()
     }
-    _check_words(table, where)
+    check_words(table, where)
     lists = {name: tuple(table.get(name, ())) for name in ("stages", "notes")}
     if isinstance(table.get("recompute"), list):
         lists["recompute"] = tuple(table["recompute"])
@@ -111,8 +112,10 @@ def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
         raise plan_error(where, f"{entry!r} is not understood", str(error)) from None
 
 
-def _check_words(table: Mapping[str, Any], where: str) -> None:
+def check_words(table: Mapping[str, Any], where: str) -> None:
+    """PlanError if an entry that is there is not one of its words, or no such number."""
     allowed = {
+        "batch": ("global", "local"),
         "batch_norm": ("global", "local"),
         "recompute": RECOMPUTES,
         "compile": COMPILERS,

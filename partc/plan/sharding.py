@@ -10,8 +10,9 @@ dim sharded over ``dp`` whose rows each rank has permuted by itself (``partc/gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -69,6 +70,23 @@ class Sharding:
 
     def with_(self, axis: str, layout: Layout, mesh: Mesh) -> Sharding:
         return Sharding.of({**dict(self.layouts), axis: layout}, mesh)
+
+    def without(self, axes: Collection[str], mesh: Mesh) -> Sharding:
+        """The layout of what a rank's pieces along ``axes`` are pieces of.
+
+        ``f32[8@mb+dp]`` on two microbatches is, without ``mb``, ``f32[(2 4@dp)]``: of the rows of
+        each microbatch the rank's own.
+        """
+        kept = {axis: layout for axis, layout in self.layouts if axis not in axes}
+        cuts = self.cuts()
+        for i, (axis, layout) in enumerate(cuts):
+            alike = [(layout.dim, layout.outer) == (b.dim, b.outer) for _, b in cuts[:i]]
+            before = [other for (other, _), same in zip(cuts[:i], alike, strict=True) if same]
+            last = max((n for n, other in enumerate(before) if other in axes), default=-1)
+            if axis in kept and last >= 0:
+                parts = prod(mesh.size(other) for other in before[: last + 1])
+                kept[axis] = replace(layout, outer=layout.outer * parts)
+        return Sharding.of(kept, mesh)
 
     def cuts(self) -> list[tuple[str, Layout]]:
         """The shards in the order in which they are applied to a whole tensor.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from partc.atomic import atomic_directory, atomic_write
 from partc.errors import LoadError, UsageError
 from partc.graph.draws import Draw
+from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
@@ -76,6 +77,8 @@ class Program:
         fingerprint: names, shapes and dtypes of the model's tensors.
         constants: tensors that were known when compiling, such as masks.
         inputs: shape of the global batch and dtype, by the input's name.
+        dealt: how a rank's piece of an input is cut, as (axis, dim, outer), where a step takes
+            pieces (``batch="local"``); empty where it takes the whole batch.
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
         numbers: the numbers of the model's Python, in the process that compiled it.
@@ -93,6 +96,7 @@ class Program:
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    dealt: Mapping[str, Dealt] = field(default_factory=dict)
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
@@ -190,6 +194,7 @@ class Program:
             mesh=self.mesh,
             roles=self.roles,
             inputs=self.inputs,
+            dealt=self.dealt,
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
@@ -270,6 +275,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         fingerprint=manifest.fingerprint,
         constants=dict(TensorFile(folder / CONSTANTS)),
         inputs=manifest.inputs,
+        dealt=manifest.dealt,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,

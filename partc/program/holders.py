@@ -28,6 +28,8 @@ class Holders:
     first: Mapping[str, int]  # the first pipeline rank that holds it
     aliases: Mapping[str, str]  # second name of a tied tensor -> first name
     aside: Mapping[str, Shard]  # tensors that no step reads, kept on every rank for checkpoints
+    places: Mapping[str, tuple[int, ...]]  # all pipeline ranks that hold it, but of those aside
+    params: frozenset[str]  # the parameters among them; the others are buffers
 
     @classmethod
     def of(cls, program: Program) -> Holders:
@@ -35,8 +37,11 @@ class Holders:
         shards: dict[str, Shard] = {}
         first: dict[str, int] = {}
         aliases: dict[str, str] = {}
-        for rank, role in enumerate(roles_of(program)):
+        places: dict[str, tuple[int, ...]] = {}
+        roles = roles_of(program)
+        for rank, role in enumerate(roles):
             for shard in role.shards:
+                places[shard.name] = (*places.get(shard.name, ()), rank)
                 shards.setdefault(shard.name, shard)
                 first.setdefault(shard.name, rank)
             aliases |= role.aliases
@@ -45,7 +50,9 @@ class Holders:
             name: Shard("", name, spec.shape, dtype_of(spec.dtype), ())
             for name, spec in kept.items()
         }
-        return cls({**shards, **aside}, {**first, **dict.fromkeys(aside, 0)}, aliases, aside)
+        params = frozenset(shard.name for role in roles for shard in role.params)
+        first |= dict.fromkeys(aside, 0)
+        return cls({**shards, **aside}, first, aliases, aside, places, params)
 
     def is_first_stage(self, shard: Shard, coords: Mapping[str, int]) -> bool:
         """Whether ``coords`` are on the first pipeline rank that holds a tensor."""

@@ -17,6 +17,7 @@ import torch
 
 from partc.errors import LoadError, PartcError
 from partc.graph.draws import SORTED, UNREAD, Draw
+from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
@@ -46,6 +47,7 @@ class Manifest:
     fixed: FixedText
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
+    dealt: Mapping[str, Dealt] = field(default_factory=dict)  # of inputs given in pieces
 
     def as_json(self) -> str:
         """The text of ``program.json``; the last entry is the digest of all others."""
@@ -55,7 +57,10 @@ class Manifest:
             "model": self.model,
             "mesh": [list(axis) for axis in self.mesh.axes],
             "roles": [list(run) for run in self.roles],
-            "inputs": {name: [list(shape), dtype] for name, (shape, dtype) in self.inputs.items()},
+            "inputs": {
+                name: [list(shape), dtype, *([self.dealt[name]] if name in self.dealt else [])]
+                for name, (shape, dtype) in self.inputs.items()
+            },
             "fingerprint": {
                 name: [spec.kind, list(spec.shape), spec.dtype]
                 for name, spec in self.fingerprint.tensors.items()
@@ -115,7 +120,8 @@ class Manifest:
             model=_text(fields["model"]),
             mesh=mesh,
             roles=roles,
-            inputs={n: (_sizes(s), _text(d)) for n, (s, d) in fields["inputs"].items()},
+            inputs={n: (_sizes(s), _text(d)) for n, (s, d, *_) in fields["inputs"].items()},
+            dealt={n: _cuts(*cuts) for n, (_, _, *cuts) in fields["inputs"].items() if cuts},
             fingerprint=Fingerprint(
                 {n: _spec(*entry) for n, entry in fields["fingerprint"].items()}
             ),
@@ -210,6 +216,10 @@ def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:
     _need(kind in ("", SORTED, UNREAD), f"{kind!r} is no kind of draw")
     each = tuple((_text(axis), _size(dim), _size(outer), _size(n)) for axis, dim, outer, n in cuts)
     return Draw(_text(name), _sizes(shape), each, kind)
+
+
+def _cuts(entry: Any) -> Dealt:
+    return tuple((_text(axis), _size(dim), _size(outer)) for axis, dim, outer in entry)
 
 
 def _cost(entry: Any) -> Mapping[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import LoadError
+from partc.plan.batch import Dealt
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces, take_piece
 
@@ -76,7 +78,14 @@ class Shard:
     name: str  # in the user's model
     shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
-    cuts: tuple[tuple[str, int, int], ...]  # (axis, dim, outer) in the order they are applied
+    cuts: Dealt
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of one rank's shard."""
+        shape = [*self.shape]
+        for axis, dim, _ in self.cuts:
+            shape[dim] //= mesh.size(axis)
+        return tuple(shape)
 
     def take(self, whole: Tensor, mesh: Mesh, coords: Mapping[str, int]) -> Tensor:
         """The shard of a whole tensor that the rank at ``coords`` holds."""
@@ -105,7 +114,7 @@ class Role:
     params: tuple[Shard, ...]
     buffers: tuple[Shard, ...]
     aliases: dict[str, str]  # second name of a tied tensor -> first name
-    inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    batch: tuple[Shard, ...]  # the inputs in the global batch, and how a rank's piece is cut
     compiles: bool = False  # whether torch.compile compiles its functions
     is_half: bool = False  # whether it computes in float16
 
@@ -133,7 +142,7 @@ class Role:
             params=_shards(tables["SHARDS"]),
             buffers=_shards(tables["BUFFERS"]),
             aliases=dict(tables["ALIASES"]),
-            inputs={n: (tuple(s), dtype_of(d)) for n, (s, d) in tables["INPUTS"].items()},
+            batch=_batch(tables["INPUTS"]),
             compiles=f"\n{COMPILES}\n" in source,
             is_half=re.search(r"\bfloat16\b", source) is not None,
         )
@@ -142,6 +151,16 @@ class Role:
     def shards(self) -> tuple[Shard, ...]:
         """Parameters, then buffers."""
         return self.params + self.buffers
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """What a rank passes to a step: shape and dtype of each input, or of the rank's piece."""
+        return {each.name: (each.local_shape(self.mesh), each.dtype) for each in self.batch}
+
+    def pieces(self, batch: Sequence[Tensor], coords: Mapping[str, int]) -> list[Tensor]:
+        """What the rank at ``coords`` passes to a step, of a global batch."""
+        pairs = zip(self.batch, batch, strict=True)
+        return [each.take(whole, self.mesh, coords) for each, whole in pairs]
 
     @property
     def is_inference(self) -> bool:
@@ -173,11 +192,16 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def _shards(table: Mapping[str, tuple[str, tuple[int, ...], str, Any]]) -> tuple[Shard, ...]:
+def _shards(table: Mapping[str, tuple[Any, ...]]) -> tuple[Shard, ...]:
     return tuple(
         Shard(key, name, tuple(shape), dtype_of(dtype), tuple(map(tuple, cuts)))
         for key, (name, shape, dtype, cuts) in table.items()
     )
+
+
+def _batch(table: Mapping[str, tuple[Any, ...]]) -> tuple[Shard, ...]:
+    """The inputs; an entry without cuts is passed whole."""
+    return _shards({name: (name, *(*entry, ())[:3]) for name, entry in table.items()})
 
 
 def _malformed(file_name: str, why: str) -> LoadError:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
 from partc.program import Program
+from partc.program.agreement import Agreement
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
 from partc.program.loss_backward import loss_with_backward
@@ -62,7 +63,9 @@ class Stage(nn.Module):
         self._show_tensors()
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
-        self._checks = StepChecks(self._role, program.numbers)
+        holders, draws = self._tensors.holders, bool(program.draws)
+        self.agreement = Agreement(self._role, holders, draws=draws)
+        self._checks = StepChecks(self._role, program.numbers, self._compare)
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -80,17 +83,18 @@ class Stage(nn.Module):
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
-            inputs: the whole global batch on every rank, on this rank's device, with the shapes
-                and dtypes that were compiled; each rank computes its own piece of it.
+            inputs: on this rank's device, with the shapes and dtypes that were compiled: the whole
+                batch on every rank, or of a program with ``batch="local"`` this rank's piece.
 
         Returns:
             The loss of the global batch, ``f32[]``, the same on every rank.
 
         Raises:
-            RunError: an input has another shape, dtype or device; autocast is on; or the script
-                has changed a number of the model since it was compiled in this process.
+            RunError: an input has another shape, dtype or device; autocast is on; the script has
+                changed a number of the model since it was compiled in this process; or ranks
+                differ in what they must hold alike (``agreement.py``).
         """
-        self._checks.check(inputs, self.device.type)
+        inputs = self._checks.taken(inputs, self.device.type)
         begin_all(self._shown.values())
         try:
             loss: Tensor = self._counted(self._rank_step.step, inputs)
@@ -105,11 +109,11 @@ class Stage(nn.Module):
         and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
         """
         if self._role.is_inference:
-            self._checks.check(inputs, self.device.type)
+            inputs = self._checks.taken(inputs, self.device.type)
             with torch.no_grad():
                 return self._counted(self._rank_step, inputs)
         self._check_one_stage()
-        self._checks.check(inputs, self.device.type)
+        inputs = self._checks.taken(inputs, self.device.type)
         run = self._rank_step.step
         return loss_with_backward(
             list(self._shown.values()),
@@ -312,6 +316,9 @@ class Stage(nn.Module):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
+    def _compare(self, inputs: Sequence[Tensor] | None) -> None:
+        self.agreement.compare(inputs, self._tensors.held, self._drawn, self.device)
+
     def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         """What a step returns; the step counts as taken."""
         result = run(*inputs)

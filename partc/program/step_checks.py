@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from partc.errors import RunError
-from partc.plan.sharding import dtype_name
+from partc.program.given import check_inputs, plain_inputs
 from partc.program.role import Role
 from partc.trace.frozen_numbers import FrozenNumbers
 
@@ -18,33 +18,37 @@ FIRST_STEPS = 3  # that look at all numbers of the model
 class StepChecks:
     """The checks before each step of a role.
 
-    ``numbers``: those of the model's Python in the process that compiled it.
+    ``numbers``: those of the model's Python in the process that compiled it. ``compare`` is given
+    the inputs, or None where this rank refuses them, and compares all ranks now and then.
     """
 
-    def __init__(self, role: Role, numbers: FrozenNumbers) -> None:
+    def __init__(
+        self, role: Role, numbers: FrozenNumbers, compare: Callable[[Sequence[Tensor] | None], None]
+    ) -> None:
         self.role, self.numbers, self.num_steps = role, numbers, 0
+        self.compare = compare
 
-    def check(self, inputs: Sequence[Tensor], device: str) -> None:
-        """RunError if inputs, dtypes or the model's numbers are not as they were compiled."""
+    def taken(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+        """What the step takes: the inputs as plain tensors.
+
+        RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
+        not hold alike what they must.
+        """
+        try:
+            plain = self._checked(inputs, device)
+        except RunError:
+            self.compare(None)  # the other ranks would wait for this one
+            raise
+        self.compare(plain)
+        return plain
+
+    def _checked(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
         check_default_dtype()
         _check_autocast(device)
-        self._check_inputs(inputs, device)
+        plain = plain_inputs(inputs, self.role)
+        check_inputs(plain, self.role, device)
         self._check_numbers()
-
-    def _check_inputs(self, inputs: Sequence[Tensor], device: str) -> None:
-        wanted = [(shape, dtype, device) for shape, dtype in self.role.inputs.values()]
-        given = [(tuple(x.shape), x.dtype, x.device.type) for x in inputs]
-        if given == wanted:
-            return
-        names = list(self.role.inputs)
-        expected = [f"{n}: {_typed(*w)}" for n, w in zip(names, wanted, strict=True)]
-        got = [_typed(*each) for each in given]
-        raise RunError(
-            where="step",
-            what=f"expected ({', '.join(expected)}), got ({', '.join(got)})",
-            why="the program was compiled for one global batch",
-            do="Pass the whole batch on every rank, or compile for this shape.",
-        )
+        return plain
 
     def _check_numbers(self) -> None:
         """Look whether the script has changed a number that the model was compiled with.
@@ -84,7 +88,3 @@ def _check_autocast(device: str) -> None:
             why="the casts of a program are those that its loss made when it was compiled",
             do="Enter autocast in the loss that is compiled, and call step outside of it.",
         )
-
-
-def _typed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
-    return f"{dtype_name(dtype)}{list(shape)} on {device}"

@@ -24,6 +24,7 @@ from partc.program import Program, SavedCost
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
 from partc.verification.piece_norms import Pieces
+from partc.verification.pieces_of_ranks import whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
 from partc.verification.processes import Processes
 from partc.verification.reference import (
@@ -135,7 +136,9 @@ def verify(
     Args:
         program: what ``compile`` or ``load`` gave; on ``dp=2,tp=2`` four ranks run.
         model: the model that it was compiled from, with weights.
-        inputs: the global batch with values, of the shapes that the program was compiled for.
+        inputs: the global batch with values, of the shapes that the program was compiled for. Of a
+            program with ``batch="local"`` one rank's piece will do: other ranks' pieces have the
+            same values at other places.
         loss: the ``loss`` of ``compile``.
         processes: gloo processes in place of threads of this one.
         lr: learning rate of the two optimizer steps.
@@ -158,6 +161,7 @@ def verify(
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     draws = SameDraws(program.draws, program.mesh.names)
+    inputs = whole_batch(program, inputs)
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
@@ -236,7 +240,8 @@ class _Rank:
         self._fill()
         if role.is_inference:
             self._seed()
-            yield from self._whole("result", self.step(*reference.inputs), reference.results)
+            results = self.step(*self._inputs())
+            yield from self._whole("result", results, reference.results)
             yield from self._buffers()
             return
         loss = self._run()
@@ -271,8 +276,13 @@ class _Rank:
     def _run(self) -> Tensor:
         self._seed()
         run: Any = self.step
-        loss: Tensor = run.step(*self.job.reference.inputs)
+        loss: Tensor = run.step(*self._inputs())
         return loss
+
+    def _inputs(self) -> list[Tensor]:
+        """What this rank is given of the batch."""
+        coords = self.job.program.mesh.coords(self.rank)
+        return [x.contiguous() for x in self.role.pieces(self.job.reference.inputs, coords)]
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:
         """The errors of the parameters after one optimizer step from the reference's weights."""

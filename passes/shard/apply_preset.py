@@ -18,10 +18,10 @@ from partc.passes.shard.exchange_rows import with_travelling_rows
 from partc.passes.shard.idle_axes import idle_axes
 from partc.passes.shard.value_names import value_names
 from partc.plan import Cuts, Plan, fits, fold_names, widest_pattern
+from partc.plan.batch import DATA_AXES, is_pinned, spread_batch
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh, layout_mesh
 from partc.plan.sharding import DTYPE_NAMES, Layout, Sharding, cut
 
-DATA_AXES = ("dp", "dp_replicate", "dp_shard", "fsdp")
 TENSOR_AXES = ("tp",)
 _DATA_WORDS = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 _TENSOR_WORDS = ("megatron", "megatron-sp")
@@ -41,6 +41,8 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     _check_mesh(plan, mesh)
     _check_names(plan, graph)
     plan = _by_first_name(plan, graph)
+    spread = {n: spread_batch(c, layout_mesh(mesh, plan.microbatches)) for n, c in plan.inputs.items()}
+    plan = plan.changed(inputs=spread)
     tables = (plan.params, plan.inputs, plan.values)
     named = {axis for table in tables for entry in table.values() for axis in entry}
     axes = layout_mesh(mesh, plan.microbatches)
@@ -77,7 +79,7 @@ def _fill(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool) -> Plan:
     shard = _sharded_axes(words, data, mesh)
     inputs = {
         name: plan.stored(name, plan.inputs)
-        if any(fits(p, name) for p in plan.inputs)
+        if is_pinned(name, plan)
         else _batch_cut(node, data, mesh)
         for name, node in graph.inputs.items()
     }
@@ -210,8 +212,10 @@ def _batch_cut(node: fx.Node, axes: list[str], mesh: Mesh) -> dict[str, Layout]:
                 where=f"input {known.name}",
                 what=f"the batch of {known.shape[0]} cannot be cut by {axis}={mesh.size(axis)}",
                 why=f"{known.shape[0]} is not a multiple of the data ranks times the microbatches",
-                do="Give a global batch that is, or change the mesh or the microbatches; where "
-                f'dim 0 is no batch, the plan says so: [inputs] "{known.name}" = {{}}.',
+                do="Give a global batch that is (DataLoader(..., drop_last=True) leaves out a "
+                "smaller last one), or change the mesh or the microbatches. The plan may say "
+                f'otherwise: [inputs] "{known.name}" = {{}} computes it whole on every rank, and '
+                "{ batch = 1 } takes dim 1 for the batch.",
             )
     return cuts
 

@@ -38,6 +38,11 @@ def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
                     _cut(node, wanted, prices)
 
 
+def wanted_by_readers(node: fx.Node, choices: Choices, axis: str) -> Layout:
+    """The layout in which all readers of a tensor read it; R if they differ, or if there is none."""
+    return _wanted(node, choices, axis).get(0, R)
+
+
 def _wanted(node: fx.Node, choices: Choices, axis: str) -> dict[int, Layout]:
     """Per result of a call the layout in which all its readers read it; R if they differ."""
     found: dict[int, Layout] = {}

@@ -33,11 +33,17 @@ from partc.graph.casts import is_cast, widens
 from partc.graph.graph_edits import run_fake
 from partc.graph.input_only import input_only
 from partc.passes.shard.cast_weights import cast_weights
-from partc.passes.shard.microbatches import check_microbatches, in_pieces, until_last
+from partc.passes.shard.microbatches import (
+    check_microbatches,
+    for_all_microbatches,
+    in_pieces,
+    until_last,
+)
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
 from partc.plan import Plan
+from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import R, Sharding, U
 from partc.rules import Strategy, write_local_call
@@ -71,6 +77,9 @@ class _Partition:
     input_only: set[fx.Node] = field(
         default_factory=set
     )  # what exists for all microbatches at once
+    dealt: set[fx.Node] = field(default_factory=set)  # input-only values of a rank's own samples
+    # their calls for all microbatches, with the strategies
+    in_time: dict[fx.Node, tuple[fx.Node, dict[str, Strategy]]] = field(default_factory=dict)
     moved: set[fx.Node] = field(default_factory=set)  # what the plan wants to be moved once made
 
     def build(self) -> Graph:
@@ -79,16 +88,15 @@ class _Partition:
         pins = pinned(self.graph, self.plan)
         self.moved = {n for n, planned in pins.items() if any(x.then for x in planned.values())}
         self.input_only = input_only(self.graph) if MICROBATCH_AXIS in mesh.names else set()
+        self.dealt = self._dealt()
         self.casts = cast_weights(self.graph, self.plan, self.choices, self.moved)
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
-        for (
-            node
-        ) in self.graph.inputs.values():  # inputs are the global batch: each rank keeps its piece
-            batch = self.copies[node][Sharding()]
+        for node in self.graph.inputs.values():  # of the batch that it is given a rank keeps a piece
+            ((own, batch),) = self.copies[node].items()
             piece = self._reshard(batch, placed(node, self.plan), value(node))
-            self.copies[node] = {value(piece).sharding: piece, Sharding(): batch}
+            self.copies[node] = {value(piece).sharding: piece, own: batch}
         for node in self.graph.calls():
             if node not in self.casts:
                 self._call(node)
@@ -100,11 +108,24 @@ class _Partition:
         settle_modules(local)
         return local
 
+    def _dealt(self) -> set[fx.Node]:
+        """The input-only values of a rank's own piece of the batch."""
+        inputs = self.graph.inputs.values()
+        found = {n for n in inputs if n in self.input_only and self._given(n) != Sharding()}
+        for node in self.graph.calls():
+            if node in self.input_only and found.intersection(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _given(self, node: fx.Node) -> Sharding:
+        """The layout in which a rank is given an input."""
+        return given(value(node).name, self.plan, self.graph.mesh)
+
     def _place(self, node: fx.Node) -> None:
-        """Write a placeholder: a parameter as this rank stores it, an input as the whole batch."""
+        """Write a placeholder: a parameter as this rank stores it, an input as it is given it."""
         known = value(node)
         cuts = self.plan.stored(known.name) if known.kind == "param" else {}
-        stored = self.plan.sharding(cuts)
+        stored = self._given(node) if known.kind == "input" else self.plan.sharding(cuts)
         new = self.out.create_node("placeholder", str(node.target), name=node.name)
         set_value(new, replace(known, sharding=stored))
         shape = stored.local_shape(known.shape, self.graph.mesh)
@@ -115,6 +136,10 @@ class _Partition:
     def _call(self, node: fx.Node) -> None:
         """Write one call on local operands, each resharded to the layout of the call's strategy."""
         known = value(node)
+        if node in self.dealt and not self._in_turns(node):
+            new = self._of_all_microbatches(node)
+            self.copies[node] = {value(new).sharding: new}
+            return
         new = self._localized(node, self.choices.get(node, {}))
         set_value(new, replace(known, name=known.name or node.name, origin=value(new).origin))
         self.copies[node] = {known.sharding: self._first_only(node, new)}
@@ -160,11 +185,14 @@ class _Partition:
         there is none yet.
         """
         copies = self._copies(node, reader)
+        if want not in copies and node in self.dealt:
+            return self._get_dealt(node, want)
         if want not in copies and node in self.input_only:
             return self._get_given(node, want, reader)
         if want not in copies:
             source = min(copies, key=lambda have: self._cost(have, want))
-            at = value(node) if node in self.moved else reader
+            once = node in self.moved or value(node).kind == "input"
+            at = value(node) if once else reader
             copies[want] = self._reshard(copies[source], want, at)
         return copies[want]
 
@@ -184,6 +212,44 @@ class _Partition:
         if want not in copies:
             copies[want] = self._reshard(copies[sharding], want, reader)
         return copies[want]
+
+    def _get_dealt(self, node: fx.Node, want: Sharding) -> fx.Node:
+        """A copy of an input-only value of a rank's piece of the batch.
+
+        No collective is over microbatches: a copy for one of them is made of one for this
+        microbatch or for all, and one for all is computed for all.
+        """
+        copies, turns = self.copies[node], {R, want.on(MICROBATCH_AXIS)}
+        if not any(have.on(MICROBATCH_AXIS) in turns for have in copies):
+            new = self._of_all_microbatches(node)
+            copies[value(new).sharding] = new
+        if want not in copies:
+            near = [have for have in copies if have.on(MICROBATCH_AXIS) in turns]
+            source = min(near, key=lambda have: self._cost(have, want))
+            copies[want] = self._reshard(copies[source], want, value(node))
+        return copies[want]
+
+    def _in_turns(self, node: fx.Node) -> bool:
+        """Whether a call is made for each microbatch by itself."""
+        call = picked(node)[0] if node.target is operator.getitem else node
+        return MICROBATCH_AXIS in self.choices.get(call, {})
+
+    def _of_all_microbatches(self, node: fx.Node) -> fx.Node:
+        """Write a call for all microbatches of a rank's piece of the batch at once."""
+        if node.target is operator.getitem:
+            call, index = picked(node)
+            if call not in self.in_time:
+                self._of_all_microbatches(call)
+            made, chosen = self.in_time[call]
+            new = write_local_call(self.out, node, [made], {}, self.graph.mesh)
+        else:
+            index, chosen = 0, for_all_microbatches(node, self.choices.get(node, {}), self.graph.mesh)
+            new = self._localized(node, chosen)
+            self.in_time[node] = new, chosen
+        outs = {axis: strategy.outs[index] for axis, strategy in chosen.items()}
+        known = replace(value(node), name=value(node).name or node.name)
+        set_value(new, replace(known, sharding=Sharding.of(outs, self.graph.mesh)))
+        return new
 
     def _copies(self, node: fx.Node, reader: Value) -> dict[Sharding, fx.Node]:
         """The copies that a reader may use.

@@ -10,17 +10,29 @@ microbatches at once is refused.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
 from partc.errors import PlanError
-from partc.graph import Graph, collectives, op_word, picked, shape_of, update, value
+from partc.graph import (
+    Graph,
+    collectives,
+    op_word,
+    picked,
+    results_of,
+    shape_of,
+    tensor_args,
+    update,
+    value,
+)
 from partc.graph.graph_edits import call_before
 from partc.passes.canonical.open_means import NLL
 from partc.passes.shard.reshard import reshard_steps
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
-from partc.plan.sharding import R, Sharding, U
+from partc.plan.sharding import Layout, R, Sharding, U
+from partc.rules import Strategy, strategies_for
 
 aten = torch.ops.aten
 
@@ -69,6 +81,48 @@ def _count(call: fx.Node, known: fx.Node) -> fx.Node:
         each = call_before(call, aten.mul.Tensor, chosen, valid)
     dims = list(range(len(shape_of(each))))
     return call_before(call, aten.sum.dim_IntList, each, dims)
+
+
+def for_all_microbatches(
+    node: fx.Node, chosen: Mapping[str, Strategy], mesh: Mesh
+) -> dict[str, Strategy]:
+    """The strategies by axis of a call of input-only values for all microbatches at once.
+
+    Operands lie as a rank has its rows of all microbatches: ``f32[(2 4@dp)]`` where one microbatch
+    has ``f32[8@mb+dp]``. Where the call's rule does not allow that, the call is whole on every rank.
+    """
+    found: dict[str, Strategy] = {}
+    for axis, usual in chosen.items():
+        operands = zip(tensor_args(node), usual.ins, strict=True)
+        ins = tuple(_of_all(operand, axis, layout, mesh) for operand, layout in operands)
+        seen = [(i, layout) for i, layout in enumerate(ins) if layout.kind == "cut"]
+        options = [usual, *strategies_for(node, mesh.size(axis), seen)]
+        fitting = [s for s in options if (s.ins, s.variant) == (ins, usual.variant)]
+        if axis != MICROBATCH_AXIS and not fitting:
+            return {}
+        if axis != MICROBATCH_AXIS:
+            found[axis] = fitting[0]
+    return found if _divide(node, found, mesh) else {}
+
+
+def _of_all(operand: fx.Node, axis: str, layout: Layout, mesh: Mesh) -> Layout:
+    """The layout on an axis of a rank's rows of all microbatches, where ``layout`` is that of one."""
+    own = value(operand).sharding
+    in_all = own.without([MICROBATCH_AXIS], mesh)
+    return in_all.on(axis) if own.on(axis) == layout else layout
+
+
+def _divide(node: fx.Node, chosen: Mapping[str, Strategy], mesh: Mesh) -> bool:
+    """Whether the axes divide all operands and results."""
+    results = [fake for fake in results_of(node) if fake is not None]
+    shapes = [value(operand).shape for operand in tensor_args(node)]
+    shapes += [tuple(fake.shape) for fake in results]
+    sides = {axis: (*s.ins, *s.outs) for axis, s in chosen.items()}
+    for number, shape in enumerate(shapes):
+        layouts = {axis: side[number] for axis, side in sides.items()}
+        if Sharding.of(layouts, mesh).local_shape(shape, mesh) is None:
+            return False
+    return True
 
 
 _SUMS = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)

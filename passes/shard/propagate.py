@@ -31,13 +31,13 @@ from partc.graph import (
     value,
 )
 from partc.graph.input_only import input_only
-from partc.passes.shard.apply_preset import DATA_AXES
 from partc.passes.shard.cut_given import cut_given
 from partc.passes.shard.decompose_ops import decompose_op, decomposes
 from partc.passes.shard.local_batch_norm import of_each_microbatch
 from partc.passes.shard.price import Choices, Prices
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan
+from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.plan_values import PlannedLayout, planned_on, write_value
 from partc.plan.sharding import Layout, R, Sharding, U

@@ -50,6 +50,10 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
     dim, else by all-reduce. Then shards that ``want`` does not have are all-gathered, the innermost
     axis first, and new ones are sliced off locally, the outermost axis first.
     """
+    own = _slices(have, want, mesh)
+    if own:
+        yield from own
+        return
     # Sums first: a reduce-scatter leaves fewer bytes for the steps behind it.
     for axis in _unfinished(have, want, mesh):
         step = _finish(have, want, axis, mesh)
@@ -75,6 +79,25 @@ def reshard_steps(have: Sharding, want: Sharding, mesh: Mesh) -> Iterator[Step]:
             have = have.with_(axis, want.on(axis), mesh)
             yield Step(collectives.keep_first, {"axis": axis, "num": mesh.size(axis)}, have)
     assert have == want, f"no way from {have} to {want}"
+
+
+def _slices(have: Sharding, want: Sharding, mesh: Mesh) -> list[Step]:
+    """The slices that make ``want``, where rows of one dim lie so that nothing has to move.
+
+    ``f32[(2 4@dp)] -> f32[8@mb+dp]``: rank ``dp`` has its rows of both microbatches, and keeps
+    those of one.
+    """
+    new = [axis for axis, _ in want.cuts() if have.on(axis) == R]
+    if have.layouts == tuple(x for x in want.layouts if x[0] not in new):
+        return []  # slices of whole dims, one by one
+    if want.without(new, mesh) != have:
+        return []
+    steps = []
+    for number, axis in enumerate(new, start=1):
+        layout, after = want.on(axis), want.without(new[number:], mesh)
+        outer = after.local_outer(axis, mesh)
+        steps.append(_step(collectives.keep_piece, axis, layout, outer, after, mesh))
+    return steps
 
 
 def _step(

@@ -17,7 +17,7 @@ from partc.passes.search.plans.candidate import (
     can_have,
 )
 from partc.passes.search.plans.scaling_model import searched_word
-from partc.passes.shard.apply_preset import DATA_AXES
+from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import PP, TP, Mesh
 from partc.schedules import needs_of
 

@@ -36,7 +36,7 @@ from partc.passes.search.plans.step_times import (
     bytes_around,
     together,
 )
-from partc.passes.shard.apply_preset import DATA_AXES
+from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import PP, TP, Mesh
 
 

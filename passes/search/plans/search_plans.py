@@ -23,7 +23,7 @@ from partc.passes.search.plans.estimate import Estimator
 from partc.passes.search.plans.read_scaling_model import scaling_models
 from partc.passes.search.plans.scaling_model import ScalingModel
 from partc.passes.search.plans.step_times import Estimate
-from partc.passes.shard.apply_preset import DATA_AXES
+from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import Mesh
 
 ScalingModels = Mapping[

@@ -1,0 +1,81 @@
+"""What is said where ranks do not hold alike what they must: which ranks, which tensors, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partc.errors import RunError
+from partc.program.role import Role
+
+MOST = 4  # tensors that are named
+
+_DO = {
+    "batch": "Give every rank the same whole batch (loaders and generators seeded alike and drawn "
+    "from alike, also where one rank alone evaluates); or, where each rank loads samples of its "
+    'own, compile with batch="local".',
+    "piece": "Ranks that are not apart along {axes} are given the same piece: let the sampler deal "
+    "out samples by the rank's place on {axes}, not by its number.",
+    "parameter": "Load the same weights on all ranks (stage.load_full, stage.load_state_dict), and "
+    "let all take the same optimizer steps.",
+    "buffer": "Load the same buffers on all ranks (stage.load_full, stage.load_state_dict).",
+    "random": "Call stage.seed with the same numbers on all ranks, and take the same steps on all.",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One thing that differs: ``odd`` ranks have another one than rank ``usual``.
+
+    ``kind``: input, parameter, buffer or random. ``values`` of the two, where they say something.
+    """
+
+    kind: str
+    name: str
+    odd: tuple[int, ...]
+    usual: int
+    values: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        known = "" if self.values is None else f" ({self.values[1]}, not {self.values[0]})"
+        return f"{_ranks(self.odd)}: another {self.name}{known} than rank {self.usual}"
+
+
+def disagreement(found: Sequence[Found], role: Role) -> RunError:
+    """The error that every rank raises."""
+    more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
+    cut = {axis for each in role.batch for axis, *_ in each.cuts}
+    axes = " and ".join(axis for axis in role.mesh.names if axis in cut)
+    kinds = dict.fromkeys("piece" if (x.kind, bool(cut)) == ("input", True) else x.kind for x in found)
+    kinds = dict.fromkeys("batch" if kind == "input" else kind for kind in kinds)
+    return RunError(
+        where="step",
+        what="; ".join(map(str, found[:MOST])) + more,
+        why="these have to be alike, or the ranks train on losses that mean nothing",
+        do=" ".join(_DO[kind].format(axes=axes) for kind in kinds),
+    )
+
+
+def refused_elsewhere(ranks: Sequence[int]) -> RunError:
+    """The error of ranks whose own inputs are right while others were given wrong ones."""
+    return RunError(
+        where="step",
+        what=f"{_ranks(ranks)} refused to begin",
+        why="a step is of all ranks together",
+        do="Look at what these ranks raised.",
+    )
+
+
+def equal_pieces(ranks: Sequence[int], axes: Sequence[str]) -> str:
+    """The warning where ranks with samples of their own were all given the same."""
+    along = " and ".join(axes)
+    return (
+        f"step: {_ranks(ranks)} were given the same samples, byte for byte, and the program takes "
+        f"another piece of the batch from each rank along {along} (batch=\"local\"): the loss "
+        "counts these samples several times. Is the loader's sampler missing "
+        "(torch.utils.data.DistributedSampler), or is the whole batch meant (batch=\"global\")?"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

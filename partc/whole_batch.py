@@ -1,0 +1,133 @@
+"""The step of the global batch where the example inputs are one rank's piece of it.
+
+In: a plan with ``batch = "local"``, and example inputs with one rank's samples. Out: a ``Traced`` of
+all data ranks' samples, and the plan with what was found of the batch's dims. Dim 0 is tried
+first; where the model does not run so, one rank's step tells which dims are the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from partc.errors import PartcError, PlanError
+from partc.graph import Graph
+from partc.passes.runner import Table
+from partc.passes.shard.find_batch import batch_of, entries, notes_on
+from partc.plan import Cuts, Plan
+from partc.plan.batch import BATCH, is_pinned, layout_of, spread_batch
+from partc.plan.mesh import Mesh
+from partc.plan.sharding import R, cut
+from partc.trace.record import Source
+from partc.traced import Traced
+
+
+def step_of(
+    model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None, mesh: Mesh, plan: Plan,
+    rows: Table,
+) -> tuple[Traced, Plan]:  # fmt: skip
+    """The step that ``compile`` compiles, and its plan.
+
+    Raises:
+        PlanError: the mesh is open, so that nobody knows how many pieces there are; or two dims may
+            be the batch.
+        TraceError: as of ``Traced``; also if the model does not run on all ranks' samples together.
+    """
+    if plan.batch == "global" or inputs is None or isinstance(model, Traced):
+        return Traced.of(model, inputs, loss), plan
+    if mesh.is_open and plan.mesh is None:
+        raise _open(mesh)
+    return _Pieces(model, inputs, loss, mesh.settled(plan.mesh), plan, rows).step()
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A step whose inputs are one rank's."""
+
+    model: nn.Module
+    inputs: Any
+    loss: Callable[..., Any] | None
+    mesh: Mesh
+    plan: Plan
+    rows: Table
+
+    def step(self) -> tuple[Traced, Plan]:
+        """The step of all ranks' samples, and the plan with an entry for every input."""
+        shapes = zip(self.source.names, (x.shape for x in self.source.inputs), strict=True)
+        usual = {n: self._pin(n) or ({BATCH: cut(0)} if shape else {}) for n, shape in shapes}
+        step = self._of(usual)
+        try:
+            graph = self._graph(step)
+        except PartcError:
+            found = self._found(self._graph(self._of({})), usual)
+            if found is None:
+                raise
+        else:
+            found = self._found(graph, usual)
+            if found is None:
+                return step, self._planned(usual, ())
+        step = self._of(found)
+        # Again on the right shapes: [0, 35] of flat targets has the number of steps in it.
+        cuts = self._found(self._graph(step), usual) or found
+        return step, self._planned(cuts, notes_on(cuts))
+
+    @cached_property
+    def source(self) -> Source:
+        """The model with one rank's inputs, by name."""
+        return Source.of(self.model, self.inputs, self.loss)
+
+    def _found(self, graph: Graph, usual: Mapping[str, Cuts]) -> dict[str, Cuts] | None:
+        """The entries of all inputs by what a graph shows; None if those are the usual ones."""
+        pins = {n: layout_of(each) for n, each in usual.items() if is_pinned(n, self.plan)}
+        found = batch_of(graph, pins)
+        if found is None:
+            return None
+        found.check(self.plan)
+        return {**usual, **entries({n: x for n, x in found.batch.items() if n not in pins})}
+
+    def _planned(self, cuts: Mapping[str, Cuts], notes: Sequence[str]) -> Plan:
+        own = {name: each for name, each in cuts.items() if not is_pinned(name, self.plan)}
+        inputs = {**self.plan.inputs, **own}
+        return self.plan.changed(inputs=inputs, notes=(*self.plan.notes, *notes))
+
+    def _pin(self, name: str) -> Cuts | None:
+        return self.plan.stored(name, self.plan.inputs) if is_pinned(name, self.plan) else None
+
+    def _graph(self, step: Traced) -> Graph:
+        """The graph of a step; it is recorded as ``compile`` will ask for it."""
+        return step.state(self.rows, fold=not self.plan.names_blocks).graph
+
+    def _of(self, cuts: Mapping[str, Cuts]) -> Traced:
+        """The step with inputs of all ranks that these cuts tell apart."""
+        names = iter(self.source.names)
+        whole = pytree.tree_map_only(
+            Tensor, lambda x: _times(x, cuts.get(next(names), {}), self.mesh), self.inputs
+        )
+        return Traced(self.model, whole, self.loss)
+
+
+def _times(x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
+    """A tensor without data in the shape of all ranks' pieces together, in the same memory order."""
+    shape = [*x.shape]
+    for axis, layout in spread_batch(cuts, mesh).items():
+        if layout != R and axis in mesh.names:
+            shape[layout.dim] *= mesh.size(axis)
+    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    made = torch.empty([shape[dim] for dim in order], dtype=x.dtype, device="meta")
+    return made.permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _open(mesh: Mesh) -> PlanError:
+    return PlanError(
+        where=f"mesh {mesh}",
+        what='its axes are open, and the inputs are one rank\'s piece (batch="local")',
+        why="how large the global batch is follows from the number of data ranks, which the search "
+        "would choose",
+        do='Give the mesh axes ("dp=8"), or compile a partc.Traced of the global batch.',
+    )

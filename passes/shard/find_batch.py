@@ -1,0 +1,258 @@
+"""Find which dim of each input is the batch: the one along which samples do not mix.
+
+Cuts of inputs are followed through the forward to the loss, parameters whole. Along the batch
+nothing has to move before the loss, and ranks share all the work; along another dim (time,
+features) something is gathered or summed on the way, and what follows is computed by all alike.
+The cuts of other inputs follow from what is computed with them: of a sequence-first model
+``data i64[35,20@dp]`` moves nothing, and its flat targets ``i64[700]`` are cut as ``[0, 35]``. Dim
+0 wins where it is as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, prod
+
+from torch import fx
+
+from partc.errors import PlanError
+from partc.graph import Graph, Outputs, results_of, tensor_args, value
+from partc.graph.graph_edits import copied, drop_dead
+from partc.graph.input_only import input_only
+from partc.passes.shard.cut_given import cut_given, wanted_by_readers
+from partc.passes.shard.propagate import AxisWalk
+from partc.passes.shard.reshard import transition_cost
+from partc.plan import Cuts, Plan
+from partc.plan.batch import BATCH, is_pinned, layout_of
+from partc.plan.mesh import DP, Mesh
+from partc.plan.plan_text import write_cuts
+from partc.plan.sharding import Layout, R, cut
+from partc.rules import Strategy
+
+Batch = dict[str, Layout]  # how each input is cut; R: no dim of it is the batch
+CLEARLY = 4.0  # another dim has to cost so many times less than dim 0
+
+
+def find_batch(graph: Graph, plan: Plan, mesh: Mesh) -> Plan:
+    """The plan, with entries ``{ batch = dim }`` in ``[inputs]`` where dim 0 is not the batch.
+
+    What the plan pins stays. PlanError if ranks take pieces of their own, and two dims are as good.
+    """
+    inputs = [name for name, node in graph.inputs.items() if value(node).shape]
+    if all(is_pinned(name, plan) for name in inputs) or not _deals(plan, mesh):
+        return plan
+    pins = {n: layout_of(plan.stored(n, plan.inputs)) for n in inputs if is_pinned(n, plan)}
+    found = batch_of(graph, pins)
+    if found is None:
+        return plan
+    found.check(plan)
+    new = entries({n: layout for n, layout in found.batch.items() if n not in pins})
+    return plan.changed(inputs={**plan.inputs, **new}, notes=(*plan.notes, *notes_on(new)))
+
+
+def entries(batch: Batch) -> dict[str, Cuts]:
+    """The entries of ``[inputs]`` for what was found."""
+    return {name: {} if layout == R else {BATCH: layout} for name, layout in batch.items()}
+
+
+def notes_on(new: Mapping[str, Cuts]) -> list[str]:
+    """A note on each entry that was found, where it is not dim 0."""
+    notes = []
+    for name, cuts in new.items():
+        if not cuts:
+            notes.append(f"{name}: no dim of it is the batch, so that every rank takes it whole")
+        elif layout_of(cuts) != cut(0):
+            notes.append(f"{name}: the batch is {write_cuts(cuts)}: along it no samples mix")
+    return notes
+
+
+def _deals(plan: Plan, mesh: Mesh) -> bool:
+    """Whether a batch is dealt out to ranks or microbatches, or may be."""
+    return mesh.is_open or mesh.num_ranks > 1 or plan.microbatches > 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """The batch where it is not dim 0 of every input; ``ties`` are dims that are as good."""
+
+    batch: Batch
+    ties: tuple[tuple[str, int, int], ...] = ()  # input, its dim, the other dim
+
+    def check(self, plan: Plan) -> None:
+        """PlanError if ranks take pieces of their own, and it is not clear which."""
+        if plan.batch == "local" and self.ties:
+            name, one, other = self.ties[0]
+            raise PlanError(
+                where=f"input {name}",
+                what=f"dim {one} and dim {other} may both be the batch",
+                why="samples mix along neither, and pieces along one or the other give other losses",
+                do=f'Say which one it is: [inputs] "{name}" = {{ batch = {one} }} in the plan.',
+            )
+
+
+def batch_of(graph: Graph, pins: Mapping[str, Layout] | None = None) -> Found | None:
+    """The batch of a joint graph; None where dim 0 of every input that the pins leave open is it.
+
+    ``pins``: the cuts of some inputs, R for whole ones.
+    """
+    finder = _Finder(_forward_of(graph), pins or {})
+    usual = finder.trial(dict.fromkeys(finder.free, cut(0)))
+    if usual is None or usual.cost == 0:
+        return None
+    best, ties = finder.best(usual.cost / CLEARLY)
+    if best is not None:
+        return Found(finder.with_others(best).batch, tuple(ties))
+    fewer = finder.with_fewer(usual)
+    return None if fewer is usual else Found(fewer.batch)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Cuts of some inputs, and what follows: how all are read, and what it costs in elements."""
+
+    seeds: Mapping[str, Layout]
+    batch: Batch
+    cost: float
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Tries cuts of inputs on a forward."""
+
+    graph: Graph
+    pins: Mapping[str, Layout]
+
+    @property
+    def free(self) -> list[str]:
+        """The inputs that have a dim to cut and are not pinned."""
+        shapes = self.shapes
+        return [n for n, shape in shapes.items() if max(shape, default=1) > 1 and n not in self.pins]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: value(node).shape for name, node in self.graph.inputs.items()}
+
+    def best(self, limit: float) -> tuple[_Trial | None, list[tuple[str, int, int]]]:
+        """The cheapest cut of the first input of which one costs at most ``limit``; its ties."""
+        for name in self.free:
+            trials = [self.trial({name: cut(dim)}, limit) for dim in range(len(self.shapes[name]))]
+            known = [each for each in trials if each is not None]
+            if known:
+                best = min(known, key=lambda each: each.cost)
+                dims = [each.seeds[name].dim for each in known if each.cost == best.cost]
+                ties = [(name, dims[0], other) for other in dims[1:] if dims[0] != 0]
+                return best, ties
+        return None, []
+
+    def with_others(self, best: _Trial) -> _Trial:
+        """The trial with cuts of the inputs that follow from no other, where these cost nothing."""
+        for name in self.free:
+            if best.batch[name] != R:
+                continue
+            for dim in range(len(self.shapes[name])):
+                more = self.trial({**best.seeds, name: cut(dim)}, best.cost)
+                if more is not None and more.seeds[name] != R:
+                    best = more
+                    break
+        return best
+
+    def with_fewer(self, best: _Trial) -> _Trial:
+        """The trial without the cuts of inputs that cost something: weights of classes, edges."""
+        for name in self.free:
+            fewer = self.trial({n: lay for n, lay in best.seeds.items() if n != name}, best.cost)
+            if fewer is not None and fewer.cost < best.cost:
+                best = fewer
+        return best
+
+    def trial(self, seeds: Mapping[str, Layout], limit: float = inf) -> _Trial | None:
+        """What follows from cuts; None if no number of ranks divides them, or it costs more."""
+        seeds = {**seeds, **self.pins}
+        num = self._ranks(seeds)
+        if num is None:
+            return None
+        seeds = {n: lay if _divides(self.shapes[n], lay, num) else R for n, lay in seeds.items()}
+        graph = copied(self.graph)
+        graph.mesh = Mesh(((DP, num),))
+        plan = Plan(mesh=graph.mesh, inputs={n: {DP: lay} for n, lay in seeds.items() if lay != R})
+        try:
+            walk = _walked(graph, plan, limit)
+        except _TooMuch:
+            return None
+        cut_given(graph, plan, walk.choices)
+        inputs = graph.inputs.items()
+        batch = {n: seeds.get(n, R) for n, _ in inputs}
+        for name, node in inputs:
+            if name not in self.pins and batch[name] == R:
+                batch[name] = wanted_by_readers(node, walk.choices, DP)
+        return _Trial(seeds, batch, walk.cost)
+
+    def _ranks(self, seeds: Mapping[str, Layout]) -> int | None:
+        """The least number of ranks that divides the first cut."""
+        for name, layout in seeds.items():
+            size = self.shapes[name][layout.dim] // layout.outer if layout != R else 1
+            if size > 1:
+                return next(n for n in range(2, size + 1) if size % n == 0)
+        return None
+
+
+def _divides(shape: tuple[int, ...], layout: Layout, num: int) -> bool:
+    return layout == R or (layout.dim < len(shape) and shape[layout.dim] % (num * layout.outer) == 0)
+
+
+def _walked(graph: Graph, plan: Plan, limit: float) -> _Walk:
+    """A walk over a graph; again while ops are decomposed."""
+    while True:
+        walk = _Walk(graph, plan, DP, {}, False, [], limit=limit)
+        if not walk.run():
+            return walk
+
+
+class _TooMuch(Exception):
+    """A walk costs more than its limit."""
+
+
+@dataclass
+class _Walk(AxisWalk):
+    """A walk that counts the elements that move, and those that every rank computes for itself.
+
+    Neither scalars count nor what follows from inputs alone (masks, labels) or from parameters.
+    """
+
+    limit: float = inf
+    cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        alone = input_only(self.graph)
+        self.samples = set(self.graph.inputs.values())  # and what is computed with parameters
+        for node in self.graph.calls():
+            if self.samples.intersection(node.all_input_nodes):
+                self.samples.add(node)
+        self.samples -= alone
+
+    def _take(self, node: fx.Node, best: Strategy) -> None:
+        for operand, want in zip(tensor_args(node), best.ins, strict=True):
+            have = self.made[operand]
+            if have[0] != R and want not in have:
+                self._pay(transition_cost(have[0], want, 2) or 1.0, value(operand).shape)
+        if node in self.samples:
+            for fake, layout in zip(results_of(node), best.outs, strict=True):
+                if fake is not None and layout == R:
+                    self._pay(1.0, tuple(fake.shape))
+        super()._take(node, best)
+
+    def _pay(self, share: float, shape: Iterable[int]) -> None:
+        size = prod(shape)
+        self.cost += share * size if size > 1 else 0.0
+        if self.cost > self.limit:
+            raise _TooMuch
+
+
+def _forward_of(graph: Graph) -> Graph:
+    """The forward of a step alone, as a graph of its own."""
+    forward = copied(graph)
+    whole = forward.outputs
+    forward.set_outputs(Outputs(loss=whole.loss, results=whole.results))
+    drop_dead(forward)
+    return forward
