@@ -30,9 +30,10 @@ class Generators:
     """Other global generators than the script's own, where its process reads data itself."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._torch = torch.Generator().manual_seed(seed).get_state()
-        self._numpy = np.random.MT19937(seed & 0xFFFFFFFF)
-        self._python = random.Random(seed).getstate()
+        self._torch, self._python = torch.default_generator.get_state(), random.getstate()
+        self._numpy = np.random.MT19937(0)
+        with self.used():
+            seed_process(seed)  # as a worker is seeded
 
     @contextmanager
     def used(self) -> Iterator[None]:
