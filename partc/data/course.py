@@ -95,7 +95,7 @@ class Course:
                 f"{', '.join(FIELDS)}",
                 do="Load what state_dict() of a loader or sampler of partc gave.",
             )
-        for name in {**self.same, **dict.fromkeys({*state} - {*FIELDS})}:
+        for name in (name for name in {**self.same, **state} if name not in FIELDS):
             self._check_same(name, state.get(name), self.same.get(name))
         self.position, self._is_open = Position(*numbers), False  # type: ignore[arg-type]
 
