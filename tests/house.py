@@ -29,6 +29,7 @@ ROOMS = (
     "partc.schedules",
     "partc.machines",
     "partc.plan",
+    "partc.data",
     "partc.graph",
     "partc.rules",
     "partc.cost",

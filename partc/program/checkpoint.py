@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partc.data.loader import Loader
+from partc.data.sampler import RowSampler
 from partc.errors import LoadError, RunError
 from partc.plan.mesh import PP, Mesh
 from partc.plan.sharding import cut, dtype_name, join_pieces
@@ -37,7 +39,12 @@ Optimizer = torch.optim.Optimizer
 
 
 def save_checkpoint(
-    folder: str | Path, stage: Stage, optimizer: Optimizer | None = None, *, step: int = 0
+    folder: str | Path,
+    stage: Stage,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int = 0,
+    loader: Loader | RowSampler | None = None,
 ) -> Path:
     """Write the tensors of a stage, and its optimizer's states, as one checkpoint of all ranks.
 
@@ -52,6 +59,7 @@ def save_checkpoint(
         stage: what ``Program.module()`` gave.
         optimizer: the optimizer over ``stage.parameters()``; None writes the model alone.
         step: the number of the step, which names the checkpoint.
+        loader: its position in the data is saved too.
 
     Returns:
         The new folder.
@@ -71,6 +79,7 @@ def save_checkpoint(
     digests = _gather_digests(bytes.fromhex(_sha256(file)), stage.device)
     contents = _contents(stage, held, _groups(stage, optimizer))
     if dist.get_rank() == 0:
+        contents["data"] = None if loader is None else loader.state_dict()
         text = _manifest(stage, contents, digests, step)
         (partial / MANIFEST).write_text(text, encoding="utf-8")
         _flush(partial / MANIFEST)
@@ -80,23 +89,32 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(folder: str | Path, stage: Stage, optimizer: Optimizer | None = None) -> int:
+def load_checkpoint(
+    folder: str | Path,
+    stage: Stage,
+    optimizer: Optimizer | None = None,
+    *,
+    loader: Loader | RowSampler | None = None,
+) -> int:
     """Read a checkpoint into a stage and its optimizer; all ranks call this together.
 
     Args:
         folder: the folder of all checkpoints, of which the newest is taken, or that of one.
         stage: what ``Program.module()`` gave, of any mesh and plan for the same model.
         optimizer: takes the states that were saved; None reads the model alone.
+        loader: goes on behind the batch that the checkpoint's had taken last.
 
     Returns:
         The number of the step.
 
     Raises:
-        LoadError: there is no checkpoint, a file is damaged, or it is of another model.
+        LoadError: there is no checkpoint, a file is damaged, or it is of another model or data.
     """
     saved = Saved.read(latest(folder))
     saved.verify(stage.device)
     _check_model(saved, stage)
+    if loader is not None:
+        loader.load_state_dict(saved.data or {})
     for key, (shard, piece) in _model(stage).items():
         with torch.no_grad():
             piece.copy_(saved.piece(key, shard, stage))
@@ -131,6 +149,7 @@ class Saved:
     groups: tuple[dict[str, Any], ...]
     files: dict[int, TensorFile]
     random: tuple[int, int] | None = None  # the seed of random numbers, and the steps since
+    data: dict[str, Any] | None = None  # the state of a loader
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -148,7 +167,8 @@ class Saved:
                 _refuse(path, "it does not name a file for each rank", "Restore it.")
             step, drawn = int(fields["step"]), fields.get("random")
             random = None if drawn is None else (int(drawn["seed"]), int(drawn["step"]))
-            return cls(path, step, mesh, shards, stages, digests, groups, {}, random)
+            data = fields.get("data")
+            return cls(path, step, mesh, shards, stages, digests, groups, {}, random, data)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _refuse(path, repr(error), "Restore the folder, or load an older step.")
 
@@ -296,7 +316,7 @@ def _manifest(stage: Stage, contents: Mapping[str, Any], digests: list[str], ste
         "schema": SCHEMA, "step": step, "mesh": [list(axis) for axis in stage.mesh.axes],
         "random": {"seed": seed, "step": taken},
         "tensors": dict(sorted(contents["tensors"].items())), "files": digests,
-        "optimizer": contents["optimizer"],
+        "optimizer": contents["optimizer"], "data": contents["data"],
     }  # fmt: skip
     return json.dumps(fields, indent=1) + "\n"
 

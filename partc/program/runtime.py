@@ -27,6 +27,7 @@ from partc.program.optimizers import (
     check_of_stage,
 )
 from partc.program.rank_tensors import RankTensors, Unmatched
+from partc.program.reading import loader
 from partc.program.role import Role, Shard
 from partc.program.shown import Shown, begin_all, end_all, register_at
 from partc.program.step_checks import StepChecks, check_default_dtype
@@ -47,6 +48,7 @@ class Stage(nn.Module):
 
     _rank_step: Any  # the role's own module
     _drawn: tuple[int, int] = 0, 0  # the seed, and how many steps have drawn from it
+    loader = loader
 
     def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
         super().__init__()

@@ -1,0 +1,177 @@
+"""DataLoaders of one rank, which read ahead and know what the script has taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+
+from partc.data.course import Course, Position
+from partc.data.order import Row, Span
+from partc.data.sampler import RowSampler
+from partc.data.seeds import Generators, seed_of, seed_process
+from partc.errors import UsageError
+
+OURS = ("batch_size", "sampler", "batch_sampler", "drop_last", "generator")
+
+
+class Loader(DataLoader[Any]):
+    """A torch DataLoader of one rank's batches, with a position equal on all ranks.
+
+    The position is that of the batches which the script has taken, whatever was read ahead.
+    """
+
+    course: Course
+
+    @property
+    def position(self) -> Position:
+        """The place of the next batch that the script takes."""
+        return self.course.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be this epoch; what was loaded inside of the epoch stays."""
+        self.course.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch that the script has taken: plain values."""
+        return self.course.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind that batch; LoadError where other rows would follow."""
+        self.course.load_state_dict(state)
+
+
+class RowLoader(Loader):
+    """A loader of a dataset's rows by number: it resumes under any mesh and any workers.
+
+    A sample's random numbers (of the global generators of torch, numpy and Python) follow from
+    the seed, the epoch and the sample's place in the epoch; what ``collate_fn`` draws, from the
+    place of the rank's first row. So neither workers nor ranks change a sample.
+
+    ``sampler.set_epoch`` is as DistributedSampler's. ``dataset`` stands for the dataset: it has
+    its ``len``, and what it has beside its rows (``classes``).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        rows: RowSampler,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed_samples: bool = True,
+        **options: Any,
+    ) -> None:
+        """Read ``dataset``; ``options`` are those of torch's DataLoader.
+
+        UsageError for options that the sampler decides.
+        """
+        check_options(options)
+        self.rows, self.course = rows, rows.course
+        super().__init__(
+            _Batches(dataset, rows, collate_fn or default_collate, seed_samples),
+            batch_size=None,
+            sampler=_Spans(rows),
+            collate_fn=as_it_is,
+            generator=torch.Generator(),  # else each epoch would draw from the script's numbers
+            **options,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iteration, spans = self.rows.begin(), self.rows.spans()
+        return self._taken(iteration, spans, super().__iter__())
+
+    def _taken(
+        self, iteration: int, spans: Iterator[Span], batches: Iterator[Any]
+    ) -> Iterator[Any]:
+        """The batches; the position moves when the script takes one."""
+        for span, batch in zip(spans, batches, strict=True):
+            self.course.take(*span, iteration)
+            yield batch
+        self.rows.end(iteration)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """UsageError for options of a DataLoader that the plan or the sampler decides."""
+    wrong = sorted({*options} & {*OURS})
+    if wrong:
+        raise UsageError(
+            where=f"loader({wrong[0]}=...)",
+            what="this option of a DataLoader is decided by the program's sampler",
+            why="which rows a rank reads, and how many, follows from the plan",
+            do="Leave it out: rows_per_step, last, shuffle and seed say the rest. With a sampler "
+            "of your own take torch's DataLoader, program.data_rank(rank) and program.data_world.",
+        )
+
+
+def as_it_is(batch: Any) -> Any:
+    """A batch that the dataset has made already."""
+    return batch
+
+
+class _Spans(Sampler[Span]):
+    """The steps that workers are asked for, ahead of the script."""
+
+    def __init__(self, rows: RowSampler) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Span]:
+        return self.rows.spans()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+
+class _Batches(Dataset[Any]):
+    """A dataset whose items are one rank's whole batches, by the step; it runs in the workers."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        rows: RowSampler,
+        collate: Callable[[list[Any]], Any],
+        seed_samples: bool,
+    ) -> None:
+        self.dataset, self.rows, self.collate = dataset, rows, collate
+        self.seed_samples, self.aside = seed_samples, Generators()
+
+    def __getitem__(self, span: Span) -> Any:
+        rows = self.rows.rows(span)
+        if not self.seed_samples:
+            return self.collate(_read_together(self.dataset, [row.row for row in rows]))
+        # without workers this is the script's own process
+        with nullcontext() if get_worker_info() else self.aside.used():
+            items = [self._sample(row) for row in rows]
+            seed_process(
+                seed_of("collate", *astuple(rows[0].place))
+            )  # ranks with one piece draw alike
+            return self.collate(items)
+
+    def _sample(self, row: Row) -> Any:
+        seed_process(seed_of("sample", *astuple(row.place)))
+        return self.dataset[row.row]
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "dataset" not in self.__dict__:  # as while unpickling
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _read_together(dataset: Any, rows: list[int]) -> list[Any]:
+    """Rows of a dataset; datasets that read many at once (Hugging Face's) do so."""
+    if hasattr(dataset, "__getitems__"):
+        items: list[Any] = dataset.__getitems__(rows)
+        return items
+    return [dataset[row] for row in rows]

@@ -1,0 +1,257 @@
+"""Loaders of iterable datasets, whose rows have no numbers.
+
+``StreamLoader``: every rank reads the same stream and keeps its rows, so it resumes anywhere.
+``OwnStreamLoader``: each data rank has a stream of its own, which resumes in the same place alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from partc.data.course import Course, Position
+from partc.data.digest import digest_of
+from partc.data.loader import Loader, as_it_is, check_options
+from partc.data.order import Last, Span, check_last
+from partc.data.sampler import refuse_empty_piece
+from partc.data.seeds import Generators, seed_of, seed_process
+from partc.data.share import Share
+from partc.errors import RunError, UsageError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class StreamLoader(Loader):
+    """A loader of a stream that is the same on all ranks, of which each rank keeps its rows.
+
+    It resumes under any mesh and any workers, by reading again what was taken before. The stream's
+    random numbers follow from seed and epoch. The ranks compare the first row of each iteration,
+    so that they have to iterate together.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: Share,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        last: Last = "drop",
+        collate_fn: Collate | None = None,
+        **options: Any,
+    ) -> None:
+        """Read ``dataset``; ``options`` are those of torch's DataLoader."""
+        _check_stream_options(options, last)
+        self.course, self.device = Course(seed, {}), device
+        self.batches = _Batches(dataset, share, last, collate_fn or default_collate)
+        super().__init__(
+            self.batches, batch_size=None, collate_fn=as_it_is, generator=torch.Generator(),
+            **options,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iteration = self.course.begin()
+        self.batches.start = self.position
+        _set_epoch(self.batches.dataset, self.position.epoch)
+        return self._taken(iteration, super().__iter__())
+
+    def _taken(self, iteration: int, batches: Iterator[tuple[Span, bytes, Any]]) -> Iterator[Any]:
+        for number, (span, digest, batch) in enumerate(batches):
+            if number == 0:
+                check_same_stream(digest, self.device)
+            if span.num < self.batches.share.world:
+                refuse_empty_piece(span.num, self.batches.share)
+            self.course.take(*span, iteration)
+            yield batch
+        self.course.end(iteration)
+
+
+class OwnStreamLoader(Loader):
+    """A loader of a stream that gives the rows of this data rank alone.
+
+    Ranks may have different numbers of rows: before each step they agree whether all have one
+    more, so they iterate together. It resumes on as many data ranks and workers as it was saved
+    with, by reading again what was taken before.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: Share,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        last: Last = "drop",
+        **options: Any,
+    ) -> None:
+        """Read ``dataset``; ``options`` are those of torch's DataLoader."""
+        _check_stream_options(options, last)
+        if last != "drop":
+            _refuse_last(last, "the ranks' streams may end at different steps")
+        same = {
+            "data_world": share.world, "num_workers": options.get("num_workers", 0),
+            "rows_per_step": share.per_step,
+        }  # fmt: skip
+        self.course, self.share = Course(seed, same), share
+        self.is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        on_gpu = device.type == "cuda" and not self.is_alone
+        self.group = dist.new_group(backend="gloo") if on_gpu else None  # no wait for the device
+        super().__init__(
+            dataset, batch_size=len(share.places), drop_last=True, generator=torch.Generator(),
+            **options,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iteration, start = self.course.begin(), self.position
+        _set_epoch(self.dataset, start.epoch)
+        seed = seed_of("stream", start.seed, start.epoch, self.share.rank) % 2**62
+        assert self.generator is not None
+        self.generator.manual_seed(seed)  # of the workers: alike on ranks of one piece
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        aside = aside if self.num_workers else Generators(seed).used
+        with aside():
+            batches = super().__iter__()
+        return self._taken(iteration, start, batches, aside)
+
+    def _taken(
+        self,
+        iteration: int,
+        start: Position,
+        batches: Iterator[Any],
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Any]:
+        taken = start.index // self.share.per_step
+        with aside():
+            batch = next(islice(batches, taken, None), None)
+        while self._all_have(batch):
+            self.course.take(start, (taken + 1) * self.share.per_step - start.index, iteration)
+            yield batch
+            taken += 1
+            with aside():
+                batch = next(batches, None)
+        self.course.end(iteration)
+
+    def _all_have(self, batch: Any) -> bool:
+        """Whether every rank has one more batch."""
+        has = torch.tensor(int(batch is not None))
+        if not self.is_alone:
+            dist.all_reduce(has, dist.ReduceOp.MIN, group=self.group)
+        return bool(has)
+
+
+class _Batches(IterableDataset[Any]):
+    """One rank's batches of a stream, each with its span and a digest; it runs in the workers.
+
+    Every worker reads the whole stream, and makes every n-th batch.
+    """
+
+    start: Position
+
+    def __init__(self, dataset: Any, share: Share, last: Last, collate: Collate) -> None:
+        self.dataset, self.share, self.last, self.collate = dataset, share, last, collate
+
+    def __iter__(self) -> Iterator[tuple[Span, bytes, Any]]:
+        info = get_worker_info()
+        number, num = (info.id, info.num_workers) if info else (0, 1)
+        seed = seed_of("stream", self.start.seed, self.start.epoch)
+        aside = Generators(seed).used if info is None else nullcontext
+        if info is not None:
+            seed_process(seed)
+        for count, (span, rows) in enumerate(self._steps(aside)):
+            if count % num == number:
+                mine = [rows[place] for place in self.share.of(span.num).tolist()]
+                with aside():
+                    batch = self.collate(mine) if mine else None
+                yield span, digest_of(rows[0]) if count == 0 else b"", batch
+
+    def _steps(
+        self, aside: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[tuple[Span, list[Any]]]:
+        """The rows of all ranks, step by step, from the position on."""
+        with aside(), _no_worker():
+            stream = iter(self.dataset)
+        stream = islice(_drawn(stream, aside), self.start.index, None)
+        at = self.start
+        while rows := list(islice(stream, self.share.per_step)):
+            if len(rows) < self.share.per_step and self.last == "drop":
+                return
+            yield Span(at, len(rows)), rows
+            at = at.at(at.index + len(rows))
+
+
+def _drawn(
+    stream: Iterator[Any], aside: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Any]:
+    """The rows of a stream, read with generators of their own."""
+    end = object()
+    while True:
+        with aside(), _no_worker():
+            row = next(stream, end)
+        if row is end:
+            return
+        yield row
+
+
+@contextmanager
+def _no_worker() -> Iterator[None]:
+    """Let a stream that splits itself among workers give all its rows: ours split its steps."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def check_same_stream(digest: bytes, device: torch.device) -> None:
+    """RunError on all ranks if the streams of two ranks begin with different rows."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    told = [bytes(each.tolist()) for each in found]
+    others = [str(rank) for rank, each in enumerate(told) if each != told[0]]
+    if others:
+        raise RunError(
+            where="loader of an iterable dataset",
+            what=f"its first row on rank 0 is another one than on rank {', '.join(others)}",
+            why="each rank keeps its rows of one stream, which has to be the same everywhere",
+            do="Let the dataset give all rows in one order, on every rank; or, if it gives only "
+            'the rows of program.data_rank(rank) of program.data_world, pass split="own".',
+        )
+
+
+def _set_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a dataset that shuffles by the epoch which one it is."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+
+
+def _check_stream_options(options: dict[str, Any], last: Last) -> None:
+    check_options(options)
+    check_last(last)
+    if last == "next":
+        _refuse_last(last, "where a stream ends is not known ahead")
+    if options.get("persistent_workers"):
+        raise UsageError(
+            where="loader(persistent_workers=True)",
+            what="workers of an iterable dataset end with the epoch",
+            why="each begins at the position",
+            do="Leave it out.",
+        )
+
+
+def _refuse_last(last: Last, why: str) -> None:
+    raise UsageError(
+        where=f"loader(last={last!r})",
+        what="an iterable dataset cannot end an epoch so",
+        why=why,
+        do='Pass last="drop", or let the dataset repeat itself.',
+    )

@@ -1,0 +1,191 @@
+"""Samplers and loaders for the rows of a dataset that a program's ranks read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from partc.data.loader import Loader, RowLoader
+from partc.data.order import Last, Order
+from partc.data.sampler import RowSampler
+from partc.data.share import Batch, Division, Share, rows_per_step
+from partc.data.streams import OwnStreamLoader, StreamLoader
+from partc.errors import UsageError
+from partc.plan import Plan
+
+if TYPE_CHECKING:
+    from partc.program import Program
+    from partc.program.runtime import Stage
+
+Split = Literal["rows", "own"]  # what an iterable dataset gives: all rows, or those of one piece
+
+
+def division_of(program: Program) -> Division:
+    """How a program divides the rows of its batch among ranks."""
+    return Division.of(Plan.parse(program.plan), program.mesh)
+
+
+def rows_of(
+    program: Program, rank: int, batch: Batch | None = None, per_step: int | None = None
+) -> Share:
+    """The rows of every step's batch that a rank reads.
+
+    Args:
+        program: its plan says which axes cut the batch.
+        rank: of the mesh.
+        batch: ``"global"``: all of them, ``"local"``: the rank's piece; None: what the plan says.
+        per_step: how many rows the whole batch has; None: as many as were compiled.
+
+    Raises:
+        UsageError: the rows cannot be divided among the ranks, or the inputs leave it open how
+            many there are.
+    """
+    program.role_of(rank)  # refuses a rank that the mesh has not
+    plan = Plan.parse(program.plan)
+    batch = batch or _batch_of(plan)
+    per_step = rows_per_step(plan, program.inputs) if per_step is None else per_step
+    return Division.of(plan, program.mesh).share(rank, per_step, batch)
+
+
+def _batch_of(plan: Plan) -> Batch:
+    """What a step takes: each rank's piece of the batch, or the whole."""
+    batch: Batch = getattr(plan, "batch", "global")
+    return batch
+
+
+def sampler_of(
+    program: Program,
+    dataset: Any,
+    rank: int | None = None,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    last: Last = "drop",
+    batch: Batch | None = None,
+    rows_per_step: int | None = None,
+) -> RowSampler:
+    """A sampler of one rank; ``Program.sampler`` says what the arguments are."""
+    share = rows_of(program, _rank(rank), batch, rows_per_step)
+    return RowSampler(Order(_num_rows(dataset), share.per_step, shuffle, last), share, seed)
+
+
+def loader(
+    self: Stage,
+    dataset: Any,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    last: Last = "drop",
+    batch: Batch | None = None,
+    rows_per_step: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    seed_samples: bool = True,
+    split: Split = "rows",
+    **options: Any,
+) -> Loader:
+    """A torch DataLoader of the rows that this rank reads, for ``step``.
+
+    Args:
+        dataset: with ``len`` and rows by number, as any map-style dataset of torch; or an
+            iterable one.
+        seed: of the order and of the samples' random numbers; the same on all ranks.
+        shuffle: whether every epoch has an order of its own.
+        last: what becomes of the rows that fill no step at the end of an epoch: ``"drop"`` leaves
+            them out, ``"partial"`` makes a smaller step of them, ``"next"`` takes them into the
+            first step of the next epoch.
+        batch: ``"local"``: this rank's piece of the batch; ``"global"``: the whole; None: what
+            the program's step takes.
+        rows_per_step: rows of all data ranks together; None: as many as were compiled.
+        collate_fn: makes a batch of a list of rows; None: torch's default.
+        seed_samples: seed the random numbers of each sample, so that they are the same whoever
+            reads it. False: read the rows as they are, which is faster where nothing is drawn.
+        split: of an iterable dataset. ``"rows"``: it gives the same rows on every rank, of which
+            each keeps its own. ``"own"``: it gives the rows of this rank's piece alone, as
+            ``split_dataset_by_node`` of Hugging Face does.
+        options: of torch's DataLoader: ``num_workers``, ``prefetch_factor``, ``pin_memory``
+            (default: on a GPU), ``persistent_workers`` and so on.
+
+    Returns:
+        A Loader: beside what a DataLoader has, ``state_dict``, ``load_state_dict``, ``set_epoch``
+        and ``position``.
+
+    Raises:
+        UsageError: the dataset is smaller than one step, the rows cannot be divided among the
+            ranks, or an option contradicts the sampler.
+
+    Example::
+
+        loader = stage.loader(dataset, seed=0, num_workers=2)
+        for ids, labels in loader:
+            loss = stage.step(ids, labels)
+    """
+    options = {"pin_memory": self.device.type == "cuda", "collate_fn": collate_fn, **options}
+    if _is_stream(dataset):
+        share = rows_of(self._program, dist.get_rank(), batch, rows_per_step)
+        _check_split(split, share, self._program.data_world)
+        stream_loader = OwnStreamLoader if split == "own" else StreamLoader
+        return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)
+    rows = sampler_of(
+        self._program, dataset, dist.get_rank(),
+        seed=seed, shuffle=shuffle, last=last, batch=batch, rows_per_step=rows_per_step,
+    )  # fmt: skip
+    return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Whether a dataset has no rows by number."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _check_split(split: Split, share: Share, data_world: int) -> None:
+    """UsageError for a stream of one piece where the step takes the whole batch."""
+    if split not in get_args(Split):
+        raise UsageError(
+            where=f"loader(split={split!r})",
+            what="an iterable dataset cannot be split so",
+            why="it gives all rows, or those of one piece",
+            do=f"Give one of {', '.join(get_args(Split))}.",
+        )
+    if split == "own" and share.world != data_world:
+        raise UsageError(
+            where='loader(split="own")',
+            what=f"the dataset gives one of {data_world} pieces, the step takes the whole batch",
+            why="a rank cannot read the rows of other ranks' streams",
+            do='Pass batch="local" for a step that takes pieces, or a dataset with all rows and '
+            'split="rows".',
+        )
+
+
+def _num_rows(dataset: Any) -> int:
+    """The number of rows of a dataset, or the number itself."""
+    if isinstance(dataset, int):
+        return dataset
+    if _is_stream(dataset) or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            where=type(dataset).__name__,
+            what="it has no rows by number",
+            why="a sampler gives the numbers of rows",
+            do="Pass a dataset with __len__ and __getitem__, or the number of rows; "
+            "stage.loader takes an iterable dataset too.",
+        )
+    return len(dataset)
+
+
+def _rank(rank: int | None) -> int:
+    """A rank, or this process's."""
+    if rank is not None:
+        return rank
+    if dist.is_initialized():
+        return dist.get_rank()
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"])
+    raise UsageError(
+        where="sampler",
+        what="there is no process group, so this process has no rank",
+        why="which rows a rank reads follows from its number",
+        do="Pass rank=, or start the script with torchrun.",
+    )
