@@ -355,6 +355,8 @@ def program_of(state: State) -> Program:
         constants=graph.constants,
         numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
+        arguments=made["source"].given.arguments,
+        returns=made["source"].returns.tree,
         schedule=write_csv(order) if order else "",
         draws=drawn_by(state.stages or [state.graph], graph),
     )

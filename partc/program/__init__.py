@@ -29,8 +29,10 @@ from partc.program.manifest import Manifest, sha256
 from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.quoting import docstring
+from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.trees import Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +78,8 @@ class Program:
         fingerprint: names, shapes and dtypes of the model's tensors.
         constants: tensors that were known when compiling, such as masks.
         inputs: shape of the global batch and dtype, by the input's name.
+        arguments: where these stand in the arguments of a step.
+        returns: what a step gives back, where that is more than its loss.
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
         numbers: the numbers of the model's Python, in the process that compiled it.
@@ -93,6 +97,8 @@ class Program:
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    arguments: Arguments = field(default_factory=Arguments)
+    returns: Tree | None = None
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
@@ -101,6 +107,8 @@ class Program:
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.arguments.each:
+            object.__setattr__(self, "arguments", Arguments.of_names([*self.inputs]))
         if self.fixed is None:  # nobody has edited the sources yet
             object.__setattr__(self, "fixed", FixedText(None, self.sources, self.plan))
 
@@ -190,6 +198,8 @@ class Program:
             mesh=self.mesh,
             roles=self.roles,
             inputs=self.inputs,
+            arguments=self.arguments,
+            returns=self.returns,
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
@@ -207,7 +217,7 @@ class Program:
         )  # the output is Python source, so there is nothing to escape for HTML
         return environment.from_string(template).render(
             model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
-            compiles=self.role(0).compiles,
+            compiles=self.role(0).compiles, extras=self.returns is not None and len([*self.returns.names()]) > 1,
         )  # fmt: skip
 
 
@@ -270,6 +280,8 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         fingerprint=manifest.fingerprint,
         constants=dict(TensorFile(folder / CONSTANTS)),
         inputs=manifest.inputs,
+        arguments=manifest.arguments,
+        returns=manifest.returns,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
 from partc.program import Program
+from partc.program.arguments import Returned, tensors_given
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
 from partc.program.loss_backward import loss_with_backward
@@ -63,6 +64,7 @@ class Stage(nn.Module):
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         self._checks = StepChecks(self._role, program.numbers)
+        self._returned = Returned(program.returns)
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -76,46 +78,57 @@ class Stage(nn.Module):
         return step
 
     # running ---------------------------------------------------------------------------------
-    def step(self, *inputs: Tensor) -> Tensor:
+    def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
-            inputs: the whole global batch on every rank, on this rank's device, with the shapes
-                and dtypes that were compiled; each rank computes its own piece of it.
+            inputs: the whole global batch on every rank, on this rank's device, as the compiled
+                loss takes it behind the model (or the model does): ``step(x, y)``, ``step(batch)``
+                with a dict or a dataclass, ``step(**batch)``. Tensors have the shapes and dtypes
+                that were compiled, all else is what it was; each rank computes its own piece.
+            named: those that are given by name.
 
         Returns:
-            The loss of the global batch, ``f32[]``, the same on every rank.
+            The loss of the global batch, ``f32[]``, the same on every rank; or ``(loss, extras)``
+            as the compiled loss returns them, the extras detached. The plan's notes say what each
+            extra is.
 
         Raises:
-            RunError: an input has another shape, dtype or device; autocast is on; or the script
-                has changed a number of the model since it was compiled in this process.
+            RunError: an input is missing, unknown, or has another shape, dtype or device; autocast
+                is on; or the script has changed a number of the model since it was compiled in
+                this process.
         """
-        self._checks.check(inputs, self.device.type)
+        given = tensors_given(self._program.arguments, inputs, named)
+        self._checks.check(given, self.device.type)
         begin_all(self._shown.values())
         try:
-            loss: Tensor = self._counted(self._rank_step.step, inputs)
-            return loss
+            return self._returned.whole(
+                self._returned.loss(self._counted(self._rank_step.step, given))
+            )
         finally:
             end_all(self._shown.values())
 
-    def forward(self, *inputs: Tensor) -> Any:
-        """The loss, ready for ``.backward()``; of an inference program the results by name.
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The loss, ready for ``.backward()``, with the extras if there are any; of an inference
+        program the results by name. The arguments are those of ``step``.
 
         A training program computes the gradients already here; ``loss.backward()`` hands them out,
         and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
         """
+        given = tensors_given(self._program.arguments, inputs, named)
         if self._role.is_inference:
-            self._checks.check(inputs, self.device.type)
+            self._checks.check(given, self.device.type)
             with torch.no_grad():
-                return self._counted(self._rank_step, inputs)
+                return self._counted(self._rank_step, given)
         self._check_one_stage()
-        self._checks.check(inputs, self.device.type)
-        run = self._rank_step.step
-        return loss_with_backward(
+        self._checks.check(given, self.device.type)
+        run, returned = self._rank_step.step, self._returned
+        loss = loss_with_backward(
             list(self._shown.values()),
-            lambda: self._counted(run, inputs),
+            lambda: returned.loss(self._counted(run, given)),
             is_half=self._role.is_half,
         )
+        return returned.whole(loss)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.

@@ -118,7 +118,7 @@ class Report:
 def verify(
     program: Program,
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Any,
     loss: Loss | None = None,
     *,
     processes: bool = False,
@@ -129,13 +129,13 @@ def verify(
 ) -> Report:
     """Run all ranks of a program here, and compare what each gets with the model on one device.
 
-    Compared are the loss, every gradient, changed buffers, the parameters after a step of SGD and
+    Compared are the loss and its extras, every gradient, changed buffers, the parameters after a step of SGD and
     of AdamW, and gradients added up over two steps; of an inference program its results.
 
     Args:
         program: what ``compile`` or ``load`` gave; on ``dp=2,tp=2`` four ranks run.
         model: the model that it was compiled from, with weights.
-        inputs: the global batch with values, of the shapes that the program was compiled for.
+        inputs: the ``inputs`` of ``compile``, the global batch with values.
         loss: the ``loss`` of ``compile``.
         processes: gloo processes in place of threads of this one.
         lr: learning rate of the two optimizer steps.
@@ -234,12 +234,11 @@ class _Rank:
         """The errors of a forward program's results, or of a step's loss, gradients and tensors."""
         reference, role = self.job.reference, self.role
         self._fill()
-        if role.is_inference:
-            self._seed()
-            yield from self._whole("result", self.step(*reference.inputs), reference.results)
+        loss, results = self._run()
+        yield from self._whole("result" if loss is None else "extra", results, reference.results)
+        if loss is None:
             yield from self._buffers()
             return
-        loss = self._run()
         assert reference.loss is not None
         yield from self._whole("loss", {"loss": loss}, {"loss": reference.loss})
         yield from self._pieces("gradient", self._grads(), reference.grads, role.params)
@@ -268,11 +267,9 @@ class _Rank:
         if hasattr(step, "seed"):
             step.seed(SEED, STEP - 1)
 
-    def _run(self) -> Tensor:
+    def _run(self) -> tuple[Tensor | None, Tensors]:
         self._seed()
-        run: Any = self.step
-        loss: Tensor = run.step(*self.job.reference.inputs)
-        return loss
+        return self.role.run(self.step, self.job.reference.inputs)
 
     def _optimized(self, optimizer: str) -> Iterator[Row]:
         """The errors of the parameters after one optimizer step from the reference's weights."""
