@@ -329,7 +329,7 @@ class RoleText:
             device, name_of=self.site_literal,
             items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
-        lasting = {n for n in kept if is_tensor(n) and n in order}
+        lasting = {n for n in kept if is_tensor(n) and (n in order or n in results)}
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )

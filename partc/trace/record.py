@@ -123,7 +123,8 @@ def _explain(error: Exception, model: nn.Module) -> TraceError:
     )
     if kind == "DataDependentOutputException" or "item()" in reason or "numpy" in reason:
         what = "Python code asks for the value of a tensor"
-        do = "Use torch.where instead of a branch, or move this code out of the step."
+        do = "Use torch.where instead of a branch, return the tensor itself beside the loss, or "
+        do += "move this code out of the step."
         reason = f"{reason}: while tracing, tensors have shapes but no values"
         if is_wanted_check(error):
             what = "a distribution checks the values of its arguments"

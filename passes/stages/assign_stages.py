@@ -75,6 +75,9 @@ def _give_results(graph: Graph, last: int) -> None:
         if node.op == "placeholder" or stage_of(node) == ANYWHERE:
             params = (o for o in ancestors(node) if value(o).kind == "param")
             stage = min((s for param in params for s in _stages_reading(param)), default=last)
+            if all(user.op == "output" for user in node.users):
+                update(node, stage=stage)
+                continue
             behind = max([node, *(o for o in graph.fx.nodes if o.op == "placeholder")])
             write = Writer(graph.fx, behind.next, replace(value(node), stage=stage, kind="op"))
             results[name] = write(aten.clone.default, node)
