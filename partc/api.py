@@ -357,6 +357,8 @@ def program_of(state: State) -> Program:
         numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         dealt=dealt(plan, graph.inputs),
+        arguments=made["source"].given.arguments,
+        returns=made["source"].returns.tree,
         schedule=write_csv(order) if order else "",
         draws=drawn_by(state.stages or [state.graph], graph),
     )

@@ -28,6 +28,7 @@ from partc.passes.search.plans import choose_plan as choosing
 from partc.passes.shard import propagate as sharding
 from partc.passes.shard.local_batch_norm import check_statistics as check_batch_norms
 from partc.passes.shard.local_batch_norm import has_batch_norm
+from partc.passes.shard.results import NOTE, notes_on_extras
 from partc.passes.stages import assign_stages as assigning
 from partc.passes.stages import keep_stages as keeping
 from partc.passes.stages import repeat_stages as repeating
@@ -139,7 +140,9 @@ def propagate(graph: Graph, plan: Plan, strict: bool) -> dict[str, object]:
     """Choose a sharding for every value, from the plan's entries and the rules."""
     warnings = [*plan.notes, *graph.frozen, *_untrained(graph)]
     choices = sharding.propagate(graph, plan, strict=strict, warnings=warnings)
-    return {"choices": choices, "plan": plan.changed(notes=tuple(dict.fromkeys(warnings)))}
+    notes = [note for note in warnings if not note.startswith(NOTE)]  # of an earlier compile
+    notes += notes_on_extras(graph)
+    return {"choices": choices, "plan": plan.changed(notes=tuple(dict.fromkeys(notes)))}
 
 
 def _untrained(graph: Graph) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from partc.errors import PartcError, PlanError
 from partc.graph import Graph
@@ -59,8 +58,11 @@ class _Pieces:
 
     def step(self) -> tuple[Traced, Plan]:
         """The step of all ranks' samples, and the plan with an entry for every input."""
-        shapes = zip(self.source.names, (x.shape for x in self.source.inputs), strict=True)
-        usual = {n: self._pin(n) or ({BATCH: cut(0)} if shape else {}) for n, shape in shapes}
+        given = self.source.given
+        usual = {
+            n: self._pin(n) or ({BATCH: cut(0)} if x.shape else {})
+            for n, x in zip(given.names, given.tensors, strict=True)
+        }
         step = self._of(usual)
         try:
             graph = self._graph(step)
@@ -105,11 +107,12 @@ class _Pieces:
 
     def _of(self, cuts: Mapping[str, Cuts]) -> Traced:
         """The step with inputs of all ranks that these cuts tell apart."""
-        names = iter(self.source.names)
-        whole = pytree.tree_map_only(
-            Tensor, lambda x: _times(x, cuts.get(next(names), {}), self.mesh), self.inputs
-        )
-        return Traced(self.model, whole, self.loss)
+        given = self.source.given
+        whole = [
+            _times(x, cuts.get(name, {}), self.mesh)
+            for name, x in zip(given.names, given.tensors, strict=True)
+        ]
+        return Traced(self.model, given.with_tensors(whole), self.loss)
 
 
 def _times(x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:

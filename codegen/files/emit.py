@@ -31,7 +31,14 @@ from partc.codegen.calls.names import Scope, attributes, wishes
 from partc.codegen.calls.statements import free_early, with_sections
 from partc.codegen.calls.tidy import tidied
 from partc.codegen.files.mesh_attributes import mesh_attributes
-from partc.codegen.files.spelling import dtype_name, header_line, numbered, read, spread_rows
+from partc.codegen.files.spelling import (
+    dtype_name,
+    header_line,
+    numbered,
+    read,
+    result_type,
+    spread_rows,
+)
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Item, Loop, Run, arrange
 from partc.codegen.repeats.equal import made_in_step
@@ -160,7 +167,7 @@ class RoleText:
             axes=self.graph.mesh.names,
             declarations=made,
             method="step" if self.graph.loss is not None else "forward",
-            result="Tensor" if self.graph.loss is not None else "dict[str, Tensor]",
+            result=result_type(self.graph.loss is not None, bool(self.graph.outputs.results)),
             arguments=list(arguments.values()),
             body=body,
         )
@@ -329,7 +336,7 @@ class RoleText:
             device, name_of=self.site_literal,
             items=self.items, classes=self.classes, prefetch=self.prefetch,
         )  # fmt: skip
-        lasting = {n for n in kept if is_tensor(n) and n in order}
+        lasting = {n for n in kept if is_tensor(n) and (n in order or n in results)}
         statements = free_early(
             body.statements(), body.text, lasting | set(self.attributes) | set(arguments)
         )
@@ -365,9 +372,11 @@ class RoleText:
         return read(self.attributes[self.graph.buffers[name]])
 
     def _result(self, body: StepBody) -> str:
-        """The ``return`` of the loss, or of a model's results in inference."""
+        """The ``return`` of the loss with its extras, or of a model's results in inference."""
         outputs = self.graph.outputs
-        if outputs.loss is not None:
-            return f"return {body.text(outputs.loss)}"
         items = (f"{literal(name)}: {body.text(node)}" for name, node in outputs.results.items())
-        return f"return {{{', '.join(items)}}}"
+        results = f"{{{', '.join(items)}}}"
+        if outputs.loss is None:
+            return f"return {results}"
+        loss = str(body.text(outputs.loss))
+        return f"return {loss}, {results}" if outputs.results else f"return {loss}"

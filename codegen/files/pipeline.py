@@ -21,7 +21,7 @@ from partc.codegen.files.pipeline_tables import pipeline_tables
 from partc.codegen.files.rank_links import RankLinks
 from partc.codegen.files.rank_step import RankStep, actions_of
 from partc.codegen.files.roll_schedule import turn_lines
-from partc.codegen.files.spelling import dtype_name, header_line
+from partc.codegen.files.spelling import dtype_name, header_line, result_type
 from partc.codegen.files.stages import StageText, stage_text
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.layers import Layers, stage_key
@@ -237,7 +237,7 @@ class _File:
             split="W" in schedule.kinds,
             schedule=f"Schedule {docstring(schedule.name)}, {schedule.microbatches} microbatches.",
             method="step" if trains else "forward",
-            result="Tensor" if trains else "dict[str, Tensor]",
+            result=result_type(trains, any(g.outputs.results for g in self.pipeline.graphs)),
             arguments=self.first.arguments,
             body=block(body, 2),
         )

@@ -134,10 +134,12 @@ class RankStep:
     def _finish(self) -> Iterator[Line]:
         """The end of a training step: sums over ranks, tied gradients, the loss for every rank."""
         holder = next(i for i, g in enumerate(self.graphs) if g.loss is not None)
+        extras = any(g.outputs.results for g in self.graphs)
+        yield from [Line("results = {}")] * extras
         for number, stage in self.stages.items():
-            loss = "loss = " if number == holder else ""
             if stage.finishes:
-                yield Line(f"{loss}self.{stage.attribute}.finish()")
+                more = ["results"] * bool(stage.graph.outputs.results)
+                yield from _finished(stage, ["loss"] * (number == holder) + more)
         for number, one in enumerate(self.tied):
             yield from self._sum_tied(one, number)
         source = self.schedule.rank_of[holder]
@@ -149,16 +151,20 @@ class RankStep:
         if self.schedule.ranks > 1:
             call = f"dist.broadcast(loss, group=self.{PP}, group_src={source})"
             yield Line(call, "every rank learns the loss")
-        yield Line("return loss")
+        yield from self._broadcasts()
+        yield Line("return loss, results" if extras else "return loss")
 
     def _results(self) -> Iterator[Line]:
         """The end of an inference: a broadcast gives every rank the results."""
         yield Line("results = {}")
         for stage in self.stages.values():
-            if stage.graph.outputs.results:
-                yield Line(f"results |= self.{stage.attribute}.finish()")
-            elif stage.finishes:
-                yield Line(f"self.{stage.attribute}.finish()")
+            if stage.finishes:
+                yield from _finished(stage, ["results"] * bool(stage.graph.outputs.results))
+        yield from self._broadcasts()
+        yield Line("return results")
+
+    def _broadcasts(self) -> Iterator[Line]:
+        """The statements that give every rank the results which one has."""
         for number, graph in enumerate(self.graphs):
             source = self.schedule.rank_of[number]
             for name, node in graph.outputs.results.items():
@@ -171,7 +177,6 @@ class RankStep:
                     yield Line(f"{key} = {key}.contiguous()")
                 if self.schedule.ranks > 1:
                     yield Line(f"dist.broadcast({key}, group=self.{PP}, group_src={source})")
-        yield Line("return results")
 
     def _is_summed(self, one: Tied) -> bool:
         """Whether this rank and another one hold a tied parameter that has a gradient."""
@@ -192,3 +197,15 @@ class RankStep:
             call = self.links.helpers.use("sum_tied")
             path = self._path(one.name, self.mine(one)[0])
             yield Line(f"{call}({path}, before_{number}, {ranks}, self.{PP})", "tied")
+
+
+def _finished(stage: StageText, gives: Sequence[str]) -> Iterator[Line]:
+    """The statements that end a stage's step; ``gives``: "loss", "results", both or neither."""
+    call = f"self.{stage.attribute}.finish()"
+    if gives == ["loss", "results"]:
+        yield Line(f"loss, found = {call}")
+        yield Line("results |= found")
+    elif gives == ["results"]:
+        yield Line(f"results |= {call}")
+    else:
+        yield Line(f"loss = {call}" if gives else call)

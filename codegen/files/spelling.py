@@ -22,6 +22,17 @@ def read(path: str, owner: str = "self") -> str:
     return f"{owner}." + re.sub(r"\.(\d+)\.", r"[\1].", path)
 
 
+def result_type(trains: bool, results: bool) -> str:
+    """The type that a step returns: its loss, its named results, or both.
+
+    >>> result_type(True, True)
+    'tuple[Tensor, dict[str, Tensor]]'
+    """
+    if not trains:
+        return "dict[str, Tensor]"
+    return "tuple[Tensor, dict[str, Tensor]]" if results else "Tensor"
+
+
 def numbered(parent: str, number: str) -> str:
     """The expression of a member's path: ``"h"`` and ``i`` give ``f"h.{i}"``.
 

@@ -14,13 +14,25 @@ from typing import Any
 from torch import fx
 
 from partc.codegen.bodies.classes import BlockClass
+from partc.codegen.files.spelling import result_type
 from partc.codegen.helpers.needed import Helpers
 from partc.codegen.repeats.blocks import Run
 from partc.codegen.text import Line, block
 from partc.errors import CheckError, PlanError
-from partc.graph import Graph, collectives, value
+from partc.graph import Graph, collectives, first_operand, value
 from partc.passes.stages.early_sums import Chain, Leaving, closing_chain, leaving
 from partc.quoting import literal
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a result comes of those of the microbatches: as the last one has it, unless a node says
+    more. ``side_by_side``: they are joined along its dim. ``sums``: they are added up, and then
+    reduced over ranks by these collectives.
+    """
+
+    side_by_side: fx.Node | None = None
+    sums: Chain | None = None
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,7 @@ class Ends:
 
     grads: dict[str, Chain]
     loss: Chain | None  # None: the stage has no loss, or it is not summed over microbatches
-    # for each result the dim along which the results of microbatches are concatenated
-    results: dict[str, int] = field(default_factory=dict)
+    results: dict[str, Joined] = field(default_factory=dict)
     leaving: Leaving | None = None
 
     @property
@@ -81,17 +92,28 @@ def take_ends(graph: Graph) -> Ends:
     loss, chain = outputs.loss, None
     if loss is not None and value(loss).phase == "E":
         loss, chain = closing_chain(loss)
-    results, dims = dict(outputs.results), {}
+    results, joined = dict(outputs.results), {}
     for name, node in outputs.results.items():
-        if node.target is collectives.collect:
-            results[name], dims[name] = node.all_input_nodes[0], int(str(node.kwargs["dim"]))
+        results[name], joined[name] = _joined(node)
     graph.set_outputs(replace(outputs, grads=grads, loss=loss, results=results))
     for node in reversed(list(graph.calls())):
         if value(node).phase == "E" and not node.users:
             graph.fx.erase_node(node)
     made = {name: (grads[name], chain) for name, chain in chains.items()}
     early = leaving(graph, graph.early, made) if graph.early else None
-    return Ends(chains, chain, dims, early)
+    return Ends(chains, chain, joined, early)
+
+
+def _joined(node: fx.Node) -> tuple[fx.Node, Joined]:
+    """What one microbatch gives of a result, and how the microbatches' are joined."""
+    if value(node).phase != "E":
+        return node, Joined()
+    if node.target is collectives.collect:
+        return first_operand(node), Joined(side_by_side=node)
+    made, chain = closing_chain(node)
+    strange = [each for each in chain if each.target is not collectives.all_reduce]
+    assert not strange, "a result's sum over microbatches is reduced over ranks, and no more"
+    return made, Joined(sums=chain)
 
 
 def early_sums(
@@ -168,9 +190,10 @@ class Finish:
             lines.append(Line("return loss"))
         elif self.graph.loss is not None:
             lines.append(Line(f"return {total}"))
-        if self.graph.outputs.results:
-            return self._results()
-        result = "None" if self.graph.loss is None else "Tensor"
+        trains, results = self.graph.loss is not None, bool(self.graph.outputs.results)
+        if results:
+            lines = [*lines[: len(lines) - trains], *self._results(lines[-1] if trains else None)]
+        result = result_type(trains, results) if trains or results else "None"
         return {
             "signature": f"    def finish(self) -> {result}:",
             "doc": self._doc(bool(sums)),
@@ -178,26 +201,31 @@ class Finish:
         }
 
     def _doc(self, sums: bool) -> str:
+        if self.graph.loss is None and self.graph.outputs.results:
+            return "The results, all microbatches side by side."
         if self.ends.reduces or sums:
             return "Sum over ranks what all microbatches have added up."
         made = self.graph.loss is not None or self.steady
         return "The loss, of all microbatches." if made else "Write the new values of buffers."
 
-    def _results(self) -> dict[str, str]:
-        """``finish`` of an inference: the results of all microbatches, side by side."""
+    def _results(self, loss: Line | None) -> Iterator[Line]:
+        """The lines that return the results, of all microbatches; ``loss``: the line that would
+        return the loss alone.
+        """
         texts = []
         for name in self.graph.outputs.results:
-            turns = f"self.results[{literal(name)}]"
-            dim = self.ends.results.get(name)
-            texts.append(
-                f"{literal(name)}: {turns}[-1]" if dim is None
-                else f"{literal(name)}: torch.cat({turns}, {dim})"
-            )  # fmt: skip
-        return {
-            "signature": "    def finish(self) -> dict[str, Tensor]:",
-            "doc": "The results, all microbatches side by side.",
-            "body": block([*self.late, Line(f"return {{{', '.join(texts)}}}")], 2),
-        }
+            known, turns = self.ends.results[name], f"self.results[{literal(name)}]"
+            text = f"{turns}[-1]" if known.side_by_side is None else _cat(known.side_by_side, turns)
+            if known.sums is not None:
+                text = f"torch.stack({turns}).sum(0, dtype={turns}[0].dtype)"
+            if known.sums:
+                yield Line(f"{turns} = {text}")
+                text = turns
+                for node in known.sums:
+                    yield Line(f"dist.all_reduce({turns}, group=self.{node.kwargs['axis']})")
+            texts.append(f"{literal(name)}: {text}")
+        before = f"{loss.code.removeprefix('return ')}, " if loss else ""
+        yield Line(f"return {before}{{{', '.join(texts)}}}")
 
     def reduce(self) -> dict[str, str]:
         """The method that starts sums of gradients which leave before the end."""
@@ -286,6 +314,15 @@ class Finish:
         if at != (0, 1):
             name, cuts = "scatter_cut_grads", f", *[{at}] * len(grads)"
         return f"{self.helpers.use(name)}(grads, {k['num']}, self.{k['axis']}{cuts})"
+
+
+def _cat(node: fx.Node, turns: str) -> str:
+    """The results of microbatches, a list, side by side as a ``collect`` says."""
+    dim, outer = int(str(node.kwargs["dim"])), int(str(node.kwargs.get("outer", 1)))
+    if outer == 1:
+        return f"torch.cat({turns}, {dim})"
+    parts = f"[x.unflatten({dim}, ({outer}, -1)) for x in {turns}]"
+    return f"torch.cat({parts}, {dim + 1}).flatten({dim}, {dim + 1})"
 
 
 def paths_text(paths: Sequence[str], everything: bool) -> str:

@@ -84,7 +84,7 @@ class StageText(RoleText):
     Its methods share ``seen`` and ``scope``, so that a value has the same name in all of them.
     """
 
-    step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results")
+    step_locals: ClassVar[tuple[str, ...]] = ("i", "j", "stage", "loss", "results", "found")
 
     label: str = ""
     title: str = ""

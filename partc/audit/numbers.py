@@ -88,9 +88,10 @@ class _Run:
     def _outcome(self, role: Role, rank: int) -> Outcome:
         step: Any = role.build(ThreadMesh(self.program.mesh, rank))
         convert(step, torch.float64)
-        result = self._ran(role, step, rank, (0, 1))
-        if role.is_inference:
-            return Outcome({f"result {n}": x for n, x in result.items()}, _buffers(role, step))
+        loss, results = self._ran(role, step, rank, (0, 1))
+        whole = {f"result {n}": x.detach().clone() for n, x in results.items()}
+        if loss is None:
+            return Outcome(whole, _buffers(role, step))
         pieces = _cloned({**_grads(role, step), **_buffers(role, step)})
         self._ran(role, step, rank, (0, 2))
         grads = _cloned(_grads(role, step))
@@ -98,7 +99,7 @@ class _Run:
         if hasattr(step, "seed"):
             step.seed(SEED, STEPS)
             self._ran(role, step, rank, (SEED, STEPS + 1))
-        return Outcome({"loss": result}, {**pieces, **twice})
+        return Outcome({"loss": loss, **whole}, {**pieces, **twice})
 
     def _ran(self, role: Role, step: Any, rank: int, at: tuple[int, int]) -> Any:
         """What a step on the seeded numbers returns; ``at``: the seed and the step's number."""
@@ -107,7 +108,7 @@ class _Run:
         self._fill(role, step, rank)
         before = {name: p.detach().clone() for name, p in step.named_parameters()}
         with as_on_any_device(), Drawn() as drawn:
-            result = step(*inputs) if role.is_inference else step.step(*inputs)
+            result = role.run(step, inputs)
         check_keys(drawn, self.program, rank, *at)
         for name, param in step.named_parameters():
             if not torch.equal(param, before[name]):

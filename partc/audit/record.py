@@ -48,13 +48,14 @@ def _run(role: Role, here: Any, live: LiveMemory, found: Record) -> None:
     kept_whole = {**dict(step.named_parameters()), **dict(zip(role.inputs, inputs, strict=True))}
     written = {name: tensor._version for name, tensor in kept_whole.items()}
     with live:
-        kept = step(*inputs) if role.is_inference else step.step(*inputs)
+        loss, kept = role.run(step, inputs)
     live.streams.end()
+    del kept
     for name, tensor in kept_whole.items():
         if tensor._version != written[name]:
             raise changed(role, found.rank, name)
     if not role.is_inference:
-        _check_loss(role, kept)
+        _check_loss(role, loss)
         check_grads(role, step, found.rank)
     waited = {number for what, number in found.events if what == "wait"}
     for number, transfer in enumerate(found.transfers):

@@ -84,7 +84,7 @@ def _calls(role: Role, rank: int) -> list[CallSeen]:
 
 
 def _once(role: Role, step: Any, inputs: Sequence[Tensor]) -> Any:
-    return step(*inputs) if role.is_inference else step.step(*inputs)
+    return role.run(step, inputs)
 
 
 @contextmanager
@@ -140,10 +140,12 @@ class _Run:
                     raise self._wrong(
                         f"the gradient of {shard.name}", axis, mine[axis], wanted[axis]
                     )
-        if isinstance(result, Tensor):
-            for axis, each in mode.of(result).items():
+        loss, extras = result
+        ends = {} if self.role.is_inference else {"the loss": loss, **_called(extras)}
+        for what, tensor in ends.items():
+            for axis, each in mode.of(tensor).items():
                 if _contradicts(each, R):
-                    raise self._wrong("the loss", axis, each, R)
+                    raise self._wrong(what, axis, each, R)
 
     def _wrong(self, what: str, axis: str, mine: Known, wanted: Known) -> CheckError:
         file = str(self.role.module.Step.__init__.__code__.co_filename)
@@ -153,6 +155,10 @@ class _Run:
             why=f"it has to be {wanted}",
             do="Sum it over the axis, once, and keep this rank's piece.",
         )
+
+
+def _called(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"the extra {name}": each for name, each in extras.items()}
 
 
 def _contradicts(mine: Known, wanted: Known) -> bool:

@@ -30,8 +30,10 @@ from partc.program.manifest import Manifest, sha256
 from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.quoting import docstring
+from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.trees import Tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,6 +84,8 @@ class Program:
         inputs: shape of the global batch and dtype, by the input's name.
         dealt: how a rank's piece of an input is cut, as (axis, dim, outer), where a step takes
             pieces (``batch="local"``); empty where it takes the whole batch.
+        arguments: where these stand in the arguments of a step.
+        returns: what a step gives back, where that is more than its loss.
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
         numbers: the numbers of the model's Python, in the process that compiled it.
@@ -100,6 +104,8 @@ class Program:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     dealt: Mapping[str, Dealt] = field(default_factory=dict)
+    arguments: Arguments = field(default_factory=Arguments)
+    returns: Tree | None = None
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
@@ -108,6 +114,8 @@ class Program:
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.arguments.each:
+            object.__setattr__(self, "arguments", Arguments.of_names([*self.inputs]))
         if self.fixed is None:  # nobody has edited the sources yet
             object.__setattr__(self, "fixed", FixedText(None, self.sources, self.plan))
 
@@ -255,6 +263,8 @@ class Program:
             roles=self.roles,
             inputs=self.inputs,
             dealt=self.dealt,
+            arguments=self.arguments,
+            returns=self.returns,
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
@@ -272,7 +282,7 @@ class Program:
         )  # the output is Python source, so there is nothing to escape for HTML
         return environment.from_string(template).render(
             model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
-            compiles=self.role(0).compiles,
+            compiles=self.role(0).compiles, extras=self.returns is not None and len([*self.returns.names()]) > 1,
         )  # fmt: skip
 
 
@@ -336,6 +346,8 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         constants=dict(TensorFile(folder / CONSTANTS)),
         inputs=manifest.inputs,
         dealt=manifest.dealt,
+        arguments=manifest.arguments,
+        returns=manifest.returns,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,

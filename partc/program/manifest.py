@@ -22,10 +22,12 @@ from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
+from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
+from partc.trace.trees import Tree
 
 NAME = "program.json"
-SCHEMA = 4
+SCHEMA = 5
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
 FILE_NAME = re.compile(r"[a-z][a-z0-9_]*\.(py|toml|csv|safetensors)\Z", re.ASCII)
@@ -40,6 +42,8 @@ class Manifest:
     mesh: Mesh
     roles: tuple[tuple[int, str], ...]
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    arguments: Arguments
+    returns: Tree | None
     fingerprint: Fingerprint
     cost: Mapping[str, Any]  # {"text": as printed, "data": numbers}
     basis: Basis
@@ -61,6 +65,8 @@ class Manifest:
                 name: [list(shape), dtype, *([self.dealt[name]] if name in self.dealt else [])]
                 for name, (shape, dtype) in self.inputs.items()
             },
+            "arguments": self.arguments.as_json(),
+            "returns": None if self.returns is None else self.returns.as_json(),
             "fingerprint": {
                 name: [spec.kind, list(spec.shape), spec.dtype]
                 for name, spec in self.fingerprint.tensors.items()
@@ -122,6 +128,8 @@ class Manifest:
             roles=roles,
             inputs={n: (_sizes(s), _text(d)) for n, (s, d, *_) in fields["inputs"].items()},
             dealt={n: _cuts(*cuts) for n, (_, _, *cuts) in fields["inputs"].items() if cuts},
+            arguments=_arguments(fields["arguments"], [*fields["inputs"]]),
+            returns=None if fields["returns"] is None else Tree.of_json(fields["returns"]),
             fingerprint=Fingerprint(
                 {n: _spec(*entry) for n, entry in fields["fingerprint"].items()}
             ),
@@ -135,8 +143,8 @@ class Manifest:
 
 
 _FIELDS = {
-    "schema", "torch", "model", "mesh", "roles", "inputs", "fingerprint", "cost", "basis",
-    "draws", "expected", "fixed", "files",
+    "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "fingerprint",
+    "cost", "basis", "draws", "expected", "fixed", "files",
 }  # fmt: skip
 
 
@@ -210,6 +218,12 @@ def _sizes(entry: Any) -> tuple[int, ...]:
 def _spec(kind: Any, shape: Any, dtype: Any) -> TensorSpec:
     _need(kind in KINDS, f"{kind!r} is no kind of tensor")
     return TensorSpec(kind, _sizes(shape), _text(dtype))
+
+
+def _arguments(entry: Any, inputs: list[str]) -> Arguments:
+    arguments = Arguments.of_json(entry)
+    _need(arguments.names == inputs, "its arguments are not its inputs")
+    return arguments
 
 
 def _draw(name: Any, shape: Any, cuts: Any, kind: Any) -> Draw:

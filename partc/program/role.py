@@ -173,6 +173,17 @@ class Role:
             step: nn.Module = self.module.Step(mesh)
         return step
 
+    def run(
+        self, step: Any, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Run a Step on the global batch: the loss, None of a forward program, and what is
+        returned beside it by name.
+        """
+        if self.is_inference:
+            return None, step(*inputs)
+        result = step.step(*inputs)
+        return result if isinstance(result, tuple) else (result, {})
+
     def tensors(self, step: nn.Module) -> dict[str, Tensor]:
         """Every parameter and buffer of a Step by its name in the user's model."""
         held = {**dict(step.named_parameters()), **dict(step.named_buffers())}

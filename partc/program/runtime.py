@@ -15,6 +15,7 @@ from partc.errors import RunError
 from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.agreement import Agreement
+from partc.program.arguments import Returned
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
 from partc.program.loss_backward import loss_with_backward
@@ -67,7 +68,8 @@ class Stage(nn.Module):
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         holders, draws = self._tensors.holders, bool(program.draws)
         self.agreement = Agreement(self._role, holders, draws=draws)
-        self._checks = StepChecks(self._role, program.numbers, self._compare)
+        self._checks = StepChecks(self._role, program.arguments, program.numbers, self._compare)
+        self._returned = Returned(program.returns)
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -81,47 +83,56 @@ class Stage(nn.Module):
         return step
 
     # running ---------------------------------------------------------------------------------
-    def step(self, *inputs: Tensor) -> Tensor:
+    def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
-            inputs: on this rank's device, with the shapes and dtypes that were compiled: the whole
-                batch on every rank, or of a program with ``batch="local"`` this rank's piece.
+            inputs: on this rank's device, as the compiled loss takes them behind the model (or the
+                model does): ``step(x, y)``, ``step(batch)`` with a dict or a dataclass,
+                ``step(**batch)``. Tensors have the shapes and dtypes that were compiled, of the
+                whole batch on every rank, or of a program with ``batch="local"`` of this rank's
+                piece; all else is what it was.
+            named: those that are given by name.
 
         Returns:
-            The loss of the global batch, ``f32[]``, the same on every rank.
+            The loss of the global batch, ``f32[]``, the same on every rank; or ``(loss, extras)``
+            as the compiled loss returns them, the extras detached. The plan's notes say what each
+            extra is.
 
         Raises:
-            RunError: an input has another shape, dtype or device; autocast is on; the script has
-                changed a number of the model since it was compiled in this process; or ranks
-                differ in what they must hold alike (``agreement.py``).
+            RunError: an input is missing, unknown, or has another shape, dtype or device; autocast
+                is on; the script has changed a number of the model since it was compiled in this
+                process; or ranks differ in what they must hold alike (``agreement.py``).
         """
-        inputs = self._checks.taken(inputs, self.device.type)
+        given = self._checks.taken(inputs, named, self.device.type)
         begin_all(self._shown.values())
         try:
-            loss: Tensor = self._counted(self._rank_step.step, inputs)
-            return loss
+            return self._returned.whole(
+                self._returned.loss(self._counted(self._rank_step.step, given))
+            )
         finally:
             end_all(self._shown.values())
 
-    def forward(self, *inputs: Tensor) -> Any:
-        """The loss, ready for ``.backward()``; of an inference program the results by name.
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The loss, ready for ``.backward()``, with the extras if there are any; of an inference
+        program the results by name. The arguments are those of ``step``.
 
         A training program computes the gradients already here; ``loss.backward()`` hands them out,
         and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
         """
         if self._role.is_inference:
-            inputs = self._checks.taken(inputs, self.device.type)
+            given = self._checks.taken(inputs, named, self.device.type)
             with torch.no_grad():
-                return self._counted(self._rank_step, inputs)
+                return self._counted(self._rank_step, given)
         self._check_one_stage()
-        inputs = self._checks.taken(inputs, self.device.type)
-        run = self._rank_step.step
-        return loss_with_backward(
+        given = self._checks.taken(inputs, named, self.device.type)
+        run, returned = self._rank_step.step, self._returned
+        loss = loss_with_backward(
             list(self._shown.values()),
-            lambda: self._counted(run, inputs),
+            lambda: returned.loss(self._counted(run, given)),
             is_half=self._role.is_half,
         )
+        return returned.whole(loss)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.

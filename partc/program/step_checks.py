@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.program.arguments import tensors_given
 from partc.program.given import check_inputs, plain_inputs
 from partc.program.role import Role
+from partc.trace.arguments import Arguments
 from partc.trace.frozen_numbers import FrozenNumbers
 
 FIRST_STEPS = 3  # that look at all numbers of the model
@@ -18,24 +21,26 @@ FIRST_STEPS = 3  # that look at all numbers of the model
 class StepChecks:
     """The checks before each step of a role.
 
-    ``numbers``: those of the model's Python in the process that compiled it. ``compare`` is given
-    the inputs, or None where this rank refuses them, and compares all ranks now and then.
+    ``arguments``: where the program's tensors stand in those of a step. ``numbers``: those of the
+    model's Python in the process that compiled it. ``compare`` is given the inputs, or None where
+    this rank refuses them, and compares all ranks now and then.
     """
 
     def __init__(
-        self, role: Role, numbers: FrozenNumbers, compare: Callable[[Sequence[Tensor] | None], None]
-    ) -> None:
-        self.role, self.numbers, self.num_steps = role, numbers, 0
+        self, role: Role, arguments: Arguments, numbers: FrozenNumbers,
+        compare: Callable[[Sequence[Tensor] | None], None],
+    ) -> None:  # fmt: skip
+        self.role, self.arguments, self.numbers, self.num_steps = role, arguments, numbers, 0
         self.compare = compare
 
-    def taken(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
-        """What the step takes: the inputs as plain tensors.
+    def taken(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Sequence[Tensor]:
+        """What the program takes of a step's arguments, by place and by name: plain tensors.
 
         RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
         not hold alike what they must.
         """
         try:
-            plain = self._checked(inputs, device)
+            plain = self._checked(tensors_given(self.arguments, args, named), device)
         except RunError:
             self.compare(None)  # the other ranks would wait for this one
             raise

@@ -233,7 +233,7 @@ class _Step:
         params: Mapping[str, Tensor],
     ) -> list[Any]:
         """The gradients of the trainable parameters, none of any other tensor being lost."""
-        (loss,) = outcome.values()
+        loss = next(iter(outcome.values()))
         check_trained(loss, params, self.names.params, self.reach.places)
         check_no_more_hooks(self.names.params, params)
         return _backward(outcome, held, self.names)
@@ -269,7 +269,7 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
     """The gradient of the loss by every trainable parameter; the ops are recorded as phase B."""
-    (loss,) = outcome.values()
+    loss = next(iter(outcome.values()))
     wanted = [held[name] for name in names.trainable]
     if loss.grad_fn is None or not wanted:
         return [None for _ in wanted]

@@ -7,7 +7,6 @@ backward the name of the forward call whose gradient it computes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,26 +29,31 @@ from partc.graph import (
 from partc.graph.draws import set_site
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
+from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
 from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is traced: a model, its example inputs, and the function that computes the loss."""
+    """What is traced: a model, its arguments, and the function that computes the loss.
+
+    ``returns``: what the loss returns, known once it is recorded.
+    """
 
     model: nn.Module
-    inputs: tuple[Tensor, ...]
-    names: list[str]  # of the inputs
+    given: Given
     objective: Objective
     train: bool  # with a backward
+    returns: Returns
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> Source:
+    def of(cls, model: nn.Module, inputs: Any, loss: Objective | None) -> Source:
         """Check the arguments of ``trace``, and choose what is recorded.
 
         With a loss, or without one where gradients are on, a training step is recorded. Without a
@@ -57,10 +61,10 @@ class Source:
         ``torch.no_grad()`` the forward alone is recorded, with every tensor of the result by name.
         """
         _check_default_dtype()
-        checked = _checked(inputs)
+        given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
         train = loss is not None or torch.is_grad_enabled()
-        objective = _scalar(loss or _own_loss) if train else _call
-        return cls(model, checked, _input_names(model, checked, loss), objective, train)
+        objective = returns.objective(given.function) if train else given.function
+        return cls(model, given, objective, train, returns)
 
     def recorded(self, left_out: Sequence[RepeatedBlocks]) -> tuple[Graph, FrozenNumbers]:
         """Record the graph without the blocks in ``left_out``; its ops may still write in place.
@@ -69,17 +73,20 @@ class Source:
         """
         try:
             with skipping(self.model, left_out):
-                recording = record(self.model, self.inputs, self.objective, self.train, left_out)
+                recording = record(
+                    self.model, self.given.tensors, self.objective, self.train, left_out
+                )
         except PartcError:
             raise
         except Exception as error:
             raise _explain(error, self.model) from error
-        graph = _build(recording, self.model, self.names, self.train)
+        extras = self.returns.names if self.train else None
+        graph = _build(recording, self.model, self.given.names, extras)
         return graph, recording.numbers
 
     def spare_blocks(self) -> tuple[RepeatedBlocks, ...]:
         """The equal blocks that need not be recorded, found by running the forward alone."""
-        return spare_blocks(self.model, self.inputs, self.objective, self.train)
+        return spare_blocks(self.model, self.given.tensors, self.objective, self.train)
 
 
 def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[RepeatedBlocks]) -> None:
@@ -93,37 +100,6 @@ def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[Repeat
 
 
 # what is traced ------------------------------------------------------------------------------
-def _call(model: nn.Module, *inputs: Tensor) -> Any:
-    return model(*inputs)
-
-
-def _own_loss(model: nn.Module, *inputs: Tensor) -> Any:
-    """The model's result, or the result's ``loss`` if there is one."""
-    result = model(*inputs)
-    own = getattr(result, "loss", None)
-    return result if own is None else own
-
-
-def _scalar(objective: Objective) -> Objective:
-    """The objective, with TraceError if its result is not one floating-point number."""
-
-    def checked(model: nn.Module, *inputs: Tensor) -> Tensor:
-        loss = objective(model, *inputs)
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
-            given = f"a {type(loss).__name__}"
-            if isinstance(loss, Tensor):
-                given = f"a tensor {loss.dtype} of shape {tuple(loss.shape)}"
-            raise TraceError(
-                where=type(model).__name__,
-                what=f"the loss is {given}",
-                why="a training step starts from one floating-point number",
-                do="Give loss=fn(model, *inputs) with a 0-d result, or use torch.no_grad().",
-            )
-        return loss
-
-    return checked
-
-
 def _check_default_dtype() -> None:
     """TraceError where ops that name no dtype would not make float32, as they do in a program."""
     default = torch.get_default_dtype()
@@ -134,31 +110,6 @@ def _check_default_dtype() -> None:
             why="a program runs where it is float32, and what names no dtype there is float32",
             do="Make the model under your default, then set it back to torch.float32 and compile.",
         )
-
-
-def _checked(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The inputs as a tuple; a single tensor is a tuple of one."""
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    for i, item in enumerate(given):
-        if not isinstance(item, Tensor):
-            raise TraceError(
-                where=f"input {i}",
-                what=f"it is a {type(item).__name__}",
-                why="inputs are the tensors that change from step to step",
-                do="Pass tensors, and bind everything else inside the loss function.",
-            )
-    return given
-
-
-def _input_names(model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> list[str]:
-    """The argument names of the loss (or of the model's forward); ``input_0`` where it has none."""
-    given = list(inspect.signature(loss or model.forward).parameters.values())
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in given[loss is not None :] if p.kind in plain]
-    own = names_of(model)
-    taken = {*own.params, *own.buffers, *own.aliases}
-    names = [f"input_{name}" if name in taken else name for name in names]
-    return [names[i] if i < len(names) else f"input_{i}" for i in range(len(inputs))]
 
 
 def _explain(error: Exception, model: nn.Module) -> TraceError:
@@ -172,7 +123,8 @@ def _explain(error: Exception, model: nn.Module) -> TraceError:
     )
     if kind == "DataDependentOutputException" or "item()" in reason or "numpy" in reason:
         what = "Python code asks for the value of a tensor"
-        do = "Use torch.where instead of a branch, or move this code out of the step."
+        do = "Use torch.where instead of a branch, return the tensor itself beside the loss, or "
+        do += "move this code out of the step."
         reason = f"{reason}: while tracing, tensors have shapes but no values"
         if is_wanted_check(error):
             what = "a distribution checks the values of its arguments"
@@ -190,8 +142,13 @@ def _explain(error: Exception, model: nn.Module) -> TraceError:
 
 
 # from the raw graph to a Graph ---------------------------------------------------------------
-def _build(recording: Recording, model: nn.Module, inputs: list[str], train: bool) -> Graph:
-    """A Graph whose placeholders, values and outputs are named and described."""
+def _build(
+    recording: Recording, model: nn.Module, inputs: list[str], extras: list[str] | None
+) -> Graph:
+    """A Graph whose placeholders, values and outputs are named and described.
+
+    ``extras``: the names of what is returned beside the loss; None where there is no loss.
+    """
     names = recording.names
     graph = Graph(recording.module.graph, model=type(model).__name__, aliases=dict(names.aliases))
     graph.classes = {path: type(m).__name__ for path, m in model.named_modules() if _computes(m)}
@@ -207,23 +164,30 @@ def _build(recording: Recording, model: nn.Module, inputs: list[str], train: boo
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
     _describe(graph)
-    _set_outputs(graph, recording, model, train)
+    _set_outputs(graph, recording, model, extras)
     graph.frozen = tuple(recording.frozen)
     return graph
 
 
-def _set_outputs(graph: Graph, recording: Recording, model: nn.Module, train: bool) -> None:
-    """Set the graph's outputs; the raw graph returns results, then gradients, then buffers."""
+def _set_outputs(
+    graph: Graph, recording: Recording, model: nn.Module, extras: list[str] | None
+) -> None:
+    """Set the graph's outputs; the raw graph returns results, then gradients, then buffers.
+
+    Of a training step the first result is the loss, and the others are its extras.
+    """
+    train = extras is not None
     trainable = recording.names.trainable if train else []
     raw: Any = graph.fx.output_node().args[0]
     results, grads = raw[: len(recording.results)], raw[len(recording.results) :]
     grads, buffers = grads[: len(trainable)], grads[len(trainable) :]
+    names = recording.results if extras is None else extras
     graph.set_outputs(
         Outputs(
             loss=results[0] if train else None,
             grads=_all_grads(trainable, grads, model),
             buffers=dict(zip(recording.names.buffers, buffers, strict=True)),
-            results={} if train else dict(zip(recording.results, results, strict=True)),
+            results=dict(zip(names, results[train:], strict=True)),
         )
     )
     graph.untrained = tuple(name for name in trainable if name not in graph.grads)

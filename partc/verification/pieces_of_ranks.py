@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.program import Program
 from partc.program.role import Shard
+from partc.trace.arguments import Given
 
 
-def whole_batch(program: Program, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inputs, or all ranks' pieces if they have the shapes of one rank's.
+def whole_batch(program: Program, given: Given) -> Given:
+    """The arguments, with all ranks' pieces if their tensors have the shapes of one rank's.
 
     Each rank's piece has the values of the first one, moved on by some places, so that a sum over
     ranks that is missing shows.
     """
     role = program.role(0)
-    shapes = [tuple(x.shape) for x in inputs]
+    shapes = [tuple(x.shape) for x in given.tensors]
     if not program.dealt or shapes != [shape for shape, _ in role.inputs.values()]:
-        return inputs
-    return [_whole(x, of, program.mesh) for x, of in zip(inputs, role.batch, strict=True)]
+        return given
+    pairs = zip(given.tensors, role.batch, strict=True)
+    return given.with_tensors([_whole(x, of, program.mesh) for x, of in pairs])
 
 
 def _whole(piece: Tensor, of: Shard, mesh: Mesh) -> Tensor:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import UsageError
+from partc.trace.arguments import Given
 from partc.trace.capture import named_results, untouched
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
+from partc.trace.returns import Returns
 from partc.verification.piece_norms import Key, PieceNorms, Pieces, seen_norms
 from partc.verification.precision import converted, raised_model
 from partc.verification.same_draws import SameDraws
@@ -89,7 +91,7 @@ def take_step(params: Tensors, optimizer: str, lr: float, eps: Mapping[str, floa
 
 def eager(
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Any,
     loss: Loss | None = None,
     dtype: torch.dtype | None = torch.float64,
     train: bool = True,
@@ -106,20 +108,25 @@ def eager(
     program does not.
     """
     _check_values(model)
-    batch = tuple(x if dtype is None else converted(x, dtype) for x in inputs)
+    given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
+    batch = tuple(x if dtype is None else converted(x, dtype) for x in given.tensors)
+    objective = returns.objective(given.function)
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
     with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised:
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
-        outcome = _trained(model, batch, loss, pieces, draws) if train else {}
-        outcome = outcome or _results(model, batch, loss, draws)
+        if train:
+            whole, *others = _trained(model, batch, objective, pieces, draws)
+            results = dict(zip(returns.names, others, strict=True))
+        else:
+            whole, results = None, _results(model, batch, given.function, draws)
         params = dict(model.named_parameters())
         reference = Reference(
             weights=weights,
             inputs=batch,
-            loss=outcome["loss"].detach() if train else None,
+            loss=whole,
             grads={name: p.grad for name, p in params.items() if p.grad is not None},
             buffers={name: b.detach() for name, b in model.named_buffers()},
-            results={} if train else outcome,
+            results=results,
         )
     return reference
 
@@ -146,20 +153,23 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
 
 
 def _trained(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces, draws: SameDraws
-) -> dict[str, Tensor]:
-    """Run forward and backward of the whole batch, batch norms by pieces; return the loss."""
+    model: nn.Module, inputs: Sequence[Tensor], objective: Loss, pieces: Pieces, draws: SameDraws
+) -> list[Tensor]:
+    """Run forward and backward of the whole batch, batch norms by pieces; return the loss, and
+    behind it the extras.
+    """
     norms = None
     if pieces.num > 1:
-        norms = PieceNorms(pieces, _norms_of_a_piece(model, inputs, loss, pieces, draws))
+        norms = PieceNorms(pieces, _norms_of_a_piece(model, inputs, objective, pieces, draws))
     with draws.inside(model), norms.inside(model) if norms else nullcontext():
-        whole = _objective(model, inputs, loss)["loss"]
+        whole, *others = objective(model, *inputs)
+        extras = [each.clone() for each in others]
         whole.backward()  # checkpointed blocks draw and normalise again
-    return {"loss": whole.detach()}
+    return [whole.detach(), *extras]
 
 
 def _norms_of_a_piece(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, pieces: Pieces, draws: SameDraws
+    model: nn.Module, inputs: Sequence[Tensor], objective: Loss, pieces: Pieces, draws: SameDraws
 ) -> set[Key] | None:
     """The batch norms in a forward of one piece of the batch alone; None if that does not run.
 
@@ -168,7 +178,7 @@ def _norms_of_a_piece(
     before, found = {n: b.clone() for n, b in model.named_buffers()}, set[Key]()
     try:
         with torch.no_grad(), draws.inside(model, pieces.first_place()), seen_norms(found):
-            _objective(model, pieces.first(inputs), loss)
+            objective(model, *pieces.first(inputs))
     except (RuntimeError, ValueError, TypeError, IndexError):  # it knows the size of the batch
         return None
     finally:
@@ -177,19 +187,12 @@ def _norms_of_a_piece(
     return found
 
 
-def _objective(model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None) -> dict[str, Tensor]:
-    """The loss as ``partc.compile`` takes it: ``loss(model, *inputs)``, or the model's own loss."""
-    outcome = model(*inputs) if loss is None else loss(model, *inputs)
-    own = getattr(outcome, "loss", None)
-    return {"loss": outcome if own is None else own}
-
-
 @torch.no_grad()
 def _results(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Loss | None, draws: SameDraws
+    model: nn.Module, inputs: Sequence[Tensor], function: Loss, draws: SameDraws
 ) -> dict[str, Tensor]:
     with draws.inside(model):
-        return named_results(model(*inputs) if loss is None else loss(model, *inputs))
+        return named_results(function(model, *inputs))
 
 
 def _check_values(model: nn.Module) -> None:

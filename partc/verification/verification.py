@@ -23,6 +23,7 @@ from partc.plan import Plan
 from partc.program import Program, SavedCost
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
+from partc.trace.arguments import Given
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch
 from partc.verification.precision import Raised, convert, converted, raised_text
@@ -119,7 +120,7 @@ class Report:
 def verify(
     program: Program,
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Any,
     loss: Loss | None = None,
     *,
     processes: bool = False,
@@ -130,15 +131,16 @@ def verify(
 ) -> Report:
     """Run all ranks of a program here, and compare what each gets with the model on one device.
 
-    Compared are the loss, every gradient, changed buffers, the parameters after a step of SGD and
-    of AdamW, and gradients added up over two steps; of an inference program its results.
+    Compared are the loss and its extras, every gradient, changed buffers, the parameters after a
+    step of SGD and of AdamW, and gradients added up over two steps; of an inference program its
+    results.
 
     Args:
         program: what ``compile`` or ``load`` gave; on ``dp=2,tp=2`` four ranks run.
         model: the model that it was compiled from, with weights.
-        inputs: the global batch with values, of the shapes that the program was compiled for. Of a
-            program with ``batch="local"`` one rank's piece will do: other ranks' pieces have the
-            same values at other places.
+        inputs: the ``inputs`` of ``compile``, the global batch with values. Of a program with
+            ``batch="local"`` one rank's piece will do: other ranks' pieces have the same values at
+            other places.
         loss: the ``loss`` of ``compile``.
         processes: gloo processes in place of threads of this one.
         lr: learning rate of the two optimizer steps.
@@ -161,7 +163,7 @@ def verify(
     check_compiler(program.role(0))
     train = not program.role(0).is_inference
     draws = SameDraws(program.draws, program.mesh.names)
-    inputs = whole_batch(program, inputs)
+    inputs = whole_batch(program, Given.of(model, inputs, loss))
     reference = reference or eager(model, inputs, loss, dtype, train, _pieces(program), draws)
     sources = program.sources
     if dtype == torch.float64 and program.role(0).compiles:
@@ -238,13 +240,11 @@ class _Rank:
         """The errors of a forward program's results, or of a step's loss, gradients and tensors."""
         reference, role = self.job.reference, self.role
         self._fill()
-        if role.is_inference:
-            self._seed()
-            results = self.step(*self._inputs())
-            yield from self._whole("result", results, reference.results)
+        loss, results = self._run()
+        yield from self._whole("result" if loss is None else "extra", results, reference.results)
+        if loss is None:
             yield from self._buffers()
             return
-        loss = self._run()
         assert reference.loss is not None
         yield from self._whole("loss", {"loss": loss}, {"loss": reference.loss})
         yield from self._pieces("gradient", self._grads(), reference.grads, role.params)
@@ -273,11 +273,9 @@ class _Rank:
         if hasattr(step, "seed"):
             step.seed(SEED, STEP - 1)
 
-    def _run(self) -> Tensor:
+    def _run(self) -> tuple[Tensor | None, Tensors]:
         self._seed()
-        run: Any = self.step
-        loss: Tensor = run.step(*self._inputs())
-        return loss
+        return self.role.run(self.step, self._inputs())
 
     def _inputs(self) -> list[Tensor]:
         """What this rank is given of the batch."""

@@ -21,11 +21,12 @@ aten = torch.ops.aten
 def copy_for_buffers(graph: Graph) -> None:
     """``buffer previous = current`` becomes ``buffer previous = clone(current)``.
 
-    So does every new value, or result of a model, that is a view of a buffer which the step
-    updates, and every new value that is a tensor given to the step.
+    So does every new value, or result of a step, that is a view of a buffer which the step
+    updates, or a tensor given to the step; and every result that is a buffer's new value.
     """
     outputs, placed = graph.outputs, graph.buffers
     updated = {placed[name] for name in outputs.buffers}
+    made = {*outputs.buffers.values()}
     news = {
         name: _copy(new, name.rpartition(".")[0])
         if new.op == "placeholder" or _memory(new) in updated
@@ -33,7 +34,9 @@ def copy_for_buffers(graph: Graph) -> None:
         for name, new in outputs.buffers.items()
     }
     results = {
-        name: _copy(result, value(result).module) if _memory(result) in updated else result
+        name: _copy(result, value(result).module)
+        if result.op == "placeholder" or result in made or _memory(result) in updated
+        else result
         for name, result in outputs.results.items()
     }
     if news != outputs.buffers or results != outputs.results:

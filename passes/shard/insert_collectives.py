@@ -42,6 +42,7 @@ from partc.passes.shard.microbatches import (
 from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import pinned, placed
 from partc.passes.shard.reshard import Step, reshard_steps, transition_cost
+from partc.passes.shard.results import sharding_of_result
 from partc.plan import Plan
 from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
@@ -350,21 +351,21 @@ class _Partition:
         return self._reshard(self._step(turn, step, value(turn), value(node)), want, value(node))
 
     def _collected(self, node: fx.Node) -> fx.Node:
-        """A result of the model, replicated, with the microbatches' parts concatenated."""
-        layout = value(node).sharding.on(MICROBATCH_AXIS)
+        """A result of the step, with the microbatches' parts concatenated or added up."""
+        layout, want = value(node).sharding.on(MICROBATCH_AXIS), sharding_of_result(node)
+        if layout.kind == "U":
+            return self._sum(node, want, "step")
         if layout.kind != "cut":
-            return self._final(node, Sharding())
+            return self._final(node, want)
         mesh = self.graph.mesh
-        turn = self._get(node, Sharding().with_(MICROBATCH_AXIS, layout, mesh), value(node))
+        turn = self._get(node, want.with_(MICROBATCH_AXIS, layout, mesh), value(node))
         kwargs = {
             "axis": MICROBATCH_AXIS,
             "num": mesh.size(MICROBATCH_AXIS),
             "dim": layout.dim,
             "outer": layout.outer,
         }
-        return self._step(
-            turn, Step(collectives.collect, kwargs, Sharding()), value(turn), value(node)
-        )
+        return self._step(turn, Step(collectives.collect, kwargs, want), value(turn), value(node))
 
     def _final(self, node: fx.Node, want: Sharding) -> fx.Node:
         return self._get(node, want, value(node))

@@ -48,7 +48,9 @@ def check_microbatches(local: Graph) -> None:
                 what=f"{known.name or node.name} needs the whole batch, not one microbatch",
                 why=f"it would take an {node.target.__name__} over microbatches, which run one "
                 "after the other",
-                do="Use microbatches=1, or change this line to look at each sample by itself.",
+                do="Use microbatches=1, or change this line to look at each sample by itself; of "
+                "what is only returned beside the loss, return its sums and go on with these "
+                "behind the step.",
             )
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from partc.graph import Graph, Outputs, first_operand, is_weight, results_of, value
 from partc.graph.casts import is_cast, widens
 from partc.passes.shard.reshard import transition_cost
+from partc.passes.shard.results import sharding_of_result
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
@@ -260,6 +261,8 @@ def wanted_results(outputs: Outputs, plan: Plan) -> Iterator[tuple[fx.Node, Shar
     """Each result of the step with the sharding that it must end in."""
     for name, node in outputs.grads.items():
         yield node, plan.sharding(plan.stored(name))
-    for result in (outputs.loss, *outputs.buffers.values(), *outputs.results.values()):
+    for result in (outputs.loss, *outputs.buffers.values()):
         if result is not None:
             yield result, Sharding()
+    for result in outputs.results.values():
+        yield result, sharding_of_result(result)

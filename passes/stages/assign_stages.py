@@ -61,7 +61,27 @@ def assign_stages(graph: Graph, points: Sequence[str]) -> Graph:
             wish = stage_of(forward) if forward is not None else lines.get(line, ANYWHERE)
             update(node, stage=_backward_stage(node, wish, len(points)))
     _check_order(points, starts)
+    _give_results(graph, len(points))
     return untie(graph)
+
+
+def _give_results(graph: Graph, last: int) -> None:
+    """Let one stage give each result that every stage could compute, in place.
+
+    For what follows from a parameter it is the first stage that reads the parameter, else the last.
+    """
+    results = dict(graph.outputs.results)
+    for name, node in results.items():
+        if node.op == "placeholder" or stage_of(node) == ANYWHERE:
+            params = (o for o in ancestors(node) if value(o).kind == "param")
+            stage = min((s for param in params for s in _stages_reading(param)), default=last)
+            if all(user.op == "output" for user in node.users):
+                update(node, stage=stage)
+                continue
+            behind = max([node, *(o for o in graph.fx.nodes if o.op == "placeholder")])
+            write = Writer(graph.fx, behind.next, replace(value(node), stage=stage, kind="op"))
+            results[name] = write(aten.clone.default, node)
+    graph.set_outputs(replace(graph.outputs, results=results))
 
 
 def _first_call(graph: Graph, point: str) -> fx.Node:

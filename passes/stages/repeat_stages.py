@@ -42,7 +42,7 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
         name = like.moved(known.name) if known.kind in ("param", "buffer") else known.name
         site = like.moved(known.site)
         update(copy, name=name, module=like.moved(known.module), stage=number, site=site)
-    nodes.output(_outputs(graph.outputs, like, copies).as_dict())
+    nodes.output(_outputs(graph.outputs, like, copies, like.number == number).as_dict())
     names = {value(copy).name for copy in copies.values() if copy.op == "placeholder"}
     return replace(
         graph,
@@ -54,7 +54,11 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
     )
 
 
-def _outputs(outputs: Outputs, like: StageLike, copies: dict[fx.Node, fx.Node]) -> Outputs:
+def _outputs(
+    outputs: Outputs, like: StageLike, copies: dict[fx.Node, fx.Node], first: bool
+) -> Outputs:
+    """The outputs of a copy; ``first``: of the stage itself, which alone gives its results."""
+
     def copied(table: dict[str, fx.Node]) -> dict[str, fx.Node]:
         return {like.moved(name): copies[node] for name, node in table.items()}
 
@@ -62,7 +66,7 @@ def _outputs(outputs: Outputs, like: StageLike, copies: dict[fx.Node, fx.Node]) 
         loss=copies[outputs.loss] if outputs.loss is not None else None,
         grads=copied(outputs.grads),
         buffers=copied(outputs.buffers),
-        results={name: copies[node] for name, node in outputs.results.items()},
+        results={n: copies[node] for n, node in outputs.results.items() if first},
         sent={name: copies[node] for name, node in outputs.sent.items()},
     )
 

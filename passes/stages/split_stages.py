@@ -58,6 +58,7 @@ def split_stages(graph: Graph, plan: Plan, *, split_backward: bool = False) -> l
     phases = _phases(graph, plan, free, once)
     everywhere = input_only(graph, draws=True) | {n for n in graph.calls() if is_weight(n)}
     everywhere |= {n for n in once if not params_of(n)}
+    everywhere -= {*graph.outputs.results.values()}  # one stage gives each
     buffers = holders(graph, everywhere)
     ahead, back = _crossings(graph, phases, everywhere)
     stages = [
@@ -67,6 +68,8 @@ def split_stages(graph: Graph, plan: Plan, *, split_backward: bool = False) -> l
         )
         for number in range(len(graph.kept.points if graph.kept else plan.stages) + 1)
     ]
+    given = [name for stage in stages for name in stage.outputs.results]
+    assert sorted(given) == sorted(graph.outputs.results), "a result is of no stage, or of several"
     for fold in {*graph.folds} - {fold for stage in stages for fold in stage.folds}:
         raise Unfolded(f"{fold.like} stands in no stage")
     if split_backward:

@@ -1,0 +1,95 @@
+"""A step's arguments and what it gives back, as the script has them, and the tensors of a program.
+
+``stage.step(**batch)`` becomes the tensors of ``Step.step(ids, labels)``; the loss and the tensors
+by name that this returns become ``(loss, extras)`` as the script's loss has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from partc.errors import RunError
+from partc.trace.arguments import Arguments
+from partc.trace.returns import LOSS
+from partc.trace.trees import Tree, TreeError
+
+MOST_NAMED = 8
+
+
+def tensors_given(
+    arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[Tensor]:
+    """The tensors in the arguments of a step, in the order in which its program takes them.
+
+    RunError for an argument that is missing, unknown, given twice, or not as it was compiled.
+    """
+    try:
+        return arguments.tensors(args, kwargs)
+    except TypeError as error:
+        raise _unbound(arguments, args, error) from None
+    except TreeError as error:
+        raise _differs(error) from None
+
+
+def _unbound(arguments: Arguments, args: Sequence[Any], error: TypeError) -> RunError:
+    needed = [a.name for a in arguments.each if a.default is None or [*a.tree.names()]]
+    more = ", ..." if len(needed) > MOST_NAMED else ""
+    return RunError(
+        where="step",
+        what=str(error),
+        why=f"it takes ({', '.join(needed[:MOST_NAMED])}{more}), as the loss that was compiled",
+        do="Pass these, by place or by name"
+        + (": step(**batch)." if any(isinstance(a, Mapping) for a in args) else "."),
+    )
+
+
+def _differs(error: TreeError) -> RunError:
+    do = "Pass what was compiled, or compile again."
+    if "the number" in error.what or "the string" in error.what or "None" in error.what:
+        do = "Pass what was compiled, make it a tensor and compile again, or compile for it."
+    if "is a dict now" in error.what:
+        do = "Pass a dict as its entries, step(**batch), or compile for it."
+    return RunError(
+        where=f"step, {error.where}",
+        what=error.what,
+        why="a program computes with tensors; all else is as it was when it was compiled",
+        do=do,
+    )
+
+
+class Returned:
+    """Gives back the loss of a step, or ``(loss, extras)`` if the compiled loss did.
+
+    ``tree``: what it returned, whose first entry is the loss; None for a loss alone.
+    """
+
+    def __init__(self, tree: Tree | None) -> None:
+        self.tree = tree
+        self._extras: Mapping[str, Tensor] = {}
+
+    def loss(self, result: Any) -> Tensor:
+        """The loss of what a program's step returned; the extras are kept for ``whole``."""
+        loss: Tensor = result
+        if isinstance(result, tuple):
+            loss, self._extras = result
+        return loss
+
+    def whole(self, loss: Tensor) -> Any:
+        """The loss, with the extras of the step that gave it, detached."""
+        if self.tree is None:
+            return loss
+        extras = {name: each.detach() for name, each in self._extras.items()}
+        self._extras = {}
+        try:
+            return self.tree.built({LOSS: loss, **extras})
+        except TreeError as error:
+            raise RunError(
+                where="step",
+                what=f"the loss returns a {error.where.rpartition(':')[2]}",
+                why=error.what,
+                do=f"Import {error.where.partition(':')[0]} before the step, or let the loss "
+                "return a dict.",
+            ) from None

@@ -1,0 +1,322 @@
+"""Losses that return ``(loss, extras)``: what comes out is the single-device value, in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.audit.audit import audit
+from partc.errors import PlanError, TraceError
+from partc.plan import Plan
+from partc.program import Program, load
+from partc.verification.processes import Processes
+from partc.verification.verification import verify
+
+BATCH, FEATURES, CLASSES, STEPS = 8, 12, 6, 4
+LAYOUTS = (
+    ("dp=2", "ddp", 1), ("dp=2", "fsdp", 1), ("tp=2", "megatron", 1), ("dp=2", "fsdp", 2),
+    ("pp=2", "ddp", 2), ("pp=2,dp=2", "fsdp", 4),
+)  # fmt: skip
+Loss = Callable[..., Any]
+
+
+class Classifier(nn.Module):
+    """Residual blocks and a head; a residual crosses the blocks from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), nn.Linear(16, FEATURES))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = x
+        for block in self.blocks:
+            x = x + block(x)
+        self.seen += len(first)
+        return self.head(x + first), x
+
+
+def classified(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Every kind of extra: rows, counts, means, inputs, weights, buffers, constants, the loss."""
+    logits, hidden = model(images)
+    loss = F.cross_entropy(logits, labels)
+    hit = logits.argmax(-1) == labels
+    return loss, {
+        "logits": logits, "loss": loss, "correct": hit.sum(), "accuracy": hit.float().mean(),
+        "hidden": [hidden, hidden.sum(0), (hidden.square().mean(1),)], "labels": labels,
+        "of labels": (labels == 2, (labels == 2).sum()), "largest": logits.amax(1),
+        "weight": model.head.weight, "seen": model.seen, "classes": CLASSES, "nothing": None,
+        "zeros": torch.zeros(3),
+    }  # fmt: skip
+
+
+@cache
+def classifier() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier()
+
+
+def images() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "images": torch.randn(BATCH, FEATURES, generator=generator),
+        "labels": torch.randint(CLASSES, (BATCH,), generator=generator),
+    }
+
+
+@pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
+def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches: int) -> None:
+    program = partc.compile(
+        classifier(), mesh, images(), loss=classified, plan=plan, microbatches=microbatches
+    )
+    report = verify(program, classifier(), images(), classified).check(1e-12)
+    compared = {row.name for row in report.kinds()["extra"]}
+    assert {"logits", "loss", "hidden.2.0", "of_labels.1", "weight", "seen", "zeros"} <= compared
+    assert "classes" not in compared
+    assert "numbers" in str(audit(program))
+
+
+def test_auto_plans_and_compiled_functions_have_extras_too() -> None:
+    program = partc.compile(classifier(), "dp=2,tp=2", images(), loss=classified)
+    verify(program, classifier(), images(), classified).check(1e-12)
+
+
+def test_a_plan_says_what_comes_out_and_replays_to_the_same_text() -> None:
+    made = [
+        partc.compile(classifier(), "dp=2", images(), loss=classified, plan=plan, microbatches=2)
+        for plan in ("fsdp", "ddp")
+    ]
+    notes = Plan.parse(made[0].plan).notes
+    assert "extra logits: f32[8,6], gathered over dp, of all microbatches side by side" in notes
+    assert "extra correct: i64[], summed over dp, of all microbatches" in notes
+    assert "extra weight: f32[6,12], the same on every rank" in notes
+    assert "extra logits" in made[0].source()
+    for first in made:
+        again = partc.compile(classifier(), "dp=2", images(), loss=classified, plan=first.plan)
+        assert (again.plan, again.sources) == (first.plan, first.sources)
+
+
+def test_a_step_without_microbatches_may_compute_with_its_sums() -> None:
+    def perplexity(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(model(images)[0], labels)
+        return loss, loss.exp()
+
+    program = partc.compile(classifier(), "dp=2", images(), loss=perplexity, plan="ddp")
+    verify(program, classifier(), images(), perplexity).check(1e-12)
+    with pytest.raises(PlanError, match=r"needs the whole batch, not one microbatch.*its sums"):
+        partc.compile(
+            classifier(), "dp=2", images(), loss=perplexity, plan="ddp", microbatches=2
+        )
+
+
+def test_rows_that_are_not_in_a_row_come_out_in_the_batch_s_order() -> None:
+    """With the sequence first, flat rows of one microbatch are spread over the whole."""
+
+    def flat(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x)  # [3, 8, 5]
+        return F.mse_loss(out, y), out.flatten(0, 1)
+
+    model, shape = nn.Linear(5, 5), (3, BATCH, 5)
+    batch = torch.randn(shape), torch.randn(shape)
+    for microbatches, cuts in ((1, "dp = 1"), (2, "dp = 1, mb = 1")):
+        plan = f'preset = "ddp"\n[inputs]\n"*" = {{ {cuts} }}\n'
+        program = partc.compile(
+            model, "dp=2", batch, loss=flat, plan=plan, microbatches=microbatches
+        )
+        verify(program, model, batch, flat).check(1e-12)
+
+
+# in processes, as scripts have them ---------------------------------------------------------------
+def steps_in_structure(folder: Path, batch: dict[str, Tensor]) -> None:
+    stage = load(folder).module()
+    model = Classifier().double()
+    model.load_state_dict(torch.load(folder.parent / "weights.pt"))
+    stage.load_full(model)
+    ways = [
+        lambda: stage.step(**batch),
+        lambda: stage.step(batch["images"], labels=batch["labels"]),
+    ]
+    if stage.pipeline is None:
+        ways.append(lambda: stage(**batch))
+    for way in ways:
+        expected, wanted = classified(model, **batch)
+        loss, extras = way()
+        torch.testing.assert_close(loss, expected)
+        assert list(extras) == list(wanted)
+        assert extras["classes"] == CLASSES
+        assert extras["nothing"] is None
+        assert isinstance(extras["hidden"][2], tuple)
+        for name in ("logits", "correct", "labels", "of labels", "weight", "loss"):
+            torch.testing.assert_close(extras[name], wanted[name].detach() if isinstance(
+                wanted[name], Tensor) else wanted[name])
+        assert not any(x.requires_grad for x in (extras["logits"], extras["loss"], extras["weight"]))
+    assert loss.requires_grad == (stage.pipeline is None)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("at", [1, 3])
+def test_steps_give_the_structure_of_the_loss(world: Processes, tmp_path: Path, at: int) -> None:
+    mesh, plan, microbatches = LAYOUTS[at]
+    model, batch = Classifier().double(), images()
+    batch["images"] = batch["images"].double()
+    partc.compile(
+        model, mesh, batch, loss=classified, plan=plan, microbatches=microbatches
+    ).save(tmp_path / "made")  # fmt: skip
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    world.run(steps_in_structure, tmp_path / "made", batch, num=2)
+
+
+@pytest.mark.gloo
+def test_pipelines_of_processes_give_extras(world: Processes) -> None:
+    program = partc.compile(
+        classifier(), "pp=2,dp=2", images(), loss=classified, plan="fsdp", microbatches=2
+    )
+    verify(program, classifier(), images(), classified, processes=True).check(1e-12)
+
+
+# a state that goes on -----------------------------------------------------------------------------
+class Tagger(nn.Module):
+    """An LSTM whose state goes from one step into the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(5, 6, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        out, state = self.rnn(x, state)
+        return self.head(out), state
+
+
+def tagged(model: nn.Module, x: Tensor, y: Tensor, state: Any) -> tuple[Tensor, Any]:
+    scores, state = model(x, state)
+    return F.cross_entropy(scores.flatten(0, 1), y.flatten()), state
+
+
+def texts(num: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(BATCH, STEPS, 5, generator=generator, dtype=torch.float64),
+            torch.randint(3, (BATCH, STEPS), generator=generator),
+        )
+        for _ in range(num)
+    ]  # fmt: skip
+
+
+def first_state() -> tuple[Tensor, Tensor]:
+    return torch.zeros(1, BATCH, 6, dtype=torch.float64), torch.zeros(1, BATCH, 6).double()
+
+
+def tagger() -> Tagger:
+    torch.manual_seed(3)
+    return Tagger().double()
+
+
+def trained(step: Callable[..., Any], params: Any, backward: bool) -> list[float]:
+    optimizer, losses, state = torch.optim.SGD(params, lr=0.5), [], first_state()
+    for x, y in texts(3):
+        optimizer.zero_grad()
+        loss, state = step(x, y, tuple(each.detach() for each in state))
+        if backward:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_tagger(program: Program) -> list[float]:
+    stage = program.module()
+    stage.load_full(tagger())
+    return trained(stage.step, stage.parameters(), False)
+
+
+PINNED = 'preset = "{}"\n[inputs]\n"state.*" = {{ dp = 1 }}\n'
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [("dp=2", PINNED.format("ddp")), ("dp=2", PINNED.format("fsdp")), ("tp=2", "megatron")],
+)
+def test_a_hidden_state_goes_into_the_next_step(world: Processes, mesh: str, plan: str) -> None:
+    model = tagger()
+    expected = trained(lambda *a: tagged(model, *a), model.parameters(), True)
+    batch = (*texts(1)[0], first_state())
+    program = partc.compile(tagger(), mesh, batch, loss=tagged, plan=plan)
+    verify(program, tagger(), batch, tagged).check(1e-12)
+    for losses in world.run(train_tagger, program, num=2):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+# what a GAN looks at ------------------------------------------------------------------------------
+def discriminated(model: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As a script has it: the loss, D(x) and D(G(z))."""
+    on_real, on_fake = model(real), model(fake)
+    loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
+    return loss, on_real.sigmoid().mean(), on_fake.sigmoid().mean()
+
+
+@pytest.mark.parametrize(("mesh", "plan", "microbatches"), LAYOUTS)
+def test_what_a_discriminator_says(mesh: str, plan: str, microbatches: int) -> None:
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.LeakyReLU(0.2), nn.Linear(16, 8), nn.LeakyReLU(), nn.Linear(8, 1)
+    )
+    batch = torch.randn(BATCH, FEATURES), torch.randn(BATCH, FEATURES)
+    program = partc.compile(
+        model, mesh, batch, loss=discriminated, plan=plan, microbatches=microbatches
+    )
+    report = verify(program, model, batch, discriminated).check(1e-12)
+    assert {row.name for row in report.kinds()["extra"]} == {"1", "2"}
+
+
+# refusals -----------------------------------------------------------------------------------------
+def with_a_model(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
+    return model(images)[0].mean(), {"model": model}
+
+
+def last(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
+    logits = model(images)[0]
+    return logits, F.cross_entropy(logits, labels)
+
+
+def alone(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
+    return model(images)[0]
+
+
+def named(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
+    logits = model(images)[0]
+    return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def as_a_number(model: nn.Module, images: Tensor, labels: Tensor) -> Any:
+    loss = F.cross_entropy(model(images)[0], labels)
+    return loss, {"loss": loss.item()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (with_a_model, r"what the loss returns, extras\.model: it is a Classifier"),
+        (last, r"the loss is a tuple, and its first entry a tensor.*\(8, 6\).*Return the loss first"),
+        (alone, r"the loss is a tensor.*under torch.no_grad\(\) and without loss="),
+        (named, r"the loss is a dict.*Return its loss, or \(loss, extras\)"),
+        (as_a_number, r"asks for the value of a tensor.*return the tensor itself"),
+    ],
+)
+def test_what_is_no_loss_says_what_to_do(loss: Loss, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        partc.compile(classifier(), "dp=2", images(), loss=loss, plan="ddp")
