@@ -16,7 +16,8 @@ from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
-from partc.program.loss_backward import loss_with_backward
+from partc.program.loaded import Loaded
+from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.optimizer_states import Form, OptimizerStates
 from partc.program.optimizers import (
     OnPieces,
@@ -26,16 +27,19 @@ from partc.program.optimizers import (
     check_of_stage,
 )
 from partc.program.rank_tensors import RankTensors, Unmatched
+from partc.program.raw_model import RawModel, take_weights
 from partc.program.role import Role, Shard
 from partc.program.shown import Shown, begin_all, end_all, register_at
-from partc.program.step_checks import StepChecks, check_default_dtype
+from partc.program.step_checks import StepChecks, check_default_dtype, check_world_stands
 from partc.program.try_optimizer import check_elementwise, check_per_tensor
+from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
+from partc.program.whole_states import StateDict, load_whole_states, whole_states
 
 Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
-class Stage(nn.Module):
+class Stage(UserModules):
     """One rank's part of a training step, as an nn.Module.
 
     Its parameters are DTensors over the memory of this rank's pieces, under their names in the
@@ -55,14 +59,18 @@ class Stage(nn.Module):
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
-        self._program, self._device_mesh = program, mesh
+        self._program, self._device_mesh, self._world = program, mesh, dist.group.WORLD
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
+        self.begin_modules(program.origin)
         self._show_tensors()
+        self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
-        self._checks = StepChecks(self._role, program.numbers)
+        take_weights(self._tensors, program.origin, program.fingerprint)
+        self._raw = RawModel(program.origin, self._shown, self._tensors)
+        self._checks = StepChecks(self._role, program.numbers, self._check_begin)
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -76,12 +84,15 @@ class Stage(nn.Module):
         return step
 
     # running ---------------------------------------------------------------------------------
-    def step(self, *inputs: Tensor) -> Tensor:
+    @torch._disable_dynamo  # torch.compile(stage) leaves it as it is; torch exports no lazy one
+    def step(self, *inputs: Tensor, scale: float | Tensor | None = None) -> Tensor:
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
             inputs: the whole global batch on every rank, on this rank's device, with the shapes
                 and dtypes that were compiled; each rank computes its own piece of it.
+            scale: multiplies this step's gradients, but not the loss: ``1 / 4`` for the mean over
+                4 steps, ``scaler.get_scale()`` for a GradScaler. A number, or a tensor ``f32[]``.
 
         Returns:
             The loss of the global batch, ``f32[]``, the same on every rank.
@@ -90,7 +101,11 @@ class Stage(nn.Module):
             RunError: an input has another shape, dtype or device; autocast is on; or the script
                 has changed a number of the model since it was compiled in this process.
         """
+        self.check_no_hooks()
         self._checks.check(inputs, self.device.type)
+        if scale is not None:
+            run = lambda: self._counted(self._rank_step.step, inputs)  # noqa: E731
+            return scaled_step(list(self._shown.values()), run, scale, is_half=self._role.is_half)
         begin_all(self._shown.values())
         try:
             loss: Tensor = self._counted(self._rank_step.step, inputs)
@@ -98,17 +113,17 @@ class Stage(nn.Module):
         finally:
             end_all(self._shown.values())
 
+    @torch._disable_dynamo
     def forward(self, *inputs: Tensor) -> Any:
         """The loss, ready for ``.backward()``; of an inference program the results by name.
 
         A training program computes the gradients already here; ``loss.backward()`` hands them out,
-        and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
+        and ``torch.no_grad()`` drops them.
         """
         if self._role.is_inference:
             self._checks.check(inputs, self.device.type)
             with torch.no_grad():
                 return self._counted(self._rank_step, inputs)
-        self._check_one_stage()
         self._checks.check(inputs, self.device.type)
         run = self._rank_step.step
         return loss_with_backward(
@@ -217,6 +232,32 @@ class Stage(nn.Module):
         """What the states of an optimizer over this stage's parameters are."""
         return OptimizerStates(self._tensors, self._forms.get(optimizer, "dtensors"))
 
+    def full_optim_state_dict(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The state dict of an optimizer over the single-device model, with whole tensors.
+
+        On the CPU, on every rank; all ranks call this together. ``torch.save`` it on one rank: it
+        loads into an optimizer over the model that was compiled, and by
+        ``load_full_optim_state_dict`` under any mesh. RunError for states that are no tensors or
+        plain values.
+        """
+        return whole_states(self.states_of(optimizer), optimizer, dict(self.named_parameters()))
+
+    def load_full_optim_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: StateDict
+    ) -> None:
+        """Take this rank's pieces of the states of an optimizer over the single-device model.
+
+        Args:
+            optimizer: one over ``stage.parameters()``, in the groups of the one that was saved.
+            state_dict: what ``full_optim_state_dict`` gave, or the ``state_dict()`` of an
+                optimizer over the model.
+
+        Raises:
+            LoadError: it has other groups, other numbers of parameters or other shapes.
+        """
+        states = self.states_of(optimizer)
+        load_whole_states(states, optimizer, dict(self.named_parameters()), state_dict)
+
     def _set_form(self, optimizer: torch.optim.Optimizer, form: Form) -> None:
         check_of_stage(optimizer, self.parameters())
         if optimizer in self._forms:
@@ -312,6 +353,13 @@ class Stage(nn.Module):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
+    def _check_begin(self) -> None:
+        """Before a step of any kind: every tensor has values, and the model is as it was."""
+        check_world_stands(self._world)
+        self.check_modules(self._checks.num_steps)
+        self._loaded.check(self._tensors.held)
+        self._raw.begin_step()
+
     def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         """What a step returns; the step counts as taken."""
         result = run(*inputs)
@@ -325,7 +373,9 @@ class Stage(nn.Module):
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
+        twin._loaded.watch(twin._tensors.held, self._loaded.missing(self._tensors.held))
         twin.seed(*self._drawn)
+        twin._checks.casts = self._checks.casts
         twin._show_tensors()
         for name, shown in self._shown.items():
             twin._shown[name].param.requires_grad_(shown.param.requires_grad)
@@ -334,23 +384,17 @@ class Stage(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
         self._check_dtypes_stay(fn)
+        missing = self._loaded.missing(self._tensors.held)
         self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
         self._show_tensors()
+        self._loaded.watch(self._tensors.held, missing)
+        self._checks.casts = self._tensors.casts()
         return self
 
     def _has_stages(self) -> bool:
         """Whether the program has several pipeline stages, on this rank or on others."""
         return self.pipeline is not None or len(getattr(self._rank_step, "stages", ())) > 1
-
-    def _check_one_stage(self) -> None:
-        if self._has_stages():
-            raise RunError(
-                where="stage(...)",
-                what="a program with several pipeline stages has no loss.backward()",
-                why="its schedule mixes forward and backward of the microbatches",
-                do="Call stage.step(...): it returns the loss and adds to every .grad.",
-            )
 
     def _check_dtypes_stay(self, fn: Callable[[Tensor], Tensor]) -> None:
         if not self._has_stages():
@@ -367,8 +411,7 @@ class Stage(nn.Module):
 
     def _show_tensors(self) -> None:
         """Register this rank's tensors as parameters and buffers under the user's dotted names."""
-        for registered in (self._modules, self._parameters, self._buffers):
-            registered.clear()
+        self.clear_modules()
         self._tensors.read(self._rank_step)
         layouts = self._tensors.layouts()
         for name, tensor in self._tensors.held.items():
@@ -382,3 +425,4 @@ class Stage(nn.Module):
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
+        self.keep_modules()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import RunError
@@ -18,18 +20,24 @@ FIRST_STEPS = 3  # that look at all numbers of the model
 class StepChecks:
     """The checks before each step of a role.
 
-    ``numbers``: those of the model's Python in the process that compiled it.
+    ``numbers``: those of the model's Python in the process that compiled it. ``begin`` is called
+    when inputs have been found right.
     """
 
-    def __init__(self, role: Role, numbers: FrozenNumbers) -> None:
-        self.role, self.numbers, self.num_steps = role, numbers, 0
+    def __init__(
+        self, role: Role, numbers: FrozenNumbers, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        self.role, self.numbers, self.num_steps, self.begin = role, numbers, 0, begin
+        self.casts: dict[str, torch.dtype] = {}  # tensors that the script has cast, by name
 
     def check(self, inputs: Sequence[Tensor], device: str) -> None:
         """RunError if inputs, dtypes or the model's numbers are not as they were compiled."""
         check_default_dtype()
         _check_autocast(device)
+        _check_casts(self.casts)
         self._check_inputs(inputs, device)
         self._check_numbers()
+        self.begin()
 
     def _check_inputs(self, inputs: Sequence[Tensor], device: str) -> None:
         wanted = [(shape, dtype, device) for shape, dtype in self.role.inputs.values()]
@@ -72,6 +80,28 @@ def check_default_dtype() -> None:
             what=f"the default dtype is {default}",
             why="the program was compiled with float32 as the default of what names no dtype",
             do="Call torch.set_default_dtype(torch.float32) before it is loaded and run.",
+        )
+
+
+def check_world_stands(world: Any) -> None:
+    """RunError if the process groups of a stage have been destroyed; ``world`` is its default."""
+    if dist.group.WORLD is not world:
+        raise RunError(
+            where="step",
+            what="the process group in which the stage was made is gone",
+            why="it was destroyed, and perhaps another one was made",
+            do="Call program.module() again, and load what was saved before.",
+        )
+
+
+def _check_casts(casts: Mapping[str, torch.dtype]) -> None:
+    """RunError if tensors were cast to other dtypes than they were compiled with."""
+    for name, dtype in casts.items():
+        raise RunError(
+            where=name,
+            what=f"was cast to {dtype_name(dtype)}",
+            why="the casts, sums and constants of the program are for the dtypes of the model",
+            do="Cast the model and compile it again, or enter torch.autocast in its loss.",
         )
 
 
