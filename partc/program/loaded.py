@@ -30,7 +30,7 @@ class Loaded:
         self._versions: dict[str, int] = {}  # of the tensors that nobody has written to yet
         self._found_all = False
         with torch.no_grad():
-            for name, tensor in held.items():
+            for tensor in held.values():
                 _spoil(tensor)
         self.watch(held, held)
 

@@ -20,7 +20,7 @@ def loss_with_backward(shown: Sequence[Shown], run: Run, *, is_half: bool = Fals
     ``is_half``: the step computes in float16, so that ``backward`` refuses a scaled loss.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    params = [each.param for each in trained] or [_no_parameter()]
+    params: list[Tensor] = [each.param for each in trained] or [_no_parameter()]
     apply: Any = _LossOfStep.apply
     loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), trained, is_half, *params)
     return loss

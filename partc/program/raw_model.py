@@ -54,7 +54,8 @@ def _has_values(tensor: Tensor | None) -> bool:
 class RawModel:
     """What a stage does about its model, the nn.Module of a single device.
 
-    ``shown``: the stage's parameters by name; the model has others of the same names.
+    ``shown``: the stage's parameters by name; the model has others of the same names. The model is
+    not kept: a script may let it go.
     """
 
     def __init__(
@@ -62,22 +63,24 @@ class RawModel:
     ) -> None:
         own = named_tensors(model) if model is not None else {}
         self._shown, self._tensors, self.num_steps = shown, tensors, 0
-        self._params = {n: own[n] for n in shown if n in own}
-        self._flags = {name: param.requires_grad for name, param in self._params.items()}
-        self._versions = {n: x._version for n, x in own.items() if n in tensors.held}
-        self._own = {name: own[name] for name in self._versions if _has_values(own[name])}
-        for name, param in self._params.items():
+        params = {name: own[name] for name in shown if name in own}
+        self._params = {name: ref(param) for name, param in params.items()}  # the script's
+        self._flags = {name: param.requires_grad for name, param in params.items()}
+        taken = {n: x for n, x in own.items() if n in tensors.shards and _has_values(x)}
+        self._taken = {name: (ref(value), value._version) for name, value in taken.items()}
+        for name, param in params.items():
             _STAGES.setdefault(param, []).append((ref(self), name))
-        if self._params:
+        if params:
             _watch_torch()
 
     def begin_step(self) -> None:
         """Before a step: what the script did to the model reaches the stage, or is refused."""
         if self.num_steps == 0:
             self._check_weights()
-            self._own = {}
+            self._taken = {}
         self.num_steps += 1
-        changed = {n: p for n, p in self._params.items() if p.requires_grad != self._flags[n]}
+        now = {n: p.requires_grad for n, weak in self._params.items() if (p := weak()) is not None}
+        changed = {name: flag for name, flag in now.items() if flag != self._flags[name]}
         if changed:
             self._follow(changed)
 
@@ -91,11 +94,11 @@ class RawModel:
         if shown.trained:
             shown.read()
 
-    def _follow(self, changed: Mapping[str, Tensor]) -> None:
+    def _follow(self, changed: Mapping[str, bool]) -> None:
         """Freeze or train those of the stage's parameters that the script did in the model."""
-        for name, param in changed.items():
-            self._flags[name] = param.requires_grad
-            self._shown[name].param.requires_grad_(param.requires_grad)
+        self._flags |= changed
+        for name, flag in changed.items():
+            self._shown[name].param.requires_grad_(flag)
         first = next(iter(changed))
         warnings.warn(
             f"partc: requires_grad of {len(changed)} parameters of the model, such as {first}, was "
@@ -109,8 +112,9 @@ class RawModel:
         Scripts that load a checkpoint into the model mean what is trained.
         """
         with torch.no_grad():
-            for name, value in self._own.items():
-                if value._version == self._versions[name] or name not in self._tensors.shards:
+            for name, (weak, version) in self._taken.items():
+                value = weak()
+                if value is None or value._version == version:
                     continue
                 mine = self._tensors.piece(self._tensors.shards[name], value.detach())
                 held = self._tensors.held[name]

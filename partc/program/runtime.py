@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
-from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
@@ -34,12 +35,12 @@ from partc.program.step_checks import StepChecks, check_default_dtype, check_wor
 from partc.program.try_optimizer import check_elementwise, check_per_tensor
 from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
-from partc.program.whole_states import StateDict, load_whole_states, whole_states
+from partc.program.whole_states import WholeStates
 
 Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
-class Stage(UserModules):
+class Stage(UserModules, WholeStates):
     """One rank's part of a training step, as an nn.Module.
 
     Its parameters are DTensors over the memory of this rank's pieces, under their names in the
@@ -51,7 +52,10 @@ class Stage(UserModules):
     _rank_step: Any  # the role's own module
     _drawn: tuple[int, int] = 0, 0  # the seed, and how many steps have drawn from it
 
-    def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, mesh: DeviceMesh | None, device: torch.device,
+        like: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
@@ -59,11 +63,12 @@ class Stage(UserModules):
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
-        self._program, self._device_mesh, self._world = program, mesh, dist.group.WORLD
+        self._program, self._device_mesh = replace(program, origin=None), mesh
+        self._world = dist.group.WORLD
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
-        self.begin_modules(program.origin)
+        self.begin_modules(program.origin or like)
         self._show_tensors()
         self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
@@ -84,7 +89,7 @@ class Stage(UserModules):
         return step
 
     # running ---------------------------------------------------------------------------------
-    @torch._disable_dynamo  # torch.compile(stage) leaves it as it is; torch exports no lazy one
+    @_disable_dynamo  # torch.compile(stage) runs the program as it is
     def step(self, *inputs: Tensor, scale: float | Tensor | None = None) -> Tensor:
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
@@ -113,7 +118,7 @@ class Stage(UserModules):
         finally:
             end_all(self._shown.values())
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def forward(self, *inputs: Tensor) -> Any:
         """The loss, ready for ``.backward()``; of an inference program the results by name.
 
@@ -232,32 +237,6 @@ class Stage(UserModules):
         """What the states of an optimizer over this stage's parameters are."""
         return OptimizerStates(self._tensors, self._forms.get(optimizer, "dtensors"))
 
-    def full_optim_state_dict(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """The state dict of an optimizer over the single-device model, with whole tensors.
-
-        On the CPU, on every rank; all ranks call this together. ``torch.save`` it on one rank: it
-        loads into an optimizer over the model that was compiled, and by
-        ``load_full_optim_state_dict`` under any mesh. RunError for states that are no tensors or
-        plain values.
-        """
-        return whole_states(self.states_of(optimizer), optimizer, dict(self.named_parameters()))
-
-    def load_full_optim_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_dict: StateDict
-    ) -> None:
-        """Take this rank's pieces of the states of an optimizer over the single-device model.
-
-        Args:
-            optimizer: one over ``stage.parameters()``, in the groups of the one that was saved.
-            state_dict: what ``full_optim_state_dict`` gave, or the ``state_dict()`` of an
-                optimizer over the model.
-
-        Raises:
-            LoadError: it has other groups, other numbers of parameters or other shapes.
-        """
-        states = self.states_of(optimizer)
-        load_whole_states(states, optimizer, dict(self.named_parameters()), state_dict)
-
     def _set_form(self, optimizer: torch.optim.Optimizer, form: Form) -> None:
         check_of_stage(optimizer, self.parameters())
         if optimizer in self._forms:
@@ -369,7 +348,9 @@ class Stage(UserModules):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
-        twin = memo[id(self)] = Stage(self._program, self._device_mesh, self.device)
+        twin = memo[id(self)] = Stage(
+            self._program, self._device_mesh, self.device, self.like_model
+        )
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
@@ -383,7 +364,6 @@ class Stage(UserModules):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
-        self._check_dtypes_stay(fn)
         missing = self._loaded.missing(self._tensors.held)
         self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
@@ -391,23 +371,6 @@ class Stage(UserModules):
         self._loaded.watch(self._tensors.held, missing)
         self._checks.casts = self._tensors.casts()
         return self
-
-    def _has_stages(self) -> bool:
-        """Whether the program has several pipeline stages, on this rank or on others."""
-        return self.pipeline is not None or len(getattr(self._rank_step, "stages", ())) > 1
-
-    def _check_dtypes_stay(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if not self._has_stages():
-            return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in self._tensors.held.values()):
-            new = fn(torch.empty(0, dtype=dtype, device=self.device)).dtype
-            if new != dtype:
-                raise RunError(
-                    where=f".to({new})",
-                    what=f"the program holds {dtype_name(dtype)}",
-                    why="what its stages send each other was compiled with these dtypes",
-                    do="Convert the model and compile it again; another device is fine.",
-                )
 
     def _show_tensors(self) -> None:
         """Register this rank's tensors as parameters and buffers under the user's dotted names."""

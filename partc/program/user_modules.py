@@ -127,34 +127,23 @@ class UserModules(nn.Module):
 
 
 class _Likeness:
-    """Modules of a model's classes, with its plain attributes and without its tensors."""
+    """Modules of a model's classes, with its plain attributes and without its tensors.
+
+    The model's own modules are not kept, so that its memory goes when the script lets it go.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._made: dict[nn.Module, nn.Module] = {}
-        self.root = self._like(model)
-        self._plain = {twin: dict(_numbers(twin)) for twin in self._made.values()}
-
-    def _like(self, module: nn.Module) -> nn.Module:
-        if module in self._made:
-            return self._made[module]
-        twin: nn.Module = object.__new__(_class_of(module))
-        vars(twin).update(nn.Module().__dict__ if type(twin) is nn.Module else vars(module))
-        self._made[module] = twin
-        for name in TABLES:
-            vars(twin)[name] = {}
-        twin._non_persistent_buffers_set = set()
-        for child in module.children():
-            self._like(child)
-        return twin
+        made: dict[nn.Module, nn.Module] = {}
+        self.root = _like(model, made)
+        self._tables = {twin: _tables(module, made) for module, twin in made.items()}
+        self._plain = {twin: dict(_numbers(twin)) for twin in made.values()}
 
     def clear(self) -> None:
         """Give each module its children; of its tensors only the names that stand for none."""
-        for module, twin in self._made.items():
-            for name in TABLES:
-                given = vars(module)[name]
+        for twin, tables in self._tables.items():
+            for name, entries in tables.items():
                 vars(twin)[name].clear()
-                vars(twin)[name].update({n: self._made.get(x) for n, x in given.items() if x is None
-                                         or isinstance(x, nn.Module)})  # fmt: skip
+                vars(twin)[name].update(entries)
 
     def check(self) -> None:
         """RunError if a number, a flag or a word of a module has changed."""
@@ -163,6 +152,31 @@ class _Likeness:
             for attribute, value in _numbers(twin):
                 if known.get(attribute, value) != value:
                     raise _changed(f"{name}.{attribute}".strip("."), known[attribute], value)
+
+
+def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A module like this one, with empty tables; ``made`` has those that were made, by original."""
+    if module in made:
+        return made[module]
+    kind = _class_of(module)
+    twin: nn.Module = object.__new__(kind)
+    vars(twin).update(vars(module) if kind is type(module) else vars(nn.Module()))
+    for name in TABLES:
+        vars(twin)[name] = {}
+    vars(twin)["_non_persistent_buffers_set"] = set()
+    made[module] = twin
+    for child in module.children():
+        _like(child, made)
+    return twin
+
+
+def _tables(module: nn.Module, made: dict[nn.Module, nn.Module]) -> dict[str, dict[str, Any]]:
+    """What stays in the tables of a module's likeness when its tensors are registered anew."""
+    return {
+        table: {n: made[x] if x is not None else None for n, x in vars(module)[table].items()
+                if x is None or isinstance(x, nn.Module)}
+        for table in TABLES
+    }  # fmt: skip
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:

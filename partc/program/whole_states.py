@@ -8,7 +8,7 @@ rank has the parameters of its own stages, it is the place that the model's orde
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,38 @@ from partc.program.role import Shard, dtype_of
 Optimizer = torch.optim.Optimizer
 StateDict = dict[str, Any]
 NAMES = "param_names"  # which torch keeps in groups of named parameters
+
+
+class WholeStates:
+    """What a Stage does with whole states of optimizers."""
+
+    states_of: Callable[[Optimizer], OptimizerStates]
+    named_parameters: Callable[[], Iterable[tuple[str, Tensor]]]
+
+    def full_optim_state_dict(self, optimizer: Optimizer) -> StateDict:
+        """The state dict of an optimizer over the single-device model, with whole tensors.
+
+        On the CPU, on every rank; all ranks call this together. ``torch.save`` it on one rank: it
+        loads into an optimizer over the model that was compiled, and by
+        ``load_full_optim_state_dict`` under any mesh. RunError for states that are no tensors or
+        plain values.
+        """
+        params = dict(self.named_parameters())
+        return whole_states(self.states_of(optimizer), optimizer, params)
+
+    def load_full_optim_state_dict(self, optimizer: Optimizer, state_dict: StateDict) -> None:
+        """Take this rank's pieces of the states of an optimizer over the single-device model.
+
+        Args:
+            optimizer: one over ``stage.parameters()``, in the groups of the one that was saved.
+            state_dict: what ``full_optim_state_dict`` gave, or the ``state_dict()`` of an
+                optimizer over the model.
+
+        Raises:
+            LoadError: it has other groups, other numbers of parameters or other shapes.
+        """
+        params = dict(self.named_parameters())
+        load_whole_states(self.states_of(optimizer), optimizer, params, state_dict)
 
 
 def whole_states(
