@@ -242,7 +242,8 @@ class _Job:
             program = self._fitting(compile_rest(whole), mesh)
         check_complete(names, program)
         expected = expectation(joint, program.plan, self.step.graph)
-        return replace(program, basis=replace(program.basis, find=find), expected=expected)
+        basis = replace(program.basis, find=find)
+        return replace(program, basis=basis, expected=expected, origin=self.step.model)
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
         """The first of several programs that fits the memory; MemoryLimitError if none does."""

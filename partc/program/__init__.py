@@ -92,6 +92,8 @@ class Program:
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
         fixed: the parts of the printed text that an edited one must have too.
+        origin: the model that was compiled, in the process that compiled it; ``module()`` takes
+            its weights.
     """
 
     plan: str
@@ -112,6 +114,7 @@ class Program:
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
+    origin: nn.Module | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.arguments.each:
@@ -150,8 +153,9 @@ class Program:
             mesh: a DeviceMesh with the program's axes that exists already; None makes one.
 
         Returns:
-            A Stage. It has this rank's pieces of the parameters, without values until
-            ``load_full`` or ``load_state_dict`` brings some.
+            A Stage. It has this rank's pieces of the parameters, with the weights that the model
+            has on rank 0 if it was compiled in this process, or given to ``load``. Otherwise they
+            have no values until ``load_full`` or ``load_state_dict`` brings some.
 
         Raises:
             RunError: the world has another size than the mesh, or ranks have different programs.
@@ -292,7 +296,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     Args:
         path: the folder.
         model: if given, the model that the program must have been compiled from: its tensors have
-            the same names, shapes and dtypes.
+            the same names, shapes and dtypes. ``module()`` then takes its weights.
 
     Raises:
         LoadError: there is no program, a file was changed since (``partc check --accept-edits``
@@ -306,7 +310,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     manifest = Manifest.read(folder)
     if model is not None:
         check_model(folder, manifest.fingerprint, model)
-    return _program(folder, manifest)
+    return replace(_program(folder, manifest), origin=model)
 
 
 def load_edited(path: str | Path) -> Program:

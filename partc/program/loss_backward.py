@@ -20,10 +20,35 @@ def loss_with_backward(shown: Sequence[Shown], run: Run, *, is_half: bool = Fals
     ``is_half``: the step computes in float16, so that ``backward`` refuses a scaled loss.
     """
     trained = [each for each in shown if each.trained and not each.is_frozen]
-    params = [each.param for each in trained]
+    params: list[Tensor] = [each.param for each in trained] or [_no_parameter()]
     apply: Any = _LossOfStep.apply
     loss: Tensor = apply(lambda: _fresh_grads(shown, trained, run), trained, is_half, *params)
     return loss
+
+
+def scaled_step(
+    shown: Sequence[Shown], run: Run, scale: float | Tensor, *, is_half: bool = False
+) -> Tensor:
+    """The loss of one step, whose gradients are added ``scale`` times.
+
+    RunError for a scale other than 1 if the step computes in float16.
+    """
+    if is_half and float(scale) != 1.0:
+        raise _scaled("step(scale=...)", float(scale))
+    trained = [each for each in shown if each.trained and not each.is_frozen]
+    loss, grads = _fresh_grads(shown, trained, run)
+    for each, grad in zip(trained, grads, strict=True):
+        if grad is not None:
+            grad.mul_(scale if isinstance(scale, int | float) else scale.to(grad))
+            old = each.piece.grad
+            each.piece.grad = grad if old is None else old.add_(grad)
+            each.show()
+    return loss
+
+
+def _no_parameter() -> Tensor:
+    """What a loss hangs on where this pipeline rank trains nothing, so that it has a backward."""
+    return torch.zeros((), requires_grad=True)
 
 
 def _fresh_grads(
@@ -66,15 +91,16 @@ class _LossOfStep(torch.autograd.Function):
                 do="Call the stage again.",
             )
         if ctx.is_half and float(d_loss) != 1.0:
-            raise _scaled(float(d_loss))
+            raise _scaled("loss.backward()", float(d_loss))
         scaled = [None if g is None else g.mul_(d_loss.to(g.dtype)) for g in grads]
         pairs = zip(ctx.trained, scaled, strict=True)
-        return None, None, None, *(None if g is None else each.like_param(g) for each, g in pairs)
+        handed = [None if g is None else each.like_param(g) for each, g in pairs]
+        return None, None, None, *(handed or [None])
 
 
-def _scaled(factor: float) -> RunError:
+def _scaled(where: str, factor: float) -> RunError:
     return RunError(
-        where="loss.backward()",
+        where=where,
         what=f"the loss was multiplied by {factor:g}, and the program computes in float16",
         why="the step has computed its gradients from the loss as it was compiled: what is too "
         "small for float16 is 0 by now, and what is too large infinite",

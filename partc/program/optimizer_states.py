@@ -38,6 +38,12 @@ class OptimizerStates:
             value = value.full_tensor()
         return Shard("", name, tuple(value.shape), value.dtype, ()), value
 
+    def whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
+        """The shape of the whole of a state of the parameter ``name``."""
+        if self.form == "pieces" and value.shape == self.tensors.held[name].shape:
+            return self.tensors.shards[name].shape
+        return tuple(value.shape)
+
     def wanted(self, name: str, saved: Shard) -> Shard:
         """How a state that was saved is cut for this optimizer."""
         shard = self.tensors.shards[name]

@@ -16,6 +16,7 @@ from partc.plan.mesh import PP, Mesh
 from partc.program import Program
 from partc.program.chunks import chunks_of
 from partc.program.dtensors import DTensors, expressible
+from partc.program.dtensors import whole_of as uncut
 from partc.program.holders import Holders, from_first
 from partc.program.homes import Home, HomeTensor, whole_of
 from partc.program.role import Role, Shard
@@ -49,7 +50,7 @@ class RankTensors:
         self._model, self._role = program.fingerprint, role
         self._gradients: dict[object, tuple[Any, Home]] = {}  # the layout of each
         self._aside = {
-            name: torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+            name: self._as_kept(name, torch.zeros(shard.shape, dtype=shard.dtype, device=device))
             for name, shard in self.holders.aside.items()
         }
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
@@ -85,19 +86,37 @@ class RankTensors:
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a function (of ``.to()``) to the tensors that are kept beside the rank's module."""
-        self._aside = {name: fn(tensor) for name, tensor in self._aside.items()}
+        for name, tensor in self._aside.items():
+            self._aside[name] = self._as_kept(name, fn(tensor.detach()))
         self._empty = fn(self._empty)
+
+    def _as_kept(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor that no step reads, as the model has it: a parameter, which gets no gradient."""
+        if self._model.tensors[name].kind != "param" or not tensor.is_floating_point():
+            return tensor
+        return nn.Parameter(tensor)
+
+    def casts(self) -> dict[str, torch.dtype]:
+        """The tensors whose dtype is not the compiled one, and which they have."""
+        pairs = ((name, self.held[name].dtype, shard) for name, shard in self.shards.items())
+        return {name: dtype for name, dtype, shard in pairs if dtype != shard.dtype}
 
     def named(self) -> Iterator[tuple[str, str, bool]]:
         """Each name of a held tensor, its first name, and whether a state dict has the name."""
         saved = set(self.saved_names(self.shards))
         seconds = {n: f for n, f in self.holders.aliases.items() if f in self.held}
-        for name, first in {**{n: n for n in self.shards}, **seconds}.items():
-            yield name, first, name in saved
+        every = {**{n: n for n in self.shards}, **seconds}
+        in_order = [name for name in self._model.tensors if name in every]  # the model's
+        for name in dict.fromkeys([*in_order, *every]):
+            yield name, every[name], name in saved
 
     def first_name(self, name: str) -> str:
         """The name under which a tensor is held; a tied one has other names too."""
         return self.holders.aliases.get(name, name)
+
+    def model_names(self) -> list[str]:
+        """The names of all of the model's tensors, in the model's order."""
+        return list(self._model.tensors)
 
     def saved_names(self, held: Collection[str]) -> Iterator[str]:
         """The names in the model's own state dict of held tensors, in the model's order."""
@@ -165,7 +184,11 @@ class RankTensors:
 
     def portable(self, shard: Shard, piece: Tensor) -> Tensor:
         """A DTensor that loads under any mesh; whole where placements cannot say the cuts."""
-        return self._dtensors.make(shard, piece, self.gather)
+        made = self._dtensors.make(shard, piece, self.gather)
+        if not isinstance(made, DTensor):
+            return made
+        whole = shard if expressible(shard) else uncut(shard)
+        return StageTensor.of(made.to_local(), made._spec, self._home(whole))
 
     def _as_param(self, shard: Shard, piece: Tensor) -> Tensor:
         if self._dtensors.device_mesh is None:

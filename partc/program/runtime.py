@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
-from partc.plan.sharding import dtype_name
 from partc.program import Program
 from partc.program.agreement import Agreement
 from partc.program.arguments import Returned
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
-from partc.program.loss_backward import loss_with_backward
+from partc.program.loaded import Loaded
+from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.optimizer_states import Form, OptimizerStates
 from partc.program.optimizers import (
     OnPieces,
@@ -28,17 +30,20 @@ from partc.program.optimizers import (
     check_of_stage,
 )
 from partc.program.rank_tensors import RankTensors, Unmatched
+from partc.program.raw_model import RawModel, take_weights
 from partc.program.reading import loader
 from partc.program.role import Role, Shard
 from partc.program.shown import Shown, begin_all, end_all, register_at
-from partc.program.step_checks import StepChecks, check_default_dtype
+from partc.program.step_checks import StepChecks, check_default_dtype, check_world_stands
 from partc.program.try_optimizer import check_elementwise, check_per_tensor
+from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
+from partc.program.whole_states import WholeStates
 
 Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
-class Stage(nn.Module):
+class Stage(UserModules, WholeStates):
     """One rank's part of a training step, as an nn.Module.
 
     Its parameters are DTensors over the memory of this rank's pieces, under their names in the
@@ -51,7 +56,10 @@ class Stage(nn.Module):
     _drawn: tuple[int, int] = 0, 0  # the seed, and how many steps have drawn from it
     loader = loader
 
-    def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, mesh: DeviceMesh | None, device: torch.device,
+        like: nn.Module | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
@@ -59,16 +67,23 @@ class Stage(nn.Module):
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
-        self._program, self._device_mesh = program, mesh
+        self._program, self._device_mesh = replace(program, origin=None), mesh
+        self._world = dist.group.WORLD
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
+        self.begin_modules(program.origin or like)
         self._show_tensors()
+        self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
+        take_weights(self._tensors, program.origin, program.fingerprint)
+        self._raw = RawModel(program.origin, self._shown, self._tensors)
         holders, draws = self._tensors.holders, bool(program.draws)
         self.agreement = Agreement(self._role, holders, draws=draws)
-        self._checks = StepChecks(self._role, program.arguments, program.numbers, self._compare)
+        self._checks = StepChecks(
+            self._role, program.arguments, program.numbers, self._check_begin, self._compare
+        )
         self._returned = Returned(program.returns)
 
     @property
@@ -83,6 +98,7 @@ class Stage(nn.Module):
         return step
 
     # running ---------------------------------------------------------------------------------
+    @_disable_dynamo  # torch.compile(stage) runs the program as it is
     def step(self, *inputs: Any, **named: Any) -> Any:
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
@@ -92,7 +108,9 @@ class Stage(nn.Module):
                 ``step(**batch)``. Tensors have the shapes and dtypes that were compiled, of the
                 whole batch on every rank, or of a program with ``batch="local"`` of this rank's
                 piece; all else is what it was.
-            named: those that are given by name.
+            named: those that are given by name. ``scale``, where no input has that name, multiplies
+                this step's gradients, but not the loss: ``1 / 4`` for the mean over 4 steps,
+                ``scaler.get_scale()`` for a GradScaler; a number, or a tensor ``f32[]``.
 
         Returns:
             The loss of the global batch, ``f32[]``, the same on every rank; or ``(loss, extras)``
@@ -104,27 +122,31 @@ class Stage(nn.Module):
                 is on; the script has changed a number of the model since it was compiled in this
                 process; or ranks differ in what they must hold alike (``agreement.py``).
         """
+        self.check_no_hooks()
+        scale = None if self._has_input("scale") else named.pop("scale", None)
         given = self._checks.taken(inputs, named, self.device.type)
+        run = lambda: self._returned.loss(self._counted(self._rank_step.step, given))  # noqa: E731
+        if scale is not None:
+            shown, half = list(self._shown.values()), self._role.is_half
+            return self._returned.whole(scaled_step(shown, run, scale, is_half=half))
         begin_all(self._shown.values())
         try:
-            return self._returned.whole(
-                self._returned.loss(self._counted(self._rank_step.step, given))
-            )
+            return self._returned.whole(run())
         finally:
             end_all(self._shown.values())
 
+    @_disable_dynamo
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The loss, ready for ``.backward()``, with the extras if there are any; of an inference
         program the results by name. The arguments are those of ``step``.
 
         A training program computes the gradients already here; ``loss.backward()`` hands them out,
-        and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
+        and ``torch.no_grad()`` drops them.
         """
         if self._role.is_inference:
             given = self._checks.taken(inputs, named, self.device.type)
             with torch.no_grad():
                 return self._counted(self._rank_step, given)
-        self._check_one_stage()
         given = self._checks.taken(inputs, named, self.device.type)
         run, returned = self._rank_step.step, self._returned
         loss = loss_with_backward(
@@ -329,8 +351,20 @@ class Stage(nn.Module):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
+    def _check_begin(self) -> None:
+        """Before a step of any kind: the model is as it was, on this rank."""
+        check_world_stands(self._world)
+        self.check_modules(self._checks.num_steps)
+        self._raw.begin_step()
+
     def _compare(self, inputs: Sequence[Tensor] | None) -> None:
+        """Before a step of any kind: ranks agree, and every tensor has values."""
         self.agreement.compare(inputs, self._tensors.held, self._drawn, self.device)
+        if inputs is not None:
+            self._loaded.check(self._tensors.held)
+
+    def _has_input(self, name: str) -> bool:
+        return any(each.name == name for each in self._program.arguments.each)
 
     def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         """What a step returns; the step counts as taken."""
@@ -341,11 +375,15 @@ class Stage(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
-        twin = memo[id(self)] = Stage(self._program, self._device_mesh, self.device)
+        twin = memo[id(self)] = Stage(
+            self._program, self._device_mesh, self.device, self.like_model
+        )
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
+        twin._loaded.watch(twin._tensors.held, self._loaded.missing(self._tensors.held))
         twin.seed(*self._drawn)
+        twin._checks.casts = self._checks.casts
         twin._show_tensors()
         for name, shown in self._shown.items():
             twin._shown[name].param.requires_grad_(shown.param.requires_grad)
@@ -353,42 +391,17 @@ class Stage(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
-        self._check_dtypes_stay(fn)
+        missing = self._loaded.missing(self._tensors.held)
         self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
         self._show_tensors()
+        self._loaded.watch(self._tensors.held, missing)
+        self._checks.casts = self._tensors.casts()
         return self
-
-    def _has_stages(self) -> bool:
-        """Whether the program has several pipeline stages, on this rank or on others."""
-        return self.pipeline is not None or len(getattr(self._rank_step, "stages", ())) > 1
-
-    def _check_one_stage(self) -> None:
-        if self._has_stages():
-            raise RunError(
-                where="stage(...)",
-                what="a program with several pipeline stages has no loss.backward()",
-                why="its schedule mixes forward and backward of the microbatches",
-                do="Call stage.step(...): it returns the loss and adds to every .grad.",
-            )
-
-    def _check_dtypes_stay(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if not self._has_stages():
-            return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in self._tensors.held.values()):
-            new = fn(torch.empty(0, dtype=dtype, device=self.device)).dtype
-            if new != dtype:
-                raise RunError(
-                    where=f".to({new})",
-                    what=f"the program holds {dtype_name(dtype)}",
-                    why="what its stages send each other was compiled with these dtypes",
-                    do="Convert the model and compile it again; another device is fine.",
-                )
 
     def _show_tensors(self) -> None:
         """Register this rank's tensors as parameters and buffers under the user's dotted names."""
-        for registered in (self._modules, self._parameters, self._buffers):
-            registered.clear()
+        self.clear_modules()
         self._tensors.read(self._rank_step)
         layouts = self._tensors.layouts()
         for name, tensor in self._tensors.held.items():
@@ -402,3 +415,4 @@ class Stage(nn.Module):
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
+        self.keep_modules()

@@ -25,11 +25,26 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
     here = _device_of(device)
     if not dist.is_initialized():
         _join(here)
+    _check_backend(here)
     check_agreement(program, here)
     mesh = mesh or device_mesh(program.mesh, here.type)
     if mesh is not None:
         _check_mesh(mesh, program.mesh)
     return Stage(program, mesh, here)
+
+
+def _check_backend(device: torch.device) -> None:
+    """RunError if the default process group, made by the script, cannot carry the tensors."""
+    kinds = dist.get_backend_config().split(",")
+    devices = [kind.partition(":")[0] for kind in kinds if ":" in kind]
+    if devices and device.type not in devices:
+        raise RunError(
+            where=f"module({device.type!r})",
+            what=f"the default process group has backends for {', '.join(devices)} alone",
+            why="it was made before the stage, and cannot send tensors of this device",
+            do="Call torch.distributed.init_process_group() without a backend, which serves every "
+            f"device, or name one for it; or take module({devices[0]!r}).",
+        )
 
 
 def _check_mesh(mesh: DeviceMesh, compiled: Mesh) -> None:

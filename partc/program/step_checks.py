@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from partc.errors import RunError
+from partc.plan.sharding import dtype_name
 from partc.program.arguments import tensors_given
 from partc.program.given import check_inputs, plain_inputs
 from partc.program.role import Role
@@ -22,16 +24,18 @@ class StepChecks:
     """The checks before each step of a role.
 
     ``arguments``: where the program's tensors stand in those of a step. ``numbers``: those of the
-    model's Python in the process that compiled it. ``compare`` is given the inputs, or None where
-    this rank refuses them, and compares all ranks now and then.
+    model's Python in the process that compiled it. ``begin`` looks at everything else on this rank.
+    ``compare`` is given the inputs, or None where this rank refuses the step, and compares all
+    ranks now and then.
     """
 
     def __init__(
-        self, role: Role, arguments: Arguments, numbers: FrozenNumbers,
+        self, role: Role, arguments: Arguments, numbers: FrozenNumbers, begin: Callable[[], None],
         compare: Callable[[Sequence[Tensor] | None], None],
     ) -> None:  # fmt: skip
         self.role, self.arguments, self.numbers, self.num_steps = role, arguments, numbers, 0
-        self.compare = compare
+        self.begin, self.compare = begin, compare
+        self.casts: dict[str, torch.dtype] = {}  # tensors that the script has cast, by name
 
     def taken(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Sequence[Tensor]:
         """What the program takes of a step's arguments, by place and by name: plain tensors.
@@ -50,9 +54,11 @@ class StepChecks:
     def _checked(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
         check_default_dtype()
         _check_autocast(device)
+        _check_casts(self.casts)
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
+        self.begin()
         return plain
 
     def _check_numbers(self) -> None:
@@ -81,6 +87,28 @@ def check_default_dtype() -> None:
             what=f"the default dtype is {default}",
             why="the program was compiled with float32 as the default of what names no dtype",
             do="Call torch.set_default_dtype(torch.float32) before it is loaded and run.",
+        )
+
+
+def check_world_stands(world: Any) -> None:
+    """RunError if the process groups of a stage have been destroyed; ``world`` is its default."""
+    if dist.group.WORLD is not world:
+        raise RunError(
+            where="step",
+            what="the process group in which the stage was made is gone",
+            why="it was destroyed, and perhaps another one was made",
+            do="Call program.module() again, and load what was saved before.",
+        )
+
+
+def _check_casts(casts: Mapping[str, torch.dtype]) -> None:
+    """RunError if tensors were cast to other dtypes than they were compiled with."""
+    for name, dtype in casts.items():
+        raise RunError(
+            where=name,
+            what=f"was cast to {dtype_name(dtype)}",
+            why="the casts, sums and constants of the program are for the dtypes of the model",
+            do="Cast the model and compile it again, or enter torch.autocast in its loss.",
         )
 
 

@@ -1,0 +1,189 @@
+"""The model from which a stage was compiled, where it is in the same process.
+
+A stage takes its weights, and what scripts do to the model reaches the stage: ``model.zero_grad()``
+and ``requires_grad_``. What cannot reach it is refused: an optimizer over the model's parameters,
+weights that were loaded into the model behind ``.module()``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from partc.errors import RunError
+from partc.program.rank_tensors import RankTensors
+from partc.program.shown import Shown
+from partc.trace.fingerprint import Fingerprint, named_tensors
+
+Optimizer = torch.optim.Optimizer
+
+
+def take_weights(tensors: RankTensors, model: nn.Module | None, compiled: Fingerprint) -> None:
+    """Load what the model of rank 0 has, as DDP does; all ranks call this together.
+
+    Tensors without values (``meta``) and a model that has changed its shapes are left out.
+    """
+    same = model is not None and not compiled.differences(Fingerprint.of(model))
+    own = named_tensors(model) if model is not None and same else {}
+    shards = sorted(tensors.all_shards.values(), key=lambda shard: shard.name)
+    has = [int(_has_values(own.get(shard.name))) for shard in shards]
+    known = torch.tensor(has, dtype=torch.uint8, device=tensors.device)
+    dist.broadcast(known, src=0)
+    for shard in (s for s, is_known in zip(shards, known.tolist(), strict=True) if is_known):
+        sent = torch.empty(shard.shape, dtype=shard.dtype, device=tensors.device)
+        if dist.get_rank() == 0:
+            sent.copy_(own[shard.name].detach())
+        if sent.numel():
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+        tensors.fill({shard.name: sent})
+
+
+def _has_values(tensor: Tensor | None) -> bool:
+    return tensor is not None and not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+class RawModel:
+    """What a stage does about its model, the nn.Module of a single device.
+
+    ``shown``: the stage's parameters by name; the model has others of the same names. The model is
+    not kept: a script may let it go.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, shown: Mapping[str, Shown], tensors: RankTensors
+    ) -> None:
+        own = named_tensors(model) if model is not None else {}
+        self._shown, self._tensors, self.num_steps = shown, tensors, 0
+        params = {name: own[name] for name in shown if name in own}
+        self._params = {name: ref(param) for name, param in params.items()}  # the script's
+        self._flags = {name: param.requires_grad for name, param in params.items()}
+        taken = {n: x for n, x in own.items() if n in tensors.shards and _has_values(x)}
+        self._taken = {name: (ref(value), value._version) for name, value in taken.items()}
+        for name, param in params.items():
+            _STAGES.setdefault(param, []).append((ref(self), name))
+        if params:
+            _watch_torch()
+
+    def begin_step(self) -> None:
+        """Before a step: what the script did to the model reaches the stage, or is refused."""
+        if self.num_steps == 0:
+            self._check_weights()
+            self._taken = {}
+        self.num_steps += 1
+        now = {n: p.requires_grad for n, weak in self._params.items() if (p := weak()) is not None}
+        changed = {name: flag for name, flag in now.items() if flag != self._flags[name]}
+        if changed:
+            self._follow(changed)
+
+    def zero_grad(self, name: str, set_to_none: bool) -> None:
+        """Clear the gradient of one of the stage's parameters."""
+        shown = self._shown[name]
+        if set_to_none:
+            shown.param.grad = None
+        elif shown.param.grad is not None:
+            shown.param.grad.zero_()
+        if shown.trained:
+            shown.read()
+
+    def _follow(self, changed: Mapping[str, bool]) -> None:
+        """Freeze or train those of the stage's parameters that the script did in the model."""
+        self._flags |= changed
+        for name, flag in changed.items():
+            self._shown[name].param.requires_grad_(flag)
+        first = next(iter(changed))
+        warnings.warn(
+            f"partc: requires_grad of {len(changed)} parameters of the model, such as {first}, was "
+            "changed behind .module(); the stage follows",
+            stacklevel=2,
+        )
+
+    def _check_weights(self) -> None:
+        """RunError if the model was given other weights than the stage has, before its first step.
+
+        Scripts that load a checkpoint into the model mean what is trained.
+        """
+        with torch.no_grad():
+            for name, (weak, version) in self._taken.items():
+                value = weak()
+                if value is None or value._version == version:
+                    continue
+                mine = self._tensors.piece(self._tensors.shards[name], value.detach())
+                held = self._tensors.held[name]
+                if not torch.equal(mine.to(held), held):
+                    raise _other_weights(name)
+
+
+# model parameter -> the stages that were compiled from its model, with its name there
+_STAGES: Any = WeakIdKeyDictionary()
+_CLEAN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # optimizers of no model, and their sizes
+_WATCHED: WeakSet[Any] = WeakSet()
+
+
+def _stages_of(param: Tensor) -> Iterator[tuple[RawModel, str]]:
+    for weak, name in _STAGES.get(param, ()):
+        stage = weak()
+        if stage is not None:
+            yield stage, name
+
+
+def _watch_torch() -> None:
+    """Let ``zero_grad`` of models and steps of optimizers be seen, once in a process.
+
+    The method of nn.Module is wrapped, since an attribute of one model would be copied and pickled
+    with it.
+    """
+    if nn.Module in _WATCHED:
+        return
+    _WATCHED.add(nn.Module)
+    plain = nn.Module.zero_grad
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        plain(self, set_to_none)
+        for param in self.parameters():
+            for stage, name in _stages_of(param):
+                stage.zero_grad(name, set_to_none)
+
+    zero_grad.__doc__ = plain.__doc__
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """RunError if an optimizer has stepped on a model's parameters, none with a gradient."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if _CLEAN.get(optimizer) == len(params):
+        return
+    owners = [(stage, name, p) for p in params for stage, name in _stages_of(p)]
+    if not owners:
+        _CLEAN[optimizer] = len(params)
+    trained = [stage for stage, _, _ in owners if stage.num_steps]
+    if trained and all(param.grad is None for _, _, param in owners):
+        raise _of_model(optimizer, owners[0][1])
+
+
+def _of_model(optimizer: Optimizer, name: str) -> RunError:
+    return RunError(
+        where=f"{type(optimizer).__name__}.step",
+        what=f"it has the model's own parameters, such as {name}, which no step trains",
+        why="the stage that was compiled from the model has weights of its own, and gradients",
+        do="Build the optimizer over stage.parameters(), or stage.named_parameters(): the names "
+        "are the model's.",
+    )
+
+
+def _other_weights(name: str) -> RunError:
+    return RunError(
+        where=name,
+        what="the model was given other weights after .module(), and the stage has the old ones",
+        why="the stage has memory of its own, into which the model's weights were copied",
+        do="Load into the model before .module(), or call stage.load_full(model).",
+    )

@@ -1,0 +1,259 @@
+"""The modules of a stage: they look like the model's, and refuse what the program would ignore.
+
+Where the model is in the process, each module of a stage has the class and the plain attributes of
+the model's own, without its tensors: rules by ``isinstance`` and methods of the model
+(``configure_optimizers``) work. Forward and backward are in the program's text, which calls no
+module, so hooks, new tensors and new modules would do nothing: they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from partc.errors import RunError
+
+TABLES = ("_parameters", "_buffers", "_modules")
+OF_PARTS = (  # what a module of a stage cannot do
+    "forward", "register_forward_hook", "register_forward_pre_hook", "register_backward_hook",
+    "register_full_backward_hook", "register_full_backward_pre_hook", "_apply",
+)  # fmt: skip
+FIRST_STEPS, EVERY = 3, 50  # steps that look at all attributes
+
+
+class UserModules(nn.Module):
+    """What a Stage is beside its step: a module whose parts look like those of the model.
+
+    ``like_model`` is the model without tensors, whose parameters are the stage's; None where the
+    model is not in this process.
+    """
+
+    like_model: nn.Module | None
+
+    def begin_modules(self, model: nn.Module | None) -> None:
+        """Make the modules; their tensors are registered later."""
+        made = None if model is None else _Likeness(model)
+        object.__setattr__(self, "_likeness", made)
+        object.__setattr__(self, "like_model", made.root if made else None)
+        if made:
+            for name in TABLES:
+                vars(made.root)[name] = vars(self)[name]
+
+    def clear_modules(self) -> None:
+        """Forget all tensors; the modules that look like the model's stay."""
+        for name in TABLES:
+            vars(self)[name].clear()
+        if self.__dict__["_likeness"]:
+            self.__dict__["_likeness"].clear()
+
+    def keep_modules(self) -> None:
+        """From now on what the program would ignore is refused."""
+        for part in self.modules():
+            if part is not self:
+                vars(part).update({name: _Refused(name) for name in OF_PARTS})
+        root = self.like_model
+        if root is not None:
+            vars(root).update({name: _Refused(name) for name in OF_PARTS})
+        _KEPT.update(self.modules())
+        _watch_registrations()
+
+    def check_modules(self, num_steps: int) -> None:
+        """RunError if the script has changed a number of a module; now and then all are read."""
+        likeness = self.__dict__["_likeness"]
+        if likeness and (num_steps < FIRST_STEPS or num_steps % EVERY == 0):
+            likeness.check()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the stage has not: the model's attribute or method, over the stage's parameters."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            root = self.__dict__.get("like_model")
+            if root is None:
+                error.add_note(
+                    "The model is not in this process: give it to partc.load(folder, model), and "
+                    "its attributes and methods are the stage's too."
+                )
+                raise
+            return getattr(root, name)
+
+    # refused ---------------------------------------------------------------------------------
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """As of any module; RunError where the modules are not those of the model."""
+        if self.like_model is None:
+            raise RunError(
+                where="stage.apply",
+                what="the stage does not know the classes of its modules",
+                why="functions decide by them, and would do nothing",
+                do="Call partc.load(folder, model), compile in this process, or apply it to the "
+                "model and call stage.load_full(model).",
+            )
+        return super().apply(fn)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("register_backward_hook")
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("register_full_backward_hook")
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("register_full_backward_pre_hook")
+
+    def check_no_hooks(self) -> None:
+        """RunError in ``step`` if the stage has forward hooks, which ``stage(...)`` alone runs."""
+        if self._forward_hooks or self._forward_pre_hooks:
+            raise RunError(
+                where="stage.step",
+                what="the stage has forward hooks, which step does not run",
+                why="they are run by stage(...), as of any module",
+                do="Call stage(...) and loss.backward(), or remove the hooks.",
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            where="pickle of a stage",
+            what="a stage cannot be pickled",
+            why="it has process groups, and this rank's pieces of the tensors alone",
+            do="Save stage.full_state_dict(), or call partc.save_checkpoint on all ranks; "
+            "copy.deepcopy(stage) copies it.",
+        )
+
+
+class _Likeness:
+    """Modules of a model's classes, with its plain attributes and without its tensors.
+
+    The model's own modules are not kept, so that its memory goes when the script lets it go.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        made: dict[nn.Module, nn.Module] = {}
+        self.root = _like(model, made)
+        self._tables = {twin: _tables(module, made) for module, twin in made.items()}
+        self._plain = {twin: dict(_numbers(twin)) for twin in made.values()}
+
+    def clear(self) -> None:
+        """Give each module its children; of its tensors only the names that stand for none."""
+        for twin, tables in self._tables.items():
+            for name, entries in tables.items():
+                vars(twin)[name].clear()
+                vars(twin)[name].update(entries)
+
+    def check(self) -> None:
+        """RunError if a number, a flag or a word of a module has changed."""
+        for name, twin in self.root.named_modules():
+            known = self._plain[twin]
+            for attribute, value in _numbers(twin):
+                if known.get(attribute, value) != value:
+                    raise _changed(f"{name}.{attribute}".strip("."), known[attribute], value)
+
+
+def _like(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A module like this one, with empty tables; ``made`` has those that were made, by original."""
+    if module in made:
+        return made[module]
+    kind = _class_of(module)
+    twin: nn.Module = object.__new__(kind)
+    vars(twin).update(vars(module) if kind is type(module) else vars(nn.Module()))
+    for name in TABLES:
+        vars(twin)[name] = {}
+    vars(twin)["_non_persistent_buffers_set"] = set()
+    made[module] = twin
+    for child in module.children():
+        _like(child, made)
+    return twin
+
+
+def _tables(module: nn.Module, made: dict[nn.Module, nn.Module]) -> dict[str, dict[str, Any]]:
+    """What stays in the tables of a module's likeness when its tensors are registered anew."""
+    return {
+        table: {n: made[x] if x is not None else None for n, x in vars(module)[table].items()
+                if x is None or isinstance(x, nn.Module)}
+        for table in TABLES
+    }  # fmt: skip
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    return nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
+
+
+def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The plain attributes of a module that a program may have been compiled with."""
+    for name, value in vars(module).items():
+        if name != "training" and isinstance(value, bool | int | float | str):
+            yield name, value
+
+
+# registrations -------------------------------------------------------------------------------
+_KEPT: WeakSet[nn.Module] = WeakSet()  # the modules of stages
+_HOOKS: list[Any] = []
+
+
+def _watch_registrations() -> None:
+    """Let new tensors and modules of stages be seen, by torch's hooks for all modules."""
+    if not _HOOKS:
+        for kind in ("parameter", "buffer", "module"):
+            watch = getattr(module_hooks, f"register_module_{kind}_registration_hook")
+            _HOOKS.append(watch(_check_registration))
+
+
+def _check_registration(module: nn.Module, name: str, value: Any) -> None:
+    if module in _KEPT:
+        raise RunError(
+            where=f"{name} of a stage's module",
+            what=f"a {type(value).__name__} was registered or assigned",
+            why="the program computes with the tensors and modules that the model had when it was "
+            "compiled",
+            do="Write values by tensor.copy_(...) under torch.no_grad(); register it in the model "
+            "and compile again.",
+        )
+
+
+class _Refused:
+    """A method of a module that cannot be called in a stage."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self.__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickle")
+
+    def __deepcopy__(self, memo: object) -> _Refused:
+        return self
+
+
+_WHY = {
+    "forward": ("it computes nothing by itself", "Call stage(...) or stage.step(...)."),
+    "_apply": ("it cannot be moved or cast by itself", "Call .to() on the whole stage."),
+    "pickle": ("it has this rank's pieces of the tensors alone", "Save stage.full_state_dict()."),
+}
+
+
+def _refuse(name: str) -> NoReturn:
+    what, do = _WHY.get(
+        name, ("the hook would never run", "Register it on the model and compile again.")
+    )
+    raise RunError(
+        where=f"{name} of a stage's module",
+        what=what,
+        why="forward and backward of all modules are one program",
+        do=do,
+    )
+
+
+def _changed(name: str, before: Any, now: Any) -> RunError:
+    return RunError(
+        where=name,
+        what=f"was {before!r}, is {now!r}",
+        why="a program has the numbers of the model as they were when it was compiled",
+        do="Change it in the model and compile again, make it an input of the step, or a buffer.",
+    )
