@@ -41,10 +41,13 @@ from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
+from partc.program.wanted import Mode
+from partc.recipe import Compile, Recipe
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.record import kind_of
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 
@@ -163,7 +166,8 @@ def compile(
     job = _Job(Traced.of(model, inputs, loss), rows, strict)
     try:
         with no_collecting():
-            return job.program(Mesh.of(mesh), wanted, microbatches, aim)
+            program = job.program(Mesh.of(mesh), wanted, microbatches, aim)
+        return _made_by(job, program)
     finally:
         if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)
@@ -185,6 +189,12 @@ class _Job:
         if plan.preset == AUTO_PLAN:
             return self.with_search(mesh, plan, microbatches, objective)
         return self.with_plan(mesh.settled(plan.mesh), plan)
+
+    def again(self, step: Traced, mesh: Mesh, plan: Plan) -> Program:
+        """Compile another step of the model by a whole plan; nothing is searched or dumped."""
+        rows = Table(self.table.passes, self.table.left_out)
+        with no_collecting():
+            return _Job(step, rows, self.strict).with_plan(mesh, plan)
 
     def with_search(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
@@ -281,6 +291,22 @@ class _Job:
         self._note(again)
         staged = plan.changed(schedule=full.schedule, stages=full.stages)
         return self._placed(again, mesh, staged)
+
+
+def _made_by(job: _Job, program: Program) -> Program:
+    """A program with the recipe for others of its model, which keep its weights where they are."""
+    step = job.step
+    kind = step.kind or kind_of(step.loss)
+    mode: Mode = "train" if step.model.training else "eval"
+    recipe = Recipe.of(step.model, step.loss, job.again)
+    return replace(program, made_for=replace(program.wanted, kind=kind, mode=mode), recipe=recipe)
+
+
+def compile_again(left_out: Sequence[str]) -> Compile:
+    """What compiles a step by a whole plan, without these passes."""
+    return lambda step, mesh, plan: _Job(step, table(left_out=left_out), False).again(
+        step, mesh, plan
+    )
 
 
 def _no_compiler(name: str) -> PlanError:

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
 from partc.program import Program
+from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
-from partc.program.loss_backward import loss_with_backward
+from partc.program.family import Family
+from partc.program.members import Member
 from partc.program.optimizer_states import Form, OptimizerStates
 from partc.program.optimizers import (
     OnPieces,
@@ -27,27 +29,30 @@ from partc.program.optimizers import (
 )
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.role import Role, Shard
-from partc.program.shown import Shown, begin_all, end_all, register_at
-from partc.program.step_checks import StepChecks, check_default_dtype
+from partc.program.several_programs import SeveralPrograms
+from partc.program.shown import Shown, register_at
+from partc.program.step_checks import check_default_dtype
 from partc.program.try_optimizer import check_elementwise, check_per_tensor
 from partc.program.weights import Source, whole_tensors
 
 Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
 
-class Stage(nn.Module):
+class Stage(SeveralPrograms):
     """One rank's part of a training step, as an nn.Module.
 
     Its parameters are DTensors over the memory of this rank's pieces, under their names in the
     user's model, so that optimizers and other tools see whole tensors; its buffers are this rank's
-    pieces. A pipeline rank has those of its own stages. ``train`` and ``eval`` change nothing, as
-    the program was compiled for one of the two modes.
+    pieces. A pipeline rank has those of its own stages. In eval mode, and for other shapes, it runs
+    other programs over the same tensors (``family.py``).
     """
 
     _rank_step: Any  # the role's own module
-    _drawn: tuple[int, int] = 0, 0  # the seed, and how many steps have drawn from it
 
-    def __init__(self, program: Program, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, mesh: DeviceMesh | None, device: torch.device,
+        choices: Choices = NO_CHOICES,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
         check_compiler(self._role)
@@ -62,7 +67,8 @@ class Stage(nn.Module):
         self._show_tensors()
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
-        self._checks = StepChecks(self._role, program.numbers)
+        first = Member(program, self._role, self._rank_step, {})
+        self._begin(Family(first, self._tensors, mesh, choices))
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -76,46 +82,35 @@ class Stage(nn.Module):
         return step
 
     # running ---------------------------------------------------------------------------------
-    def step(self, *inputs: Tensor) -> Tensor:
+    def step(self, *inputs: Tensor) -> Any:
         """One training step; every parameter's ``.grad`` grows by the gradient.
 
         Args:
-            inputs: the whole global batch on every rank, on this rank's device, with the shapes
-                and dtypes that were compiled; each rank computes its own piece of it.
+            inputs: the whole global batch on every rank, on this rank's device, with the dtypes
+                that were compiled; each rank computes its own piece of it. Another shape than the
+                compiled one runs another program, compiled when it first comes.
 
         Returns:
-            The loss of the global batch, ``f32[]``, the same on every rank.
+            The loss of the global batch, ``f32[]``, the same on every rank; None for a partial
+            batch that is left out (``module(partial="drop")``).
 
         Raises:
-            RunError: an input has another shape, dtype or device; autocast is on; or the script
-                has changed a number of the model since it was compiled in this process.
+            RunError: ranks have batches of different shapes; an input has another dtype or device;
+                there is no program for its shape and none can be compiled; the stage is in eval
+                mode; autocast is on; or the script has changed a number of the model since it was
+                compiled in this process.
         """
-        self._checks.check(inputs, self.device.type)
-        begin_all(self._shown.values())
-        try:
-            loss: Tensor = self._counted(self._rank_step.step, inputs)
-            return loss
-        finally:
-            end_all(self._shown.values())
+        return self._stepped(self._own, inputs)
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The loss, ready for ``.backward()``; of an inference program the results by name.
+        """In train mode the loss, ready for ``.backward()``; in eval mode what the model returns.
 
         A training program computes the gradients already here; ``loss.backward()`` hands them out,
-        and ``torch.no_grad()`` drops them. RunError for several pipeline stages.
+        and ``torch.no_grad()`` drops them. RunError for several pipeline stages. In eval mode
+        ``model(*inputs)`` runs without gradients: each rank gathers the weights of a block when it
+        needs them, and all ranks get the whole result.
         """
-        if self._role.is_inference:
-            self._checks.check(inputs, self.device.type)
-            with torch.no_grad():
-                return self._counted(self._rank_step, inputs)
-        self._check_one_stage()
-        self._checks.check(inputs, self.device.type)
-        run = self._rank_step.step
-        return loss_with_backward(
-            list(self._shown.values()),
-            lambda: self._counted(run, inputs),
-            is_half=self._role.is_half,
-        )
+        return self._called(self._own, inputs)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.
@@ -136,14 +131,12 @@ class Stage(nn.Module):
 
             stage.seed(1234)
         """
-        self._drawn = seed, step
-        if hasattr(self._rank_step, "seed"):
-            self._rank_step.seed(seed, step)
+        self._own.state.seed = seed, step
 
     @property
     def seeded(self) -> tuple[int, int]:
         """The seed of the random numbers, and how many steps have been taken since it was set."""
-        return self._drawn
+        return self._own.state.seed
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -312,24 +305,18 @@ class Stage(nn.Module):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
-    def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-        """What a step returns; the step counts as taken."""
-        result = run(*inputs)
-        seed, step = self._drawn
-        self._drawn = seed, step + 1
-        return result
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
-        twin = memo[id(self)] = Stage(self._program, self._device_mesh, self.device)
+        choices = self._own.choices
+        twin = memo[id(self)] = Stage(self._program, self._device_mesh, self.device, choices)
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
-        twin.seed(*self._drawn)
+        twin._follow(self)
         twin._show_tensors()
         for name, shown in self._shown.items():
             twin._shown[name].param.requires_grad_(shown.param.requires_grad)
-        return twin.train(self.training)
+        return twin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
@@ -337,6 +324,7 @@ class Stage(nn.Module):
         self._rank_step._apply(fn, recurse)
         self._tensors.apply(fn)
         self._show_tensors()
+        self._apply_to_families(fn)
         return self
 
     def _has_stages(self) -> bool:

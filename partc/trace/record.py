@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,6 +37,9 @@ from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
 
+# What is recorded: a training step, its loss without gradients, or what the model returns.
+Kind = Literal["step", "loss", "forward"]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -49,18 +52,23 @@ class Source:
     train: bool  # with a backward
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None) -> Source:
+    def of(
+        cls, model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None,
+        kind: Kind | None = None,
+    ) -> Source:  # fmt: skip
         """Check the arguments of ``trace``, and choose what is recorded.
 
         With a loss, or without one where gradients are on, a training step is recorded. Without a
         loss its loss is the model's result, or the result's ``.loss``. Without a loss and under
         ``torch.no_grad()`` the forward alone is recorded, with every tensor of the result by name.
+        A ``kind`` says which of these it is, whatever the loss and the mode of gradients.
         """
         _check_default_dtype()
         checked = _checked(inputs)
-        train = loss is not None or torch.is_grad_enabled()
-        objective = _scalar(loss or _own_loss) if train else _call
-        return cls(model, checked, _input_names(model, checked, loss), objective, train)
+        kind = kind or kind_of(loss)
+        loss = None if kind == "forward" else loss
+        objective = _call if kind == "forward" else _scalar(loss or _own_loss)
+        return cls(model, checked, _input_names(model, checked, loss), objective, kind == "step")
 
     def recorded(self, left_out: Sequence[RepeatedBlocks]) -> tuple[Graph, FrozenNumbers]:
         """Record the graph without the blocks in ``left_out``; its ops may still write in place.
@@ -80,6 +88,11 @@ class Source:
     def spare_blocks(self) -> tuple[RepeatedBlocks, ...]:
         """The equal blocks that need not be recorded, found by running the forward alone."""
         return spare_blocks(self.model, self.inputs, self.objective, self.train)
+
+
+def kind_of(loss: Objective | None) -> Kind:
+    """What is recorded where nobody says it."""
+    return "step" if loss is not None or torch.is_grad_enabled() else "forward"
 
 
 def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[RepeatedBlocks]) -> None:

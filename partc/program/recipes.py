@@ -1,0 +1,52 @@
+"""Compile more programs of a model by what compiled the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from partc.errors import RunError, UsageError
+from partc.program.wanted import Recipe, Wanted
+
+if TYPE_CHECKING:
+    from partc.program import Program
+
+WANTED = {"train": ("step", "train"), "eval": ("loss", "eval"), "forward": ("forward", "eval")}
+
+
+def recipe_of(program: Program) -> Recipe:
+    """What compiled a program; RunError if it was loaded from a folder."""
+    if program.recipe is None:
+        raise RunError(
+            where=f"the program of {program.model}",
+            what="no further program can be compiled",
+            why="it was loaded, and the model is not at hand",
+            do="Give it the model: partc.with_model(program, model, loss).",
+        )
+    return program.recipe
+
+
+def with_others(
+    program: Program, batches: Sequence[Sequence[Tensor]], modes: Sequence[str]
+) -> Program:
+    """The program with one more for each of these batches in each of these modes."""
+    recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
+    for mode in modes:
+        if mode not in WANTED:
+            raise UsageError(
+                where=f"for_shapes(modes=({mode!r},))",
+                what="there is no such mode",
+                why=f"there are {', '.join(WANTED)}",
+                do="Take some of these.",
+            )
+        kind, its_mode = WANTED[mode]
+        if mode == "train":
+            its_mode = program.wanted.mode
+        for batch in batches:
+            wanted = Wanted.of(kind, its_mode, batch)  # type: ignore[arg-type]
+            if wanted != program.wanted and wanted not in others:
+                others[wanted] = recipe.program(wanted, program)
+    return replace(program, others=tuple(others.values()))
