@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import RunError
-from partc.plan import Plan
-from partc.plan.mesh import Mesh
-from partc.plan.sharding import Layout
+from partc.plan import Cuts, Plan
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
 from partc.program.batch_fit import Rows
 from partc.program.wanted import Mode, Wanted
@@ -173,11 +172,16 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
     plan = Plan.parse(first.plan)
     rows = Rows.of(plan, first.mesh, list(first.inputs))
     num = rows.microbatches(wanted, plan.microbatches) if wanted.kind == "step" else 1
-    whole: Mapping[str, Mapping[str, Layout]] = {"*": {}}
+    inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs
+    if num == 1:
+        inputs = {name: _without_microbatches(cuts) for name, cuts in inputs.items()}
     plan = plan.changed(
-        notes=(), pieces=1, of_another=True, microbatches=num,
-        inputs=whole if wanted.replicated else plan.inputs,
+        notes=(), pieces=1, of_another=True, microbatches=num, inputs=inputs
     )  # fmt: skip
     if wanted.kind != "step":
         return plan.changed(schedule="", order="", recompute="cheap")
     return plan if num == Plan.parse(first.plan).microbatches else plan.changed(order="")
+
+
+def _without_microbatches(cuts: Cuts) -> Cuts:
+    return {axis: layout for axis, layout in cuts.items() if axis != MICROBATCH_AXIS}

@@ -74,9 +74,9 @@ class Plan:
     block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
     the values that the pattern stands for. ``of_another``: the plan is that of another program of
-    the model, and entries for what this one does not have are left out. ``other_passes`` are passes of users' packages that took
-    part in the compile which wrote the plan, and ``left_out`` passes of partc that did not; both
-    are comments at the head of the text.
+    the model, and entries for what this one does not have are left out. ``other_passes`` are passes
+    of users' packages that took part in the compile which wrote the plan, and ``left_out`` passes
+    of partc that did not; both are comments at the head of the text.
     """
 
     mesh: Mesh | None = None

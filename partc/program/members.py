@@ -106,4 +106,3 @@ def _unknown(name: str, program: Program) -> RunError:
         why="the first program of a stage decides which rank holds what, and it does not read this",
         do="Compile first the program that reads all of the model.",
     )
-

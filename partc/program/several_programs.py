@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,7 +26,6 @@ class SeveralPrograms(nn.Module):
     _shown: dict[str, Shown]
     _tensors: RankTensors
     _device_mesh: DeviceMesh | None
-    device: torch.device
 
     # modes and losses ------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Self:
@@ -49,7 +47,7 @@ class SeveralPrograms(nn.Module):
             The loss of the global batch, ``f32[]``, the same on every rank; None for a partial
             batch that is left out.
         """
-        return self._own.loss(inputs, self.device.type)
+        return self._own.loss(inputs, self._device_type)
 
     def share(self, program: Program) -> SharedProgram:
         """Another loss of the same model over this stage's weights, gradients and buffers.
@@ -82,6 +80,10 @@ class SeveralPrograms(nn.Module):
         """The programs of the stage's own loss."""
         return self._families[0]
 
+    @property
+    def _device_type(self) -> str:
+        return self._tensors.device.type
+
     def _begin(self, family: Family) -> None:
         """Run these programs, in the mode in which the first was compiled."""
         self._families = [family]
@@ -94,7 +96,7 @@ class SeveralPrograms(nn.Module):
 
     def _stepped(self, family: Family, inputs: Sequence[Tensor]) -> Any:
         """A training step by one of the families."""
-        run = family.step(inputs, self.device.type)
+        run = family.step(inputs, self._device_type)
         if run is None:
             return None
         begin_all(self._shown.values())
@@ -106,9 +108,9 @@ class SeveralPrograms(nn.Module):
     def _called(self, family: Family, inputs: Sequence[Tensor]) -> Any:
         """A call of one of the families: results in eval mode, else the loss for ``backward``."""
         if family.infers:
-            return family.forward(inputs, self.device.type)
+            return family.forward(inputs, self._device_type)
         self._check_one_stage()
-        run = family.step(inputs, self.device.type)
+        run = family.step(inputs, self._device_type)
         if run is None:
             return None
         shown = list(self._shown.values())
@@ -142,4 +144,4 @@ class SharedProgram:
 
     def eval_step(self, *inputs: Tensor) -> Any:
         """This loss in eval mode, without gradients, as ``Stage.eval_step``."""
-        return self._family.loss(inputs, self._stage.device.type)
+        return self._family.loss(inputs, self._stage._device_type)
