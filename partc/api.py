@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -190,12 +190,6 @@ class _Job:
             return self.with_search(mesh, plan, microbatches, objective)
         return self.with_plan(mesh.settled(plan.mesh), plan)
 
-    def again(self, step: Traced, mesh: Mesh, plan: Plan) -> Program:
-        """Compile another step of the model by a whole plan; nothing is searched or dumped."""
-        rows = Table(self.table.passes, self.table.left_out)
-        with no_collecting():
-            return _Job(step, rows, self.strict).with_plan(mesh, plan)
-
     def with_search(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
     ) -> Program:
@@ -298,15 +292,21 @@ def _made_by(job: _Job, program: Program) -> Program:
     step = job.step
     kind = step.kind or kind_of(step.loss)
     mode: Mode = "train" if step.model.training else "eval"
-    recipe = Recipe.of(step.model, step.loss, job.again)
+    again = compile_again(job.table.left_out, strict=job.strict)
+    recipe = Recipe.of(step.model, step.loss, again)
     return replace(program, made_for=replace(program.wanted, kind=kind, mode=mode), recipe=recipe)
 
 
-def compile_again(left_out: Sequence[str]) -> Compile:
-    """What compiles a step by a whole plan, without these passes."""
-    return lambda step, mesh, plan: _Job(step, table(left_out=left_out), False).again(
-        step, mesh, plan
-    )
+def compile_again(left_out: Iterable[str], *, strict: bool) -> Compile:
+    """What compiles a step of a model by a whole plan, without these passes; nothing is searched or
+    dumped.
+    """
+
+    def again(step: Traced, mesh: Mesh, plan: Plan) -> Program:
+        with no_collecting():
+            return _Job(step, table(left_out=tuple(left_out)), strict).with_plan(mesh, plan)
+
+    return again
 
 
 def _no_compiler(name: str) -> PlanError:

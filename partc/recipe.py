@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,11 +28,12 @@ Compile = Callable[[Traced, Mesh, Plan], Program]
 class Recipe:
     """A model and its loss as they were when they were compiled, and what compiles them.
 
-    ``training``: the mode of every module then, in the order of ``modules()``; ``trained``: which
-    parameters had gradients, in the order of ``parameters()``.
+    The model is the script's: when nothing else holds it, its memory is freed, and no further
+    program can be compiled. ``training``: the mode of every module then, in the order of
+    ``modules()``. ``trained``: which parameters had gradients, in the order of ``parameters()``.
     """
 
-    model: nn.Module
+    held: Callable[[], nn.Module | None]
     loss: Callable[..., Any] | None
     compile: Compile
     training: tuple[bool, ...]
@@ -43,8 +45,23 @@ class Recipe:
     ) -> Recipe:  # fmt: skip
         training = tuple(module.training for module in model.modules())
         return cls(
-            model, loss, compile, training, tuple(p.requires_grad for p in model.parameters())
-        )
+            weakref.ref(model), loss, compile, training,
+            tuple(p.requires_grad for p in model.parameters()),
+        )  # fmt: skip
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; RunError once it is gone."""
+        model = self.held()
+        if model is None:
+            raise RunError(
+                where="a further program of a stage",
+                what="the model is no longer there to compile it",
+                why="the script has deleted it, or never had it in a variable",
+                do="Keep the model (model.to('meta') frees its weights), compile ahead by "
+                "program.for_shapes(...), or give one by partc.with_model(program, model, loss).",
+            )
+        return model
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as None: another process has not got the model."""
@@ -56,9 +73,8 @@ class Recipe:
         RunError if the model is not what it was.
         """
         plan = _plan_of(first, wanted)
-        inputs = tuple(torch.empty(s, dtype=d, device="meta") for s, d in wanted.inputs)
         with self.as_wanted(wanted.mode, first):
-            step = Traced(self.model, inputs, self.loss, wanted.kind)
+            step = Traced(self.model, _meta(wanted), self.loss, wanted.kind)
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self)
 
@@ -81,11 +97,11 @@ class Recipe:
         from partc.verification.ignored_rows import why_not_ignored
 
         with self.as_wanted(wanted.mode, first):
-            graphs = [
+            whole, filled = (
                 Traced(self.model, _meta(each), self.loss, wanted.kind).graph()
                 for each in (wanted, to)
-            ]
-        return why_not_ignored(*graphs, values)
+            )
+        return why_not_ignored(whole, filled, values)
 
     @contextmanager
     def as_wanted(self, mode: Mode, first: Program) -> Iterator[None]:
@@ -155,7 +171,8 @@ def with_model(
     from partc.api import compile_again
 
     check_model(Path(program.model), program.fingerprint, model)
-    recipe = Recipe.of(model, loss, compile_again(Plan.parse(program.plan).left_out))
+    again = compile_again(Plan.parse(program.plan).left_out, strict=False)
+    recipe = Recipe.of(model, loss, again)
     return replace(program, recipe=recipe)
 
 

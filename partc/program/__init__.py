@@ -107,7 +107,7 @@ class Program:
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
-    made_for: Wanted | None = None
+    made_for: Wanted | None = field(default=None, compare=False)
     others: tuple[Program, ...] = ()
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
 

@@ -32,7 +32,7 @@ class Rows:
         cuts = {
             name: {
                 dim: prod(mesh.size(a) for a in _axes(table) if table[a].dim == dim)
-                for dim in dict.fromkeys(table[axis].dim for axis in _axes(table))
+                for dim in dict.fromkeys(layout.dim for layout in table.values())
             }
             for name, table in tables.items()
         }
@@ -41,11 +41,12 @@ class Rows:
     def sizes(self, wanted: Wanted) -> Iterator[tuple[int, int, int, int]]:
         """Of every dim that data ranks cut: number of the input, dim, rows, pieces."""
         by_name = list(self.cuts.values())
-        for i, (shape, _) in enumerate(wanted.inputs):
-            if wanted.kind == "forward" or i >= len(by_name):
-                dims: Mapping[int, int] = {0: self.most} if shape and shape[0] > 1 else {}
-            else:
-                dims = by_name[i]
+        if wanted.kind == "forward" or len(by_name) != len(wanted.inputs):
+            by_name = [{0: self.most}] * len(wanted.inputs)
+        first = max((shape[0] for shape, _ in wanted.inputs if shape), default=1)
+        for i, ((shape, _), dims) in enumerate(zip(wanted.inputs, by_name, strict=True)):
+            if wanted.kind == "forward" and shape and shape[0] == 1 < first:
+                continue  # a mask for all rows
             yield from ((i, dim, shape[dim], num) for dim, num in dims.items() if dim < len(shape))
 
     def uneven(self, wanted: Wanted) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ class Member:
         self.program, self.role, self.run, self.own = program, role, run, own
         self.checks = StepChecks(role, program.numbers)
         self.draws = hasattr(run, "seed")
+        self.trained = [name for name, x in role.tensors(run).items() if x.requires_grad]
 
     @classmethod
     def over(cls, program: Program, mesh: DeviceMesh | None, tensors: RankTensors) -> Member:

@@ -68,6 +68,8 @@ class SeveralPrograms(nn.Module):
             critic.step(real, noise)
         """
         member = Member.over(program, self._device_mesh, self._tensors)
+        for name in member.trained:
+            self._shown[name].train()
         own = self._own
         self._families.append(
             Family(member, self._tensors, self._device_mesh, own.choices, own.state)
