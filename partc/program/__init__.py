@@ -126,7 +126,8 @@ class Program:
         """This program with others for more batches, compiled now, over the same weights.
 
         Args:
-            batches: tuples of example tensors, as for ``compile``.
+            batches: tuples of example tensors, as for ``compile``. One whose rows data ranks cannot
+                share is computed whole by every rank.
             modes: ``"train"`` for training steps, ``"eval"`` for the loss in eval mode,
                 ``"forward"`` for what the model returns in eval mode.
 

@@ -29,6 +29,7 @@ from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
 from partc.program.results import results_of
 from partc.program.same_choice import SameChoice
+from partc.program.step_checks import check_autocast
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
 
@@ -98,6 +99,7 @@ class Family:
     # chosen ----------------------------------------------------------------------------------
     def _ready(self, kind: Kind, mode: Mode, inputs: Sequence[Tensor], device: str) -> Run | None:
         """The program that all ranks take for this batch, with its inputs."""
+        check_autocast(device)  # under which another program would be compiled
         wanted = Wanted.of(kind, mode, inputs)
         if self._same is not None:
             wanted = self._agreed(wanted)
@@ -183,9 +185,10 @@ class Family:
 
     # made ------------------------------------------------------------------------------------
     def _member(self, wanted: Wanted) -> Member:
+        first = self.first.program.wanted
+        if self._same is None and (wanted.kind, wanted.mode) == (first.kind, first.mode):
+            return self.first  # whose checks refuse another batch
         if wanted not in self.members:
-            if self._same is None and wanted not in self.programs:
-                return self.first  # whose checks refuse the batch
             program = self.programs.get(wanted) or self._compiled(wanted)
             check_agreement(program, self._tensors.device)
             self.members[wanted] = Member.over(program, self._mesh, self._tensors)

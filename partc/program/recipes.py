@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from partc.errors import RunError, UsageError
+from partc.plan import Plan
+from partc.program.batch_fit import Rows
 from partc.program.wanted import Recipe, Wanted
 
 if TYPE_CHECKING:
@@ -32,8 +34,12 @@ def recipe_of(program: Program) -> Recipe:
 def with_others(
     program: Program, batches: Sequence[Sequence[Tensor]], modes: Sequence[str]
 ) -> Program:
-    """The program with one more for each of these batches in each of these modes."""
+    """The program with one more for each of these batches in each of these modes.
+
+    A batch whose rows data ranks cannot share is computed whole by every rank.
+    """
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
+    rows = Rows.of(Plan.parse(program.plan), program.mesh, list(program.inputs))
     for mode in modes:
         if mode not in WANTED:
             raise UsageError(
@@ -47,6 +53,8 @@ def with_others(
             its_mode = program.wanted.mode
         for batch in batches:
             wanted = Wanted.of(kind, its_mode, batch)  # type: ignore[arg-type]
+            if rows.uneven(wanted):
+                wanted = replace(wanted, replicated=True)
             if wanted != program.wanted and wanted not in others:
                 others[wanted] = recipe.program(wanted, program)
     return replace(program, others=tuple(others.values()))

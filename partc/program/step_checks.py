@@ -27,7 +27,7 @@ class StepChecks:
     def check(self, inputs: Sequence[Tensor], device: str) -> None:
         """RunError if inputs, dtypes or the model's numbers are not as they were compiled."""
         check_default_dtype()
-        _check_autocast(device)
+        check_autocast(device)
         self._check_inputs(inputs, device)
         self._check_numbers()
 
@@ -75,7 +75,7 @@ def check_default_dtype() -> None:
         )
 
 
-def _check_autocast(device: str) -> None:
+def check_autocast(device: str) -> None:
     """RunError where a program's ops would get other dtypes than they were compiled with."""
     if torch.is_autocast_enabled(device):
         raise RunError(

@@ -106,16 +106,18 @@ def compare_step(stage: Stage, model: nn.Module, loss: Tensor | None, expected: 
     model.zero_grad()
 
 
-def storages(stage: Stage) -> int:
-    """The bytes of all memory that the programs of a stage hold in parameters and buffers."""
-    tensors = [*stage.pieces().values()]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in tensors}
+def bytes_of_model(stage: Stage) -> int:
+    """The bytes of all memory in which a stage and its programs hold tensors of the model."""
+    held = {}
+    for _, tensor in stage.pieces().values():
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     for family in stage._families:
         for member in family.members.values():
-            for tensor in (*member.run.parameters(), *member.run.buffers()):
-                assert not tensor.is_meta
-                memory = tensor.untyped_storage()
-                held[memory.data_ptr()] = memory.nbytes()
+            for name, tensor in member.role.tensors(member.run).items():
+                assert not tensor.is_meta, name
+                if name in stage.shards and name in member.program.fingerprint.tensors:
+                    memory = tensor.untyped_storage()
+                    held[memory.data_ptr()] = memory.nbytes()
     return sum(held.values())
 
 
