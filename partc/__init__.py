@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from partc.plan.mesh import Mesh
     from partc.program import Program, load
     from partc.program.checkpoint import load_checkpoint, save_checkpoint
+    from partc.recipe import with_model
     from partc.traced import Traced
     from partc.verification.precision import Raised
     from partc.verification.verification import verify
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Mesh", "PartcError", "Plan", "Program", "Raised", "Topology", "Traced", "compile",
     "graph_pass", "load", "load_checkpoint", "partition", "save_checkpoint", "verify",
+    "with_model",
 ]  # fmt: skip
 
 # Imported when first asked for: torch takes seconds, and `partc --help` has no use for it. No
@@ -42,6 +44,7 @@ _MODULES = {
     "partition": "lowering",
     "save_checkpoint": "program.checkpoint",
     "verify": "verification.verification",
+    "with_model": "recipe",
 }
 
 if os.path.isfile(os.path.join(__path__[0], "passes")):  # git wrote the links as text files

@@ -16,7 +16,7 @@ from partc.lowering import table, traced
 from partc.passes.runner import State, Table
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.param_hooks import gradient_hooks
-from partc.trace.record import Source
+from partc.trace.record import Kind, Source
 
 Seen = tuple[Fingerprint, tuple[Any, ...], tuple[bool, ...]]
 Wanted = tuple[bool, TracedStages | None, bool, Table]
@@ -34,6 +34,9 @@ class Traced:
         inputs: example tensors with the shapes of the global batch.
         loss: ``loss(model, *inputs)`` gives a scalar; None: what the model returns, or its
             ``.loss``.
+        kind: ``"step"`` for forward and backward, ``"loss"`` for the loss without gradients,
+            ``"forward"`` for what the model returns; None: a step, unless there is no loss and
+            gradients are off.
 
     Raises:
         TraceError: the model cannot be traced; or since then a tensor has got another shape or
@@ -51,6 +54,7 @@ class Traced:
     model: nn.Module
     inputs: Any
     loss: Callable[..., Any] | None = None
+    kind: Kind | None = None
     _states: dict[Wanted, State] = field(default_factory=dict, repr=False)
     _state: Seen | None = field(default=None, repr=False)
 
@@ -89,7 +93,7 @@ class Traced:
         self._check_unchanged()
         wanted = fold, kept, torch.is_grad_enabled(), rows
         if wanted not in self._states:
-            source = Source.of(self.model, self.inputs, self.loss)
+            source = Source.of(self.model, self.inputs, self.loss, self.kind)
             self._states[wanted] = traced(source, rows, fold=fold, kept=kept)
         return self._states[wanted].copied()
 

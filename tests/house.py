@@ -60,7 +60,8 @@ ROOMS = (
     "partc.cli",
 )
 _TOP_MODULES = {
-    f"partc.{name}" for name in ("api", "dumps", "lowering", "pass_calls", "printing", "traced")
+    f"partc.{name}"
+    for name in ("api", "dumps", "lowering", "pass_calls", "printing", "recipe", "traced")
 }
 _COMMAND_LINE = {"partc.__main__"}
 _PASSES, _SEARCH = (

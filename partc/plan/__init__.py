@@ -76,9 +76,10 @@ class Plan:
     Others: ``compile="inductor"`` gives the computing between transfers to torch.compile, each
     block once. ``memory_bytes`` is the most memory that a rank may need (0: no limit). ``apart``
     has names of values that no written pattern may fit, since their layouts differ from those of
-    the values that the pattern stands for. ``other_passes`` are passes of users' packages that took
-    part in the compile which wrote the plan, and ``left_out`` passes of partc that did not; both
-    are comments at the head of the text.
+    the values that the pattern stands for. ``of_another``: the plan is that of another program of
+    the model, and entries for what this one does not have are left out. ``other_passes`` are passes
+    of users' packages that took part in the compile which wrote the plan, and ``left_out`` passes
+    of partc that did not; both are comments at the head of the text.
     """
 
     mesh: Mesh | None = None
@@ -105,6 +106,7 @@ class Plan:
     reduce: Literal["step", "microbatch"] = "step"
     notes: tuple[str, ...] = ()
     apart: frozenset[str] = field(default=frozenset(), compare=False)
+    of_another: bool = field(default=False, compare=False)
     other_passes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 

@@ -8,8 +8,9 @@ pass but for new predictions (`basis.py`): a saved program runs without the comp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,15 +25,19 @@ from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
 from partc.program.basis import Basis
+from partc.program.choices import MOST_PROGRAMS, Choices, Pad, Partial, check_partial
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
-from partc.program.manifest import Manifest, sha256
-from partc.program.role import Role
+from partc.program.manifest import OTHERS, Manifest, sha256
+from partc.program.recipes import recipe_of, with_others
+from partc.program.role import Role, dtype_of
 from partc.program.tensorfile import TensorFile, write_tensors
+from partc.program.wanted import Recipe, Wanted
 from partc.quoting import docstring
 from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.record import Kind
 from partc.trace.trees import Tree
 
 if TYPE_CHECKING:
@@ -94,6 +99,9 @@ class Program:
         fixed: the parts of the printed text that an edited one must have too.
         origin: the model that was compiled, in the process that compiled it; ``module()`` takes
             its weights.
+        made_for: whether it is a step, a loss or a forward, and in which mode; None: by its text.
+        others: programs of other shapes and modes, over the same weights.
+        recipe: what compiles more of them, in the process that compiled this one.
     """
 
     plan: str
@@ -115,12 +123,52 @@ class Program:
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
     origin: nn.Module | None = field(default=None, compare=False, repr=False)
+    made_for: Wanted | None = field(default=None, compare=False)
+    others: tuple[Program, ...] = ()
+    recipe: Recipe | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.arguments.each:
             object.__setattr__(self, "arguments", Arguments.of_names([*self.inputs]))
         if self.fixed is None:  # nobody has edited the sources yet
             object.__setattr__(self, "fixed", FixedText(None, self.sources, self.plan))
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """Whether it is a step, a loss or a forward, in which mode, and for which batch."""
+        typed = tuple((tuple(shape), dtype_of(dtype)) for shape, dtype in self.inputs.values())
+        kind: Kind = "forward" if self.role(0).is_inference else "step"
+        return self.made_for or Wanted(kind, "train", typed)
+
+    def for_shapes(self, *batches: Sequence[Tensor], modes: Sequence[str] = ("train",)) -> Program:
+        """This program with others for more batches, compiled now, over the same weights.
+
+        Args:
+            batches: tuples of example tensors, as for ``compile``. One whose rows data ranks cannot
+                share is computed whole by every rank.
+            modes: ``"train"`` for training steps, ``"eval"`` for the loss in eval mode,
+                ``"forward"`` for what the model returns in eval mode.
+
+        Raises:
+            UsageError: a mode has another name.
+            RunError: the program was loaded, and has no model to compile.
+
+        Example::
+
+            program = program.for_shapes((short, short), (long, long), modes=("train", "eval"))
+        """
+        return with_others(self, batches, modes)
+
+    def also(self, *inputs: Tensor, loss: Callable[..., Any] | None = None) -> Program:
+        """A step of another loss of the same model, for ``stage.share``.
+
+        Its parameters are stored as this program stores them. RunError without a model.
+
+        Args:
+            inputs: example tensors for that loss.
+            loss: ``loss(model, *inputs)``, as for ``compile``.
+        """
+        return recipe_of(self).also(inputs, loss, self)
 
     def role_of(self, rank: int) -> str:
         """The name of the file that a rank runs."""
@@ -145,12 +193,22 @@ class Program:
         place = self.mesh.coords(rank).get(PP, 0)
         return Role.load(self.source(rank), self.role_of(rank), place)
 
-    def module(self, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
+    def module(
+        self, device: str = "cpu", mesh: DeviceMesh | None = None, *,
+        partial: Partial | None = None, pad: Pad | None = None, most_programs: int = MOST_PROGRAMS,
+    ) -> Stage:  # fmt: skip
         """This rank's part of the step as an ``nn.Module``; all ranks call this together.
 
         Args:
             device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL.
             mesh: a DeviceMesh with the program's axes that exists already; None makes one.
+            partial: what happens with a batch whose rows data ranks cannot share:
+                ``"replicate"`` computes all of it on every rank, ``"drop"`` leaves it out,
+                ``"pad"`` fills it up with rows that the loss is shown to ignore. None: an error.
+            pad: the number with which an input may be filled up, by the input's name
+                (``{"ids": 0, "labels": -100}``): to the longest of all ranks, and for ``"pad"``.
+            most_programs: how many programs for other shapes and modes a stage may have; with 1
+                ranks do not ask one another before each step whether they have the same shapes.
 
         Returns:
             A Stage. It has this rank's pieces of the parameters, with the weights that the model
@@ -168,7 +226,8 @@ class Program:
         """
         from partc.program.start import start_stage
 
-        return start_stage(self, device, mesh)
+        check_partial(partial)
+        return start_stage(self, device, mesh, Choices(partial, pad or {}, most_programs))
 
     # data ------------------------------------------------------------------------------------
     @property
@@ -257,10 +316,16 @@ class Program:
             write_tensors(folder / CONSTANTS, self.constants)
             names = [*texts, CONSTANTS]
             digests = {name: sha256((folder / name).read_bytes()) for name in names}
-            text = self._manifest(digests).as_json()
+            programs = {}
+            for number, other in enumerate(self.others):
+                other.save(folder / OTHERS / str(number))
+                programs[str(number)] = sha256(
+                    (folder / OTHERS / str(number) / manifests.NAME).read_bytes()
+                )
+            text = self._manifest(digests, programs).as_json()
             (folder / manifests.NAME).write_text(text, encoding="utf-8", newline="\n")
 
-    def _manifest(self, digests: Mapping[str, str]) -> Manifest:
+    def _manifest(self, digests: Mapping[str, str], others: Mapping[str, str]) -> Manifest:
         return Manifest(
             model=self.model,
             mesh=self.mesh,
@@ -275,6 +340,8 @@ class Program:
             draws=self.draws,
             expected=self.expected,
             fixed=self.fixed or FixedText(),
+            wanted=self.wanted,
+            others=others,
             files=digests,
         )
 
@@ -357,6 +424,8 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         draws=manifest.draws,
         expected=manifest.expected,
         fixed=manifest.fixed,
+        made_for=manifest.wanted,
+        others=tuple(load(folder / OTHERS / name) for name in manifest.others),
     )
 
 

@@ -58,17 +58,18 @@ class Agreement:
             has to be the same on all ranks. A comparison reads all weights once.
     """
 
-    def __init__(self, role: Role, holders: Holders, *, draws: bool) -> None:
+    def __init__(self, holders: Holders, *, draws: bool) -> None:
         self.every, self.num_steps = EVERY, 0
-        self.role, self._holders, self._draws = role, holders, draws
+        self._holders, self._draws = holders, draws
 
     def compare(
-        self, inputs: Sequence[Tensor] | None, held: Mapping[str, Tensor], drawn: tuple[int, int],
-        device: torch.device,
+        self, role: Role, inputs: Sequence[Tensor] | None, held: Mapping[str, Tensor],
+        drawn: tuple[int, int], device: torch.device,
     ) -> None:  # fmt: skip
         """Compare before a step, if it is time; all ranks call this together.
 
         Args:
+            role: of the program that runs.
             inputs: what this rank was given; None where its checks have refused that.
             held: its pieces of parameters and buffers by the user's names.
             drawn: the seed of random numbers, and the steps taken since it was set.
@@ -79,20 +80,19 @@ class Agreement:
         """
         number, self.num_steps = self.num_steps, self.num_steps + 1
         due = number == 0 or (self.every > 0 and number % self.every == 0)
-        if due and self.role.mesh.num_ranks > 1:
-            _Comparison(self, inputs, held, drawn, device).run(first=number == 0)
+        if due and role.mesh.num_ranks > 1:
+            _Comparison(self, role, inputs, held, drawn, device).run(first=number == 0)
 
     @property
     def shards(self) -> Mapping[str, Shard]:
         """How each tensor of the model is sharded."""
         return self._holders.shards
 
-    @cached_property
-    def alike(self) -> list[Alike]:
+    def alike(self, role: Role) -> list[Alike]:
         """All that ranks hold alike, in one order on all ranks."""
-        every = tuple(range(self.role.mesh.pipeline_ranks))
+        every = tuple(range(role.mesh.pipeline_ranks))
         kinds: dict[tuple[str, frozenset[str], tuple[int, ...]], list[str]] = {}
-        for each in self.role.batch:
+        for each in role.batch:
             apart = frozenset(axis for axis, *_ in each.cuts)
             kinds.setdefault(("input", apart, every), []).append(each.name)
         for name, places in sorted(self._holders.places.items()):
@@ -109,6 +109,7 @@ class _Comparison:
     """One comparison, on one rank."""
 
     of: Agreement
+    role: Role
     inputs: Sequence[Tensor] | None
     held: Mapping[str, Tensor]
     drawn: tuple[int, int]
@@ -116,28 +117,32 @@ class _Comparison:
 
     def run(self, *, first: bool) -> None:
         """Compare; at the first step weights have to be equal to the bit."""
-        said = [joined(self._numbers(each)) for each in self.of.alike]
+        said = [joined(self._numbers(each)) for each in self.alike]
         rows = self._exchange([int(self.inputs is None), self._batch(), *said])
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         if refused and self.inputs is None:
             return  # this rank's own error is on its way
         if refused:
             raise refused_elsewhere(refused)
-        columns = zip(self.of.alike, range(2, len(rows[0])), strict=True)
+        columns = zip(self.alike, range(2, len(rows[0])), strict=True)
         unlike = [each for each, i in columns if [*self._odd(each, [row[i] for row in rows])]]
         found = [one for each in unlike for one in self._found(each, first)]
         if found:
-            raise disagreement(found, self.of.role)
+            raise disagreement(found, self.role)
         if first:
             self._look_for_equal_pieces([row[1] for row in rows])
+
+    @cached_property
+    def alike(self) -> list[Alike]:
+        return self.of.alike(self.role)
 
     # numbers -------------------------------------------------------------------------------------
     @cached_property
     def _hashes(self) -> dict[tuple[str, str], int]:
         """The hash of every tensor that this rank has, by kind and name."""
-        batch = zip(self.of.role.batch, self.inputs or (), strict=False)
+        batch = zip(self.role.batch, self.inputs or (), strict=False)
         tensors = {("input", each.name): x for each, x in batch}
-        for of in self.of.alike:
+        for of in self.alike:
             if of.kind in ("parameter", "buffer"):
                 tensors |= {(of.kind, n): self.held[n] for n in of.names if n in self.held}
         return dict(zip(tensors, hashes_of([*tensors.values()]), strict=True))
@@ -150,7 +155,7 @@ class _Comparison:
 
     def _batch(self) -> int:
         """One number for all inputs."""
-        return joined([self._hashes.get(("input", each.name), 0) for each in self.of.role.batch])
+        return joined([self._hashes.get(("input", each.name), 0) for each in self.role.batch])
 
     def _exchange(self, mine: Sequence[float]) -> list[list[int]]:
         """The numbers of all ranks, by rank."""
@@ -165,7 +170,7 @@ class _Comparison:
     # what differs --------------------------------------------------------------------------------
     def _odd(self, of: Alike, values: Sequence[int]) -> Iterator[tuple[list[int], int]]:
         """The ranks whose value is not that of most of their group, and one of those most."""
-        for ranks in of.groups(self.of.role.mesh):
+        for ranks in of.groups(self.role.mesh):
             mine = [values[rank] for rank in ranks]
             usual = max(dict.fromkeys(mine), key=mine.count)  # in a tie that of the first rank
             odd = [rank for rank in ranks if values[rank] != usual]
@@ -204,7 +209,7 @@ class _Comparison:
 
     def _look_for_equal_pieces(self, batches: Sequence[int]) -> None:
         """Warn where ranks with samples of their own were given the same ones."""
-        role, here = self.of.role, dist.get_rank()
+        role, here = self.role, dist.get_rank()
         cut = [a for a in role.mesh.names if any(a == b for x in role.batch for b, *_ in x.cuts)]
         own = [tuple(coords[axis] for axis in cut) for coords in role.mesh.all_coords()]
         same = [rank for rank, batch in enumerate(batches) if batch == batches[here]]

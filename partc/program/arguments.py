@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partc.errors import RunError
 from partc.trace.arguments import Arguments
-from partc.trace.returns import LOSS
+from partc.trace.returns import LOSS, loss_name
 from partc.trace.trees import Tree, TreeError
 
 MOST_NAMED = 8
@@ -76,6 +76,13 @@ class Returned:
         if isinstance(result, tuple):
             loss, self._extras = result
         return loss
+
+    def of_results(self, results: Mapping[str, Tensor]) -> Any:
+        """What ``whole`` gives, of a program that computes the loss without gradients."""
+        extras = dict(results)
+        loss = extras.pop(loss_name(self.tree))
+        self._extras = extras
+        return self.whole(loss)
 
     def whole(self, loss: Tensor) -> Any:
         """The loss, with the extras of the step that gave it, detached."""

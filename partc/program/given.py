@@ -16,12 +16,17 @@ from partc.plan.sharding import dtype_name
 from partc.program.role import Role, Shard
 
 
-def plain_inputs(inputs: Sequence[Tensor], role: Role) -> Sequence[Tensor]:
-    """The inputs, a DTensor as the piece that this rank holds; RunError if it is cut otherwise."""
+def plain_inputs(
+    inputs: Sequence[Tensor], role: Role, *, known: bool = True
+) -> Sequence[Tensor]:
+    """The inputs, a DTensor as the piece that this rank holds; RunError if it is cut otherwise.
+
+    ``known``: they are the inputs of the role, and not of another program.
+    """
     if not any(isinstance(x, DTensor) for x in inputs):
         return inputs
-    known = [*role.batch, *[None] * len(inputs)]
-    return [_local(x, of) if isinstance(x, DTensor) else x for x, of in zip(inputs, known)]  # noqa: B905
+    of_role = [*(role.batch if known else ()), *[None] * len(inputs)]
+    return [_local(x, of) if isinstance(x, DTensor) else x for x, of in zip(inputs, of_role)]  # noqa: B905
 
 
 def _local(x: DTensor, of: Shard | None) -> Tensor:

@@ -22,11 +22,13 @@ from partc.plan.mesh import Mesh
 from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
+from partc.program.wanted import Wanted
 from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import KINDS, Fingerprint, TensorSpec
 from partc.trace.trees import Tree
 
 NAME = "program.json"
+OTHERS = "programs"  # the folder with programs of other shapes and modes
 SCHEMA = 5
 TORCH_MIN, TORCH_BELOW = (2, 13), (2, 16)
 MAX_BYTES = 64_000_000
@@ -49,6 +51,8 @@ class Manifest:
     basis: Basis
     expected: Expectation
     fixed: FixedText
+    wanted: Wanted
+    others: Mapping[str, str]  # folder of a program of another shape or mode -> its digest
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
     dealt: Mapping[str, Dealt] = field(default_factory=dict)  # of inputs given in pieces
@@ -79,6 +83,8 @@ class Manifest:
             },
             "expected": self.expected.as_json(),
             "fixed": self.fixed.as_json(),
+            "wanted": self.wanted.as_text(),
+            "others": dict(self.others),
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -105,6 +111,8 @@ class Manifest:
             refuse(path, "has entries that are missing or malformed", repr(error))
         for name, digest in manifest.files.items():
             _check_file(folder / name, None if edited else digest)
+        for name, digest in manifest.others.items():
+            _check_file(folder / OTHERS / name / NAME, None if edited else digest)
         return manifest
 
     @classmethod
@@ -138,13 +146,15 @@ class Manifest:
             draws={_text(site): _draw(*entry) for site, entry in fields["draws"].items()},
             expected=Expectation.of_json(fields["expected"]),
             fixed=FixedText.of_json(fields["fixed"]),
+            wanted=Wanted.parse(_text(fields["wanted"])),
+            others={_number(name): _text(digest) for name, digest in fields["others"].items()},
             files=files,
         )
 
 
 _FIELDS = {
     "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "fingerprint",
-    "cost", "basis", "draws", "expected", "fixed", "files",
+    "cost", "basis", "draws", "expected", "fixed", "wanted", "others", "files",
 }  # fmt: skip
 
 
@@ -203,6 +213,11 @@ def _file_name(entry: Any) -> str:
     _need(
         FILE_NAME.match(_text(entry)) is not None, f"{entry!r} is not the name of a program's file"
     )
+    return _text(entry)
+
+
+def _number(entry: Any) -> str:
+    _need(re.fullmatch(r"\d{1,6}", _text(entry)) is not None, f"{entry!r} is no program's number")
     return _text(entry)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,52 +13,44 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from partc.errors import RunError
 from partc.program import Program
 from partc.program.agreement import Agreement
-from partc.program.arguments import Returned
+from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
+from partc.program.family import Family
 from partc.program.loaded import Loaded
-from partc.program.loss_backward import loss_with_backward, scaled_step
-from partc.program.optimizer_states import Form, OptimizerStates
-from partc.program.optimizers import (
-    OnPieces,
-    OnWhole,
-    SavedMoments,
-    Stepping,
-    check_of_stage,
-)
+from partc.program.members import Member
+from partc.program.optimizer_states import Form
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.raw_model import RawModel, take_weights
 from partc.program.reading import loader
 from partc.program.role import Role, Shard
-from partc.program.shown import Shown, begin_all, end_all, register_at
-from partc.program.step_checks import StepChecks, check_default_dtype, check_world_stands
-from partc.program.try_optimizer import check_elementwise, check_per_tensor
+from partc.program.run_state import Guard, RunState
+from partc.program.several_programs import SeveralPrograms
+from partc.program.shown import Shown, register_at
+from partc.program.stage_optimizers import StageOptimizers
+from partc.program.step_checks import check_default_dtype
 from partc.program.user_modules import UserModules
 from partc.program.weights import Source, whole_tensors
 from partc.program.whole_states import WholeStates
 
-Stepped = TypeVar("Stepped", bound=torch.optim.Optimizer)
 
-
-class Stage(UserModules, WholeStates):
+class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
     """One rank's part of a training step, as an nn.Module.
 
     Its parameters are DTensors over the memory of this rank's pieces, under their names in the
     user's model, so that optimizers and other tools see whole tensors; its buffers are this rank's
-    pieces. A pipeline rank has those of its own stages. ``train`` and ``eval`` change nothing, as
-    the program was compiled for one of the two modes.
+    pieces. A pipeline rank has those of its own stages. In eval mode, and for other shapes, it runs
+    other programs over the same tensors (``family.py``).
     """
 
     _rank_step: Any  # the role's own module
-    _drawn: tuple[int, int] = 0, 0  # the seed, and how many steps have drawn from it
     loader = loader
 
     def __init__(
         self, program: Program, mesh: DeviceMesh | None, device: torch.device,
-        like: nn.Module | None = None,
+        choices: Choices = NO_CHOICES, like: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._role: Role = program.role(dist.get_rank())
@@ -68,7 +60,6 @@ class Stage(UserModules, WholeStates):
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
         self._program, self._device_mesh = replace(program, origin=None), mesh
-        self._world = dist.group.WORLD
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
@@ -78,13 +69,14 @@ class Stage(UserModules, WholeStates):
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
         take_weights(self._tensors, program.origin, program.fingerprint)
-        self._raw = RawModel(program.origin, self._shown, self._tensors)
-        holders, draws = self._tensors.holders, bool(program.draws)
-        self.agreement = Agreement(self._role, holders, draws=draws)
-        self._checks = StepChecks(
-            self._role, program.arguments, program.numbers, self._check_begin, self._compare
-        )
-        self._returned = Returned(program.returns)
+        raw = RawModel(program.origin, self._shown, self._tensors)
+        self.agreement = Agreement(self._tensors.holders, draws=bool(program.draws))
+        guard = Guard(
+            self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),
+            dist.group.WORLD,
+        )  # fmt: skip
+        first = Member(self._program, self._role, self._rank_step, {}, guard)
+        self._begin(Family(first, mesh, choices, guard))
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -122,39 +114,19 @@ class Stage(UserModules, WholeStates):
                 is on; the script has changed a number of the model since it was compiled in this
                 process; or ranks differ in what they must hold alike (``agreement.py``).
         """
-        self.check_no_hooks()
-        scale = None if self._has_input("scale") else named.pop("scale", None)
-        given = self._checks.taken(inputs, named, self.device.type)
-        run = lambda: self._returned.loss(self._counted(self._rank_step.step, given))  # noqa: E731
-        if scale is not None:
-            shown, half = list(self._shown.values()), self._role.is_half
-            return self._returned.whole(scaled_step(shown, run, scale, is_half=half))
-        begin_all(self._shown.values())
-        try:
-            return self._returned.whole(run())
-        finally:
-            end_all(self._shown.values())
+        scale = self._own.scale_in(named)
+        return self._stepped(self._own, inputs, named, scale)
 
     @_disable_dynamo
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The loss, ready for ``.backward()``, with the extras if there are any; of an inference
-        program the results by name. The arguments are those of ``step``.
+        """In train mode the loss, ready for ``.backward()``; in eval mode what the model returns.
 
-        A training program computes the gradients already here; ``loss.backward()`` hands them out,
-        and ``torch.no_grad()`` drops them.
+        A training program, which takes the arguments of ``step``, computes the gradients already
+        here; ``loss.backward()`` hands them out, and ``torch.no_grad()`` drops them. In eval mode
+        ``model(*inputs)`` runs without gradients: each rank gathers the weights of a block when it
+        needs them, and all ranks get the whole result.
         """
-        if self._role.is_inference:
-            given = self._checks.taken(inputs, named, self.device.type)
-            with torch.no_grad():
-                return self._counted(self._rank_step, given)
-        given = self._checks.taken(inputs, named, self.device.type)
-        run, returned = self._rank_step.step, self._returned
-        loss = loss_with_backward(
-            list(self._shown.values()),
-            lambda: returned.loss(self._counted(run, given)),
-            is_half=self._role.is_half,
-        )
-        return returned.whole(loss)
+        return self._called(self._own, inputs, named)
 
     def seed(self, seed: int, step: int = 0) -> None:
         """Decide every random number of the steps that follow; all ranks pass the same.
@@ -175,14 +147,14 @@ class Stage(UserModules, WholeStates):
 
             stage.seed(1234)
         """
-        self._drawn = seed, step
+        self._own.state.seed = seed, step
         if hasattr(self._rank_step, "seed"):
             self._rank_step.seed(seed, step)
 
     @property
     def seeded(self) -> tuple[int, int]:
         """The seed of the random numbers, and how many steps have been taken since it was set."""
-        return self._drawn
+        return self._own.state.seed
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -202,75 +174,6 @@ class Stage(UserModules, WholeStates):
         for shown in self._shown.values():
             if shown.trained:
                 shown.read()
-
-    # optimizers ------------------------------------------------------------------------------
-    def step_on_pieces(self, optimizer: Stepped) -> Stepped:
-        """Let an elementwise optimizer (SGD, Adam, ...) step on this rank's plain pieces.
-
-        That is as fast as on one device; on DTensors each op costs some 0.1 ms more. Its state
-        dict has DTensors all the same, so it loads under any mesh; all ranks call that together.
-
-        Args:
-            optimizer: one over ``stage.parameters()``, in groups as you like.
-
-        Returns:
-            The same optimizer.
-
-        Raises:
-            RunError: tried on small tensors and on the shapes of its parameters, of up to a
-                million elements, its steps on pieces are not those on whole tensors (Adafactor,
-                Muon, LBFGS), or it has parameters that are not the stage's.
-        """
-        check_of_stage(optimizer, self.parameters())
-        shown, tensors = list(self._shown.values()), self._tensors
-        check_elementwise(optimizer, {s.param: s.shard for s in shown}, tensors.piece)
-        self._set_form(optimizer, "pieces")
-        Stepping(optimizer, shown, OnPieces())
-        SavedMoments(optimizer, shown, tensors.portable, tensors.piece)
-        return optimizer
-
-    def step_on_whole(self, optimizer: Stepped) -> Stepped:
-        """Let any optimizer step on whole tensors, which each step gathers on every rank.
-
-        For what DTensor cannot compute (Adafactor). Its states are whole on every rank, and so
-        are parameters and gradients during a step. All ranks step together.
-
-        Args:
-            optimizer: one over ``stage.parameters()``, in groups as you like.
-
-        Returns:
-            The same optimizer.
-
-        Raises:
-            RunError: the program has several pipeline stages and the optimizer joins parameters
-                (LBFGS), or it has parameters that are not the stage's.
-        """
-        if self.pipeline is not None:
-            check_per_tensor(optimizer)
-        self._set_form(optimizer, "whole")
-        tensors = self._tensors
-        Stepping(optimizer, self._shown.values(), OnWhole(tensors.join, tensors.piece))
-        return optimizer
-
-    def states_of(self, optimizer: torch.optim.Optimizer) -> OptimizerStates:
-        """What the states of an optimizer over this stage's parameters are."""
-        return OptimizerStates(self._tensors, self._forms.get(optimizer, "dtensors"))
-
-    def _set_form(self, optimizer: torch.optim.Optimizer, form: Form) -> None:
-        check_of_stage(optimizer, self.parameters())
-        if optimizer in self._forms:
-            raise RunError(
-                where=f"stage.step_on_{form}({type(optimizer).__name__})",
-                what=f"it steps on {self._forms[optimizer]} already",
-                why="its states are of one kind",
-                do="Call one of stage.step_on_pieces and stage.step_on_whole, once.",
-            )
-        states = self.states_of(optimizer)  # made already, by the optimizer or by steps
-        for name, shown in self._shown.items():
-            for field, value in optimizer.state.get(shown.param, {}).items():
-                if isinstance(value, Tensor):
-                    optimizer.state[shown.param][field] = states.in_form(name, value, form)
-        self._forms[optimizer] = form
 
     # whole tensors ---------------------------------------------------------------------------
     def load_full(self, source: Source, *, strict: bool = True) -> None:
@@ -307,11 +210,6 @@ class Stage(UserModules, WholeStates):
     def shards(self) -> Mapping[str, Shard]:
         """How each tensor of the model is sharded, by name, whichever rank holds it."""
         return self._tensors.all_shards
-
-    @property
-    def pipeline(self) -> Any:
-        """The process group of the ranks with the other stages; None if there is none."""
-        return self._tensors.pipeline
 
     def pieces(self) -> dict[str, tuple[Shard, Tensor]]:
         """This rank's shards by name, each with its cuts from the whole tensor."""
@@ -351,43 +249,22 @@ class Stage(UserModules, WholeStates):
         return self._tensors.load(state_dict, strict, self._tensors.shards)
 
     # inside ----------------------------------------------------------------------------------
-    def _check_begin(self) -> None:
-        """Before a step of any kind: the model is as it was, on this rank."""
-        check_world_stands(self._world)
-        self.check_modules(self._checks.num_steps)
-        self._raw.begin_step()
-
-    def _compare(self, inputs: Sequence[Tensor] | None) -> None:
-        """Before a step of any kind: ranks agree, and every tensor has values."""
-        self.agreement.compare(inputs, self._tensors.held, self._drawn, self.device)
-        if inputs is not None:
-            self._loaded.check(self._tensors.held)
-
-    def _has_input(self, name: str) -> bool:
-        return any(each.name == name for each in self._program.arguments.each)
-
-    def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-        """What a step returns; the step counts as taken."""
-        result = run(*inputs)
-        seed, step = self._drawn
-        self._drawn = seed, step + 1
-        return result
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         """A stage of the same program with tensors of its own; all ranks call this together."""
+        choices = self._own.choices
         twin = memo[id(self)] = Stage(
-            self._program, self._device_mesh, self.device, self.like_model
+            self._program, self._device_mesh, self.device, choices, self.like_model
         )
         held = twin._tensors.held
         for name, tensor in self._tensors.held.items():
             held[name].data = tensor.detach().clone()
         twin._loaded.watch(twin._tensors.held, self._loaded.missing(self._tensors.held))
-        twin.seed(*self._drawn)
-        twin._checks.casts = self._checks.casts
+        twin._follow(self)
+        twin._own.guard.casts = self._own.guard.casts
         twin._show_tensors()
         for name, shown in self._shown.items():
             twin._shown[name].param.requires_grad_(shown.param.requires_grad)
-        return twin.train(self.training)
+        return twin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
         """Apply ``.to()`` and alike to the rank's own module, then register its tensors again."""
@@ -396,7 +273,8 @@ class Stage(UserModules, WholeStates):
         self._tensors.apply(fn)
         self._show_tensors()
         self._loaded.watch(self._tensors.held, missing)
-        self._checks.casts = self._tensors.casts()
+        self._own.guard.casts = self._tensors.casts()
+        self._apply_to_families(fn)
         return self
 
     def _show_tensors(self) -> None:

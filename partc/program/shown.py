@@ -46,6 +46,14 @@ class Shown:
         """Whether the user froze it: it then keeps the gradient that it has."""
         return not (self.param.requires_grad and self.piece.requires_grad)
 
+    def train(self) -> None:
+        """Another program of the stage computes its gradient."""
+        if not self.trained:
+            self.trained = True
+            self.piece.requires_grad_(True)
+            self.param.requires_grad_(True)
+            self.param.register_post_accumulate_grad_hook(lambda _: self.read())
+
     # gradients -------------------------------------------------------------------------------
     def read(self) -> None:
         """Give the program what the user did to the gradient; RunError if it cannot be known."""

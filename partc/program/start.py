@@ -12,11 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.plan.mesh import Mesh
 from partc.program import Program
+from partc.program.choices import NO_CHOICES, Choices
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.runtime import Stage
 
 
-def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None = None) -> Stage:
+def start_stage(
+    program: Program, device: str = "cpu", mesh: DeviceMesh | None = None,
+    choices: Choices = NO_CHOICES,
+) -> Stage:  # fmt: skip
     """Join the process group and build this rank's Stage; all ranks call this together.
 
     RunError if the world has another size, the mesh other axes, or a rank another program.
@@ -30,7 +34,7 @@ def start_stage(program: Program, device: str = "cpu", mesh: DeviceMesh | None =
     mesh = mesh or device_mesh(program.mesh, here.type)
     if mesh is not None:
         _check_mesh(mesh, program.mesh)
-    return Stage(program, mesh, here)
+    return Stage(program, mesh, here, choices)
 
 
 def _check_backend(device: torch.device) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,54 +11,57 @@ from torch import Tensor
 
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
-from partc.program.arguments import tensors_given
 from partc.program.given import check_inputs, plain_inputs
 from partc.program.role import Role
-from partc.trace.arguments import Arguments
 from partc.trace.frozen_numbers import FrozenNumbers
 
 FIRST_STEPS = 3  # that look at all numbers of the model
 
 
-class StepChecks:
-    """The checks before each step of a role.
+class Guard(Protocol):
+    """What is looked at before every run, whichever program runs (``run_state.py``)."""
 
-    ``arguments``: where the program's tensors stand in those of a step. ``numbers``: those of the
-    model's Python in the process that compiled it. ``begin`` looks at everything else on this rank.
-    ``compare`` is given the inputs, or None where this rank refuses the step, and compares all
-    ranks now and then.
+    def begin(self) -> None: ...
+
+    def compare(self, role: Role, inputs: Sequence[Tensor] | None) -> None: ...
+
+
+class StepChecks:
+    """The checks before each run of a role.
+
+    ``numbers``: those of the model's Python in the process that compiled it. ``guard`` looks at
+    everything else on this rank, and compares all ranks now and then.
     """
 
-    def __init__(
-        self, role: Role, arguments: Arguments, numbers: FrozenNumbers, begin: Callable[[], None],
-        compare: Callable[[Sequence[Tensor] | None], None],
-    ) -> None:  # fmt: skip
-        self.role, self.arguments, self.numbers, self.num_steps = role, arguments, numbers, 0
-        self.begin, self.compare = begin, compare
-        self.casts: dict[str, torch.dtype] = {}  # tensors that the script has cast, by name
+    def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard) -> None:
+        self.role, self.numbers, self.guard, self.num_steps = role, numbers, guard, 0
 
-    def taken(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Sequence[Tensor]:
-        """What the program takes of a step's arguments, by place and by name: plain tensors.
+    def taken(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+        """What the program takes: the inputs as plain tensors; all ranks call this together.
 
         RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
         not hold alike what they must.
         """
         try:
-            plain = self._checked(tensors_given(self.arguments, args, named), device)
+            plain = self.checked(inputs, device)
+            self.guard.begin()
         except RunError:
-            self.compare(None)  # the other ranks would wait for this one
+            self.refuse()
             raise
-        self.compare(plain)
+        self.guard.compare(self.role, plain)
         return plain
 
-    def _checked(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+    def refuse(self) -> None:
+        """Tell the other ranks, which would wait for this one, that it does not run."""
+        self.guard.compare(self.role, None)
+
+    def checked(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+        """The inputs as plain tensors; RunError if they are not as they were compiled."""
         check_default_dtype()
-        _check_autocast(device)
-        _check_casts(self.casts)
+        check_autocast(device)
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
-        self.begin()
         return plain
 
     def _check_numbers(self) -> None:
@@ -101,7 +104,7 @@ def check_world_stands(world: Any) -> None:
         )
 
 
-def _check_casts(casts: Mapping[str, torch.dtype]) -> None:
+def check_casts(casts: Mapping[str, torch.dtype]) -> None:
     """RunError if tensors were cast to other dtypes than they were compiled with."""
     for name, dtype in casts.items():
         raise RunError(
@@ -112,7 +115,7 @@ def _check_casts(casts: Mapping[str, torch.dtype]) -> None:
         )
 
 
-def _check_autocast(device: str) -> None:
+def check_autocast(device: str) -> None:
     """RunError where a program's ops would get other dtypes than they were compiled with."""
     if torch.is_autocast_enabled(device):
         raise RunError(

@@ -88,12 +88,17 @@ class Arguments:
                 raise TreeError(each.name, "it was given when compiled, and is left out now")
         return found
 
-    def call(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments by place and by name, as a step takes them, with these tensors by name."""
+    def call(
+        self, tensors: Mapping[str, Tensor], *, alike: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments by place and by name, as a step takes them, with these tensors by name.
+
+        ``alike``: without the classes of named tuples and dataclasses (``Tree.built``).
+        """
         bound = BoundArguments(self.signature, {})  # type: ignore[arg-type]
         for each in self.each:
             if each.tree != each.default:
-                bound.arguments[each.name] = each.tree.built(tensors, alike=True)
+                bound.arguments[each.name] = each.tree.built(tensors, alike=alike)
         return bound.args, bound.kwargs
 
     def as_json(self) -> Any:
@@ -146,7 +151,14 @@ class Given:
         if isinstance(inputs, Given):
             return inputs
         _check_loss(loss)
-        args, kwargs = _spread(inputs)
+        return cls.of_call(model, *spread(inputs), loss)
+
+    @classmethod
+    def of_call(
+        cls, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+        loss: Callable[..., Any] | None = None,
+    ) -> Given:  # fmt: skip
+        """The same of arguments by place and by name."""
         signature = _signature(model, loss)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -196,7 +208,7 @@ def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def _spread(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def spread(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs of ``compile`` as arguments by place and by name."""
     if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
         return (), dict(inputs)

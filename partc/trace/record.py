@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,6 +38,9 @@ from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
 
+# What is recorded: a training step, its loss without gradients, or what the model returns.
+Kind = Literal["step", "loss", "forward"]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -49,22 +52,26 @@ class Source:
     model: nn.Module
     given: Given
     objective: Objective
-    train: bool  # with a backward
+    kind: Kind
     returns: Returns
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Any, loss: Objective | None) -> Source:
+    def of(
+        cls, model: nn.Module, inputs: Any, loss: Objective | None, kind: Kind | None = None
+    ) -> Source:
         """Check the arguments of ``trace``, and choose what is recorded.
 
         With a loss, or without one where gradients are on, a training step is recorded. Without a
         loss its loss is the model's result, or the result's ``.loss``. Without a loss and under
         ``torch.no_grad()`` the forward alone is recorded, with every tensor of the result by name.
+        A ``kind`` says which of these it is, whatever the loss and the mode of gradients.
         """
         _check_default_dtype()
+        kind = kind or kind_of(loss)
+        loss = None if kind == "forward" else loss
         given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
-        train = loss is not None or torch.is_grad_enabled()
-        objective = returns.objective(given.function) if train else given.function
-        return cls(model, given, objective, train, returns)
+        objective = given.function if kind == "forward" else returns.objective(given.function)
+        return cls(model, given, objective, kind, returns)
 
     def recorded(self, left_out: Sequence[RepeatedBlocks]) -> tuple[Graph, FrozenNumbers]:
         """Record the graph without the blocks in ``left_out``; its ops may still write in place.
@@ -80,13 +87,25 @@ class Source:
             raise
         except Exception as error:
             raise _explain(error, self.model) from error
+        if self.kind == "loss":
+            recording.results = [self.returns.loss_name, *self.returns.names]
         extras = self.returns.names if self.train else None
         graph = _build(recording, self.model, self.given.names, extras)
         return graph, recording.numbers
 
+    @property
+    def train(self) -> bool:
+        """Whether the step has a backward."""
+        return self.kind == "step"
+
     def spare_blocks(self) -> tuple[RepeatedBlocks, ...]:
         """The equal blocks that need not be recorded, found by running the forward alone."""
         return spare_blocks(self.model, self.given.tensors, self.objective, self.train)
+
+
+def kind_of(loss: Objective | None) -> Kind:
+    """What is recorded where nobody says it."""
+    return "step" if loss is not None or torch.is_grad_enabled() else "forward"
 
 
 def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[RepeatedBlocks]) -> None:

@@ -36,6 +36,11 @@ class Returns:
         """The names of the extras' tensors."""
         return [*self.tree.names()][1:] if self.tree else []
 
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss among the results of a program that computes no gradients."""
+        return loss_name(self.tree)
+
     def objective(self, function: Objective) -> Objective:
         """``function``, but it returns the loss and the extras' tensors as one list.
 
@@ -90,6 +95,11 @@ class Returns:
             why="a training step starts from one floating-point number",
             do=do,
         )
+
+
+def loss_name(tree: Tree | None) -> str:
+    """``loss``, where no extra has that name."""
+    return "(loss)" if tree and "loss" in tree.names() else "loss"
 
 
 def _is_loss(value: Any) -> bool:

@@ -7,7 +7,8 @@ tensor axes ``megatron``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -39,6 +40,8 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
     axis does not divide.
     """
     _check_mesh(plan, mesh)
+    if plan.of_another:
+        plan = _known_entries(plan, graph)
     _check_names(plan, graph)
     plan = _by_first_name(plan, graph)
     spread = {n: spread_batch(c, layout_mesh(mesh, plan.microbatches)) for n, c in plan.inputs.items()}
@@ -244,14 +247,7 @@ def _check_mesh(plan: Plan, mesh: Mesh) -> None:
 
 def _check_names(plan: Plan, graph: Graph) -> None:
     """PlanError for a name in the plan that fits nothing in the model, such as a misspelt one."""
-    params = [*graph.params, *graph.aliases]
-    calls = [*value_names(graph).values(), *params] if plan.values else []
-    named: tuple[tuple[str, Iterable[str], list[str]], ...] = (
-        ("parameter", plan.params, params),
-        ("input", plan.inputs, [*graph.inputs]),
-        ("value", plan.values, calls),
-    )
-    for kind, table, names in named:
+    for kind, table, names in _named(plan, graph):
         for pattern in table:
             if not any(fits(pattern, n) for n in names):
                 raise PlanError(
@@ -260,6 +256,24 @@ def _check_names(plan: Plan, graph: Graph) -> None:
                     why=f"it has {', '.join(_near(pattern, names))}",
                     do="Correct the name, or drop the entry.",
                 )
+
+
+def _named(plan: Plan, graph: Graph) -> Iterator[tuple[str, Mapping[str, Any], list[str]]]:
+    """Each table of a plan: of what, its entries, and the names that the model has."""
+    params = [*graph.params, *graph.aliases]
+    calls = [*value_names(graph).values(), *params] if plan.values else []
+    yield "parameter", plan.params, params
+    yield "input", plan.inputs, [*graph.inputs]
+    yield "value", plan.values, calls
+
+
+def _known_entries(plan: Plan, graph: Graph) -> Plan:
+    """The plan of another program of the model, without entries for what this graph lacks."""
+    params, inputs, values = (
+        {p: entry for p, entry in table.items() if any(fits(p, n) for n in names)}
+        for _, table, names in _named(plan, graph)
+    )
+    return plan.changed(params=params, inputs=inputs, values=values)
 
 
 def _by_first_name(plan: Plan, graph: Graph) -> Plan:

@@ -1,0 +1,341 @@
+"""The programs of one stage: several shapes and modes over one set of weights.
+
+In eval mode, and for a batch of another shape than the first one, a stage runs another program. It
+was compiled ahead (``Program.for_shapes``), or is compiled when it is first needed, with parameters
+stored as the first program stores them. All ranks agree on the program before they run it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from partc.errors import RunError
+from partc.plan import Plan
+from partc.program import Program
+from partc.program.batch_fit import Pieces, Rows, fill, longest, uneven_error
+from partc.program.calls_of_stage import Calls
+from partc.program.choices import Choices
+from partc.program.disagreement import refused_elsewhere
+from partc.program.given import plain_inputs
+from partc.program.handshake import check_agreement
+from partc.program.members import Member
+from partc.program.results import results_of
+from partc.program.run_state import Guard
+from partc.program.same_choice import SameChoice
+from partc.program.step_checks import check_autocast
+from partc.program.wanted import Mode, Wanted
+from partc.trace.record import Kind
+
+LOG = logging.getLogger("partc")
+REFUSED = "refused"  # what a rank says that does not run
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A training step that is ready to run: ``run`` gives its loss, ``whole`` what it returns."""
+
+    run: Run
+    whole: Callable[[Tensor], Any]
+
+
+class Family:
+    """The programs of one loss on this rank, and the choice between them."""
+
+    def __init__(
+        self, first: Member, mesh: DeviceMesh | None, choices: Choices, guard: Guard
+    ) -> None:
+        self.first, self.choices, self.guard = first, choices, guard
+        self.state, self._tensors, self._mesh = guard.state, guard.tensors, mesh
+        program = first.program
+        self.programs = {each.wanted: each for each in (program, *program.others)}
+        self.members = {program.wanted: first}
+        self._plan = Plan.parse(program.plan)
+        self._calls = Calls(program, lambda: self.programs.values())
+        self._rows = Rows.of(self._plan, program.mesh, list(program.inputs))
+        self._pieces = Pieces.of(program)
+        varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
+        self._same = SameChoice() if varies else None
+
+    # asked -----------------------------------------------------------------------------------
+    @property
+    def mode_now(self) -> Mode:
+        """The mode that the user has asked for, or else the one that was compiled."""
+        return self.state.mode or self.first.program.wanted.mode
+
+    @property
+    def infers(self) -> bool:
+        """Whether a call of the stage gives what the model returns, without gradients."""
+        return self.state.mode == "eval" or self.first.role.is_inference
+
+    def scale_in(self, named: dict[str, Any]) -> Any:
+        """Take ``scale`` from the arguments of a step, unless it is the name of an input."""
+        arguments = self.first.program.arguments.each
+        return None if any(a.name == "scale" for a in arguments) else named.pop("scale", None)
+
+    def step(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Ready | None:
+        """A training step, ready to run; None for a batch that is dropped."""
+        if self.first.role.is_inference:
+            raise _no_gradients(self.first)
+        if self.state.mode == "eval":
+            raise _step_in_eval()
+        found = self._ready("step", self.mode_now, args, named, device)
+        if found is None:
+            return None
+        member, run = found
+        return Ready(lambda: member.returned.loss(run()), member.returned.whole)
+
+    def loss(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
+        """The loss in eval mode, with the extras if there are any."""
+        found = self._ready("loss", "eval", args, named, device)
+        return None if found is None else found[0].returned.of_results(found[1]())
+
+    def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
+        """What the model returns."""
+        found = self._ready("forward", self.mode_now, args, named, device)
+        return None if found is None else results_of(found[1]())
+
+    # chosen ----------------------------------------------------------------------------------
+    def _ready(
+        self, kind: Kind, mode: Mode, args: Sequence[Any], named: Mapping[str, Any], device: str
+    ) -> tuple[Member, Run] | None:
+        """The program that all ranks take for this batch, with its inputs."""
+        try:
+            check_autocast(device)  # under which another program would be compiled
+            inputs, form = self._calls.tensors(kind, args, named)
+            inputs = plain_inputs(inputs, self.first.role, known=not form)
+        except RunError:
+            self._refuse()
+            raise
+        wanted = self._pieces.whole(Wanted.of(kind, mode, inputs, form))
+        if self._same is not None:
+            wanted = self._agreed(wanted)
+            if kind != "forward" and not self._may_differ(wanted):
+                self.first.checks.checked(inputs, device)
+            even = self._even(wanted)
+            if even is None:
+                return None
+            wanted = even
+            inputs = fill(inputs, self._pieces.mine(wanted), self._values(wanted))
+        member = self._member(wanted)
+        return member, partial(self._counted, member, member.checks.taken(inputs, device))
+
+    def _refuse(self) -> None:
+        """Tell the other ranks, which would wait for this one, that it does not run."""
+        if self._same is not None:
+            self._same.differing(REFUSED)
+        else:
+            self.first.checks.refuse()
+
+    def _agreed(self, wanted: Wanted) -> Wanted:
+        """What all ranks run; where their lengths differ the longest, if they may be filled up.
+
+        RunError on every rank, with what each has, if ranks differ in more.
+        """
+        assert self._same is not None
+        texts = self._same.differing(wanted.as_text())
+        if not texts:
+            return wanted
+        if REFUSED in texts:
+            raise refused_elsewhere([i for i, text in enumerate(texts) if text == REFUSED])
+        each = [Wanted.parse(text) for text in texts]
+        found = longest(each, self._rows)
+        if found is None or not self._may_fill(each, found):
+            raise _ranks_differ(each)
+        return found
+
+    def _may_differ(self, wanted: Wanted) -> bool:
+        """Whether the batch has as many inputs as the first one, of the same dtypes."""
+        first = self.first.program.wanted.inputs
+        return [dtype for _, dtype in wanted.inputs] == [dtype for _, dtype in first]
+
+    def _may_fill(self, each: Sequence[Wanted], to: Wanted) -> bool:
+        """Whether ``pad`` names every input that is filled up on some rank."""
+        values = self._values(to)
+        return all(
+            value is not None or len({one.inputs[i] for one in each}) == 1
+            for i, value in enumerate(values)
+        )
+
+    def _values(self, wanted: Wanted) -> list[float | None]:
+        """The number with which each input is filled up."""
+        names = list(self.first.program.inputs)
+        names += [""] * (len(wanted.inputs) - len(names))
+        return [self.choices.pad.get(name) for name, _ in zip(names, wanted.inputs, strict=False)]
+
+    def _even(self, wanted: Wanted) -> Wanted | None:
+        """The same batch as data ranks can compute it; None if it is to be dropped."""
+        uneven = self._rows.uneven(wanted)
+        if not uneven:
+            return wanted
+        alone = replace(wanted, replicated=True)
+        if all(rows == 1 for rows, _ in uneven) or alone in self.programs:
+            return alone
+        if self.choices.partial is None:
+            raise uneven_error(wanted, uneven)
+        if self.choices.partial == "replicate":
+            return alone
+        if self.choices.partial == "drop":
+            self._note("partc leaves out %s: %d rows for %d data ranks", wanted, *uneven[0])
+            return None
+        return self._filled(wanted)
+
+    def _filled(self, wanted: Wanted) -> Wanted:
+        """The batch with more rows, which the loss has been shown to ignore."""
+        to = self._rows.filled(wanted)
+        values = self._values(to)
+        changed = [i for i, one in enumerate(wanted.inputs) if one != to.inputs[i]]
+        why = "not every input has a number in pad"
+        if all(values[i] is not None for i in changed):
+            why = self._why_not(wanted, to)
+        if why:
+            raise _not_ignored(wanted, why)
+        return to
+
+    def _why_not(self, wanted: Wanted, to: Wanted) -> str:
+        recipe = self.first.program.recipe
+        if recipe is None:
+            return "the model is not at hand to try it"
+        return recipe.ignores(wanted, to, self.first.program, self._values(to))
+
+    # made ------------------------------------------------------------------------------------
+    def _member(self, wanted: Wanted) -> Member:
+        first = self.first.program.wanted
+        if self._same is None and (wanted.kind, wanted.mode) == (first.kind, first.mode):
+            return self.first  # whose checks refuse another batch
+        if wanted not in self.members:
+            program = self.programs.get(wanted) or self._compiled(wanted)
+            check_agreement(program, self._tensors.device)
+            self.members[wanted] = Member.over(
+                program, self._mesh, self._tensors, self.guard
+            )
+            self.programs[wanted] = program
+        return self.members[wanted]
+
+    def _compiled(self, wanted: Wanted) -> Program:
+        recipe = self.first.program.recipe
+        if recipe is None:
+            raise _no_recipe(wanted, self.programs)
+        if len(self.programs) >= self.choices.most_programs:
+            raise _too_many(wanted, self.choices.most_programs)
+        begun = perf_counter()
+        with torch.inference_mode(False):  # where scripts evaluate; the trace needs a graph
+            program = recipe.program(wanted, self.first.program)
+        self._note(
+            "partc compiled a program in %.1f s: %s (%d of at most %d of this stage)",
+            perf_counter() - begun, wanted, len(self.programs) + 1, self.choices.most_programs,
+        )  # fmt: skip
+        return program
+
+    def _note(self, text: str, *values: Any) -> None:
+        """Tell the user, on the first rank; others tell those who listen."""
+        LOG.log(logging.WARNING if dist.get_rank() == 0 else logging.DEBUG, text, *values)
+
+    # run -------------------------------------------------------------------------------------
+    def _counted(self, member: Member, inputs: Sequence[Tensor]) -> Any:
+        """What a program returns. Steps count as taken; evaluations have numbers of their own."""
+        trains = member.program.wanted.kind == "step"
+        counts = trains or self.first.role.is_inference
+        seed, step = self.state.seed
+        if member.draws:  # programs count by themselves, and others have run meanwhile
+            member.run.seed(seed, step if counts else -2 - self.state.num_evaluations)
+        with torch.no_grad():
+            result = (member.run.step if trains else member.run)(*inputs)
+        if counts:
+            self.state.seed = seed, step + 1
+        else:
+            self.state.num_evaluations += 1
+        return result
+
+    # changed ---------------------------------------------------------------------------------
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow ``.to()`` and alike, once the stage's tensors have followed it."""
+        for member in self.members.values():
+            if member is not self.first:
+                member.apply(fn)
+                member.link(self._tensors)
+
+    def follow(self, other: Family) -> None:
+        """Take mode, seed and compiled programs of another stage's family."""
+        self.state.mode, self.state.seed = other.state.mode, other.state.seed
+        self.state.num_evaluations = other.state.num_evaluations
+        self.programs |= other.programs
+
+
+def _no_gradients(first: Member) -> RunError:
+    return RunError(
+        where="stage.step",
+        what="the program computes no gradients",
+        why=f"it was compiled as a forward of {first.program.model} alone",
+        do="Compile the training step first; stage.eval() then gives forwards over its weights.",
+    )
+
+
+def _step_in_eval() -> RunError:
+    return RunError(
+        where="stage.step",
+        what="the stage is in eval mode",
+        why="stage.eval() was called, and a step would train with dropout off and frozen "
+        "statistics",
+        do="Call stage.train() before, or stage.eval_step(...) for the loss alone. To train in "
+        "eval mode compile the model in eval mode, and leave stage.eval() out.",
+    )
+
+
+def _ranks_differ(each: Sequence[Wanted]) -> RunError:
+    same: dict[str, list[int]] = {}
+    for rank, wanted in enumerate(each):
+        same.setdefault(str(wanted), []).append(rank)
+    told = "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
+    return RunError(
+        where="the step of all ranks",
+        what=f"ranks differ in what they run: {told}",
+        why="one program computes a step on all ranks together",
+        do='Call the same on every rank; where only lengths differ, program.module(pad={"ids": 0, '
+        '"labels": -100}) fills all up to the longest.',
+    )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return text + ", ..." * (len(ranks) > 8)
+
+
+def _not_ignored(wanted: Wanted, why: str) -> RunError:
+    return RunError(
+        where=str(wanted),
+        what="the batch cannot be filled up with rows that the loss ignores",
+        why=why,
+        do='Take partial="replicate", which is right for every loss, or "drop".',
+    )
+
+
+def _no_recipe(wanted: Wanted, programs: Mapping[Wanted, Program]) -> RunError:
+    known = "; ".join(str(each) for each in list(programs)[:6]) + "; ..." * (len(programs) > 6)
+    return RunError(
+        where=str(wanted),
+        what="the stage has no program for this",
+        why=f"it has: {known}",
+        do="Compile it ahead by program.for_shapes(...) before program.save, or give the loaded "
+        "program its model, to compile when needed: partc.with_model(program, model, loss).",
+    )
+
+
+def _too_many(wanted: Wanted, most: int) -> RunError:
+    return RunError(
+        where=str(wanted),
+        what=f"the stage has {most} programs already",
+        why="each takes seconds to compile",
+        do="Let the data loader pad batches to few lengths, or allow more: "
+        "program.module(most_programs=...).",
+    )

@@ -1,0 +1,64 @@
+"""Compile more programs of a model by what compiled the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from partc.errors import RunError, UsageError
+from partc.plan import Plan
+from partc.program.batch_fit import Pieces, Rows
+from partc.program.wanted import Recipe, Wanted
+from partc.trace.arguments import spread
+
+if TYPE_CHECKING:
+    from partc.program import Program
+
+WANTED = {"train": ("step", "train"), "eval": ("loss", "eval"), "forward": ("forward", "eval")}
+
+
+def recipe_of(program: Program) -> Recipe:
+    """What compiled a program; RunError if it was loaded from a folder."""
+    if program.recipe is None:
+        raise RunError(
+            where=f"the program of {program.model}",
+            what="no further program can be compiled",
+            why="it was loaded, and the model is not at hand",
+            do="Give it the model: partc.with_model(program, model, loss).",
+        )
+    return program.recipe
+
+
+def with_others(
+    program: Program, batches: Sequence[Any], modes: Sequence[str]
+) -> Program:
+    """The program with one more for each of these batches in each of these modes.
+
+    A batch whose rows data ranks cannot share is computed whole by every rank.
+    """
+    from partc.program.calls_of_stage import Calls
+
+    recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
+    calls, pieces = Calls(program, others.values), Pieces.of(program)
+    rows = Rows.of(Plan.parse(program.plan), program.mesh, list(program.inputs))
+    for mode in modes:
+        if mode not in WANTED:
+            raise UsageError(
+                where=f"for_shapes(modes=({mode!r},))",
+                what="there is no such mode",
+                why=f"there are {', '.join(WANTED)}",
+                do="Take some of these.",
+            )
+        kind, its_mode = WANTED[mode]
+        if mode == "train":
+            its_mode = program.wanted.mode
+        for batch in batches:
+            args, named = spread(batch)
+            inputs, form = calls.tensors(kind, args, named)  # type: ignore[arg-type]
+            wanted = pieces.whole(Wanted.of(kind, its_mode, inputs, form))  # type: ignore[arg-type]
+            if rows.uneven(wanted):
+                wanted = replace(wanted, replicated=True)
+            if wanted != program.wanted and wanted not in others:
+                others[wanted] = recipe.program(wanted, program)
+    return replace(program, others=tuple(others.values()))

@@ -1,0 +1,155 @@
+"""The part of a stage that runs several programs: modes, shapes, other losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from partc.program import Program
+from partc.program.family import Family
+from partc.program.loss_backward import loss_with_backward, scaled_step
+from partc.program.members import Member
+from partc.program.rank_tensors import RankTensors
+from partc.program.shown import Shown, begin_all, end_all
+
+
+class SeveralPrograms(nn.Module):
+    """A module whose programs share its tensors.
+
+    The first family of programs is that of the stage's own loss; ``share`` adds others.
+    """
+
+    _families: list[Family]
+    _shown: dict[str, Shown]
+    _tensors: RankTensors
+    _device_mesh: DeviceMesh | None
+
+    # modes and losses ------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Self:
+        """From now on ``step`` trains in train mode; with ``mode=False`` as ``eval``.
+
+        In eval mode a call gives what the model returns, without gradients, and ``step`` is
+        refused. The mode of the model that was compiled decides nothing from here on.
+        """
+        self._own.state.mode = "train" if mode else "eval"
+        return super().train(mode)
+
+    def eval_step(self, *inputs: Any, **named: Any) -> Any:
+        """The loss in eval mode, without gradients, whatever the mode of the stage.
+
+        Args:
+            inputs: as for ``step``.
+            named: those that are given by name.
+
+        Returns:
+            The loss of the global batch, ``f32[]``, the same on every rank, or ``(loss, extras)``
+            as of ``step``; None for a partial batch that is left out.
+        """
+        return self._own.loss(inputs, named, self._device_type)
+
+    def share(self, program: Program) -> SharedProgram:
+        """Another loss of the same model over this stage's weights, gradients and buffers.
+
+        Args:
+            program: what ``also`` of the stage's program gave; all ranks call this together.
+
+        Returns:
+            It has ``step`` and ``eval_step``, and is called, as a stage.
+
+        Raises:
+            RunError: the program stores a parameter otherwise than the stage, or needs one that
+                the stage does not have.
+
+        Example::
+
+            critic = stage.share(program.also(real, noise, loss=critic_loss))
+            critic.step(real, noise)
+        """
+        own = self._own
+        member = Member.over(program, self._device_mesh, self._tensors, own.guard)
+        for name in member.trained:
+            self._shown[name].train()
+        self._families.append(Family(member, self._device_mesh, own.choices, own.guard))
+        return SharedProgram(self, self._families[-1])
+
+    # inside ----------------------------------------------------------------------------------
+    @property
+    def _own(self) -> Family:
+        """The programs of the stage's own loss."""
+        return self._families[0]
+
+    @property
+    def _device_type(self) -> str:
+        return self._tensors.device.type
+
+    def _begin(self, family: Family) -> None:
+        """Run these programs, in the mode in which the first was compiled."""
+        self._families = [family]
+        self.training = family.mode_now == "train"
+
+    def _follow(self, other: SeveralPrograms) -> None:
+        """Take mode, seed and compiled programs of another stage of the same program."""
+        self._own.follow(other._own)
+        self.training = other.training
+
+    def _stepped(
+        self, family: Family, inputs: Sequence[Any], named: dict[str, Any],
+        scale: float | Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """A training step by one of the families; gradients are multiplied by ``scale``."""
+        self.check_no_hooks()
+        ready = family.step(inputs, named, self._device_type)
+        if ready is None:
+            return None
+        if scale is not None:
+            shown, half = list(self._shown.values()), family.first.role.is_half
+            return ready.whole(scaled_step(shown, ready.run, scale, is_half=half))
+        begin_all(self._shown.values())
+        try:
+            return ready.whole(ready.run())
+        finally:
+            end_all(self._shown.values())
+
+    def _called(self, family: Family, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
+        """A call of one of the families: results in eval mode, else the loss for ``backward``."""
+        if family.infers:
+            return family.forward(inputs, named, self._device_type)
+        ready = family.step(inputs, named, self._device_type)
+        if ready is None:
+            return None
+        shown, half = list(self._shown.values()), family.first.role.is_half
+        return ready.whole(loss_with_backward(shown, ready.run, is_half=half))
+
+    def check_no_hooks(self) -> None:
+        raise NotImplementedError
+
+    def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Let all programs follow ``.to()``, once the stage's tensors have."""
+        for family in self._families:
+            family.apply(fn)
+
+
+class SharedProgram:
+    """Another loss over a stage's weights; it follows the mode of the stage.
+
+    Its gradients add to those of the stage's parameters.
+    """
+
+    def __init__(self, stage: SeveralPrograms, family: Family) -> None:
+        self._stage, self._family = stage, family
+
+    def step(self, *inputs: Any, **named: Any) -> Any:
+        """One training step by this loss, as ``Stage.step``."""
+        scale = self._family.scale_in(named)
+        return self._stage._stepped(self._family, inputs, named, scale)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """In train mode the loss, ready for ``.backward()``; in eval mode the model's result."""
+        return self._stage._called(self._family, inputs, named)
+
+    def eval_step(self, *inputs: Any, **named: Any) -> Any:
+        """This loss in eval mode, without gradients, as ``Stage.eval_step``."""
+        return self._family.loss(inputs, named, self._stage._device_type)

@@ -1,0 +1,89 @@
+"""What a stage is asked to run: a step, a loss or a forward, in which mode, for which batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from partc.plan.sharding import dtype_name
+from partc.trace.arguments import Given
+from partc.trace.record import Kind
+
+if TYPE_CHECKING:
+    from partc.program import Program
+
+Mode = Literal["train", "eval"]
+Typed = tuple[tuple[int, ...], torch.dtype]
+WORDS = {"step": "step", "loss": "eval_step", "forward": "forward"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One program of a stage: shapes and dtypes of its inputs are those of the whole batch.
+
+    ``replicated``: every rank computes the whole batch, as data ranks cannot share its rows.
+    ``form``: of a forward beside a training step, what it is called with, as JSON of ``Arguments``.
+    """
+
+    kind: Kind
+    mode: Mode
+    inputs: tuple[Typed, ...]
+    replicated: bool = False
+    form: str = ""
+
+    @classmethod
+    def of(cls, kind: Kind, mode: Mode, inputs: Sequence[Tensor], form: str = "") -> Wanted:
+        return cls(kind, mode, tuple((tuple(x.shape), x.dtype) for x in inputs), form=form)
+
+    def as_text(self) -> str:
+        """Plain text for other ranks, and for ``program.json``; ``parse`` reads it."""
+        inputs = [[list(shape), dtype_name(dtype)] for shape, dtype in self.inputs]
+        return json.dumps([self.kind, self.mode, inputs, self.replicated, self.form])
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """The same from its text; ValueError or TypeError where that is malformed."""
+        kind, mode, inputs, replicated, form = json.loads(text)
+        of_types = type(replicated) is bool and type(form) is str
+        if kind not in WORDS or mode not in get_args(Mode) or not of_types:
+            raise ValueError(f"{text!r} is no step of a stage")
+        typed = (
+            (tuple(int(size) for size in shape), getattr(torch, str(dtype)))
+            for shape, dtype in inputs
+        )
+        return cls(kind, mode, tuple(typed), replicated, form)
+
+    def __str__(self) -> str:
+        """``step in train mode of (int64[8, 16], int64[8, 16])``."""
+        inputs = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in self.inputs)
+        alike = ", the same on every rank" if self.replicated else ""
+        return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}"
+
+
+class Recipe(Protocol):
+    """What compiled a program in this process, so that it can compile others of the same model."""
+
+    def program(self, wanted: Wanted, first: Program) -> Program:
+        """A program whose parameters are stored as those of ``first``."""
+        ...
+
+    def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
+        """What the model's forward is given by a call."""
+        ...
+
+    def ignores(
+        self, wanted: Wanted, to: Wanted, first: Program, values: Sequence[float | None]
+    ) -> str:
+        """Why rows that fill up a batch would change loss or gradients; empty if they do not."""
+        ...
+
+    def also(
+        self, inputs: Any, loss: Callable[..., Any] | None, first: Program
+    ) -> Program:
+        """A step of another loss, whose parameters are stored as those of ``first``."""
+        ...

@@ -1,0 +1,220 @@
+"""Compile more programs of a model, for other shapes, modes and losses, over the same weights."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import RunError
+from partc.plan import Cuts, Plan
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
+from partc.program import Program, check_model
+from partc.program.batch_fit import Rows
+from partc.program.wanted import Mode, Wanted
+from partc.trace.arguments import Arguments, Given
+from partc.trace.fingerprint import Fingerprint
+from partc.traced import Traced
+
+Compile = Callable[[Traced, Mesh, Plan], Program]
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A model and its loss as they were when they were compiled, and what compiles them.
+
+    The model is the script's: when nothing else holds it, its memory is freed, and no further
+    program can be compiled. ``training``: the mode of every module then, in the order of
+    ``modules()``. ``trained``: which parameters had gradients, in the order of ``parameters()``.
+    """
+
+    held: Callable[[], nn.Module | None]
+    loss: Callable[..., Any] | None
+    compile: Compile
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, loss: Callable[..., Any] | None, compile: Compile
+    ) -> Recipe:  # fmt: skip
+        training = tuple(module.training for module in model.modules())
+        return cls(
+            weakref.ref(model), loss, compile, training,
+            tuple(p.requires_grad for p in model.parameters()),
+        )  # fmt: skip
+
+    @property
+    def model(self) -> nn.Module:
+        """The model; RunError once it is gone."""
+        model = self.held()
+        if model is None:
+            raise RunError(
+                where="a further program of a stage",
+                what="the model is no longer there to compile it",
+                why="the script has deleted it, or never had it in a variable",
+                do="Keep the model (model.to('meta') frees its weights), compile ahead by "
+                "program.for_shapes(...), or give one by partc.with_model(program, model, loss).",
+            )
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as None: another process has not got the model."""
+        return _nothing, ()
+
+    def program(self, wanted: Wanted, first: Program) -> Program:
+        """A program whose parameters are stored as those of ``first``.
+
+        RunError if the model is not what it was.
+        """
+        plan = _plan_of(first, wanted)
+        with self.as_wanted(wanted.mode, first):
+            step = Traced(self.model, self._given(wanted, first), self.loss, wanted.kind)
+            made = self.compile(step, first.mesh, plan)
+        return replace(made, made_for=wanted, recipe=self)
+
+    def also(
+        self, inputs: Any, loss: Callable[..., Any] | None, first: Program
+    ) -> Program:
+        """A step of another loss, whose parameters are stored as those of ``first``."""
+        mode = first.wanted.mode
+        with self.as_wanted(mode, first):
+            step = Traced(self.model, inputs, loss, "step")
+            plan = Plan.parse(first.plan).changed(inputs={}, notes=(), pieces=1, of_another=True)
+            made = self.compile(step, first.mesh, plan)
+        mine = replace(self, loss=loss)
+        return replace(made, made_for=replace(made.wanted, kind="step", mode=mode), recipe=mine)
+
+    def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
+        """What the model's forward is given by a call."""
+        return Given.of_call(self.model, args, named)
+
+    def _given(self, wanted: Wanted, first: Program) -> Given:
+        """The arguments of the first program's loss, or of a forward, with tensors of a batch."""
+        forward = wanted.kind == "forward"
+        arguments = Arguments.of_json(json.loads(wanted.form)) if wanted.form else first.arguments
+        if forward and not wanted.form and first.wanted.kind != "forward":
+            return Given.of_call(self.model, _meta(wanted), {})
+        tensors = dict(zip(arguments.names, _meta(wanted), strict=True))
+        args, named = arguments.call(tensors, alike=False)
+        return Given.of_call(self.model, args, named, None if forward else self.loss)
+
+    def ignores(
+        self, wanted: Wanted, to: Wanted, first: Program, values: Sequence[float | None]
+    ) -> str:
+        """Why rows that fill up a batch would change loss or gradients; empty if they do not."""
+        from partc.verification.ignored_rows import why_not_ignored
+
+        with self.as_wanted(wanted.mode, first):
+            whole, filled = (
+                Traced(self.model, self._given(each, first), self.loss, wanted.kind).graph()
+                for each in (wanted, to)
+            )
+        return why_not_ignored(whole, filled, values)
+
+    @contextmanager
+    def as_wanted(self, mode: Mode, first: Program) -> Iterator[None]:
+        """The model in a mode, with gradients of the parameters that had them when compiled."""
+        modules, params = list(self.model.modules()), list(self.model.parameters())
+        before = [m.training for m in modules], [p.requires_grad for p in params]
+        self._check_unchanged(first)
+        try:
+            self._set(self.training, self.trained)
+            if (mode == "train") != self.model.training:
+                self.model.train(mode == "train")
+            with torch.enable_grad():
+                yield
+        finally:
+            self._set(*before)
+
+    def _set(self, training: Sequence[bool], trained: Sequence[bool]) -> None:
+        for module, flag in zip(self.model.modules(), training, strict=True):
+            module.training = flag
+        for param, flag in zip(self.model.parameters(), trained, strict=True):
+            param.requires_grad_(flag)
+
+    def _check_unchanged(self, first: Program) -> None:
+        changes = first.fingerprint.differences(Fingerprint.of(self.model))
+        if len(list(self.model.modules())) != len(self.training):
+            changes.append("it has other modules")
+        if not changes:
+            with self._modes_of_first():
+                changes = first.numbers.all_changes()
+        if changes:
+            raise RunError(
+                where=type(self.model).__name__,
+                what="the model is not what it was when the stage's first program was compiled",
+                why="; ".join(changes[:4]),
+                do="Compile it again, or leave it as it was until all shapes are compiled.",
+            )
+
+    @contextmanager
+    def _modes_of_first(self) -> Iterator[None]:
+        """The modes of all modules as they were: they are no change."""
+        now = [module.training for module in self.model.modules()]
+        trained = [p.requires_grad for p in self.model.parameters()]
+        try:
+            self._set(self.training, trained)
+            yield
+        finally:
+            self._set(now, trained)
+
+
+def with_model(
+    program: Program, model: nn.Module, loss: Callable[..., Any] | None = None
+) -> Program:
+    """A loaded program with its model, to compile programs for other shapes and modes when needed.
+
+    Args:
+        program: what ``load`` gave.
+        model: the model from which it was compiled, in the mode that it had; may be on ``meta``.
+        loss: the ``loss`` of ``compile``.
+
+    Raises:
+        LoadError: the program was compiled from another model.
+
+    Example::
+
+        program = partc.with_model(partc.load("build"), model, loss_of)
+    """
+    from partc.api import compile_again
+
+    check_model(Path(program.model), program.fingerprint, model)
+    again = compile_again(Plan.parse(program.plan).left_out, strict=False)
+    recipe = Recipe.of(model, loss, again)
+    return replace(program, recipe=recipe)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _meta(wanted: Wanted) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(s, dtype=d, device="meta") for s, d in wanted.inputs)
+
+
+def _plan_of(first: Program, wanted: Wanted) -> Plan:
+    """The first program's plan for another batch or kind: parameters stay where they are."""
+    plan = Plan.parse(first.plan)
+    rows = Rows.of(plan, first.mesh, list(first.inputs))
+    num = rows.microbatches(wanted, plan.microbatches) if wanted.kind == "step" else 1
+    inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs
+    if num == 1:
+        inputs = {name: _without_microbatches(cuts) for name, cuts in inputs.items()}
+    plan = plan.changed(
+        notes=(), pieces=1, of_another=True, microbatches=num, inputs=inputs
+    )  # fmt: skip
+    if wanted.kind != "step":
+        return plan.changed(schedule="", order="", recompute="cheap")
+    return plan if num == Plan.parse(first.plan).microbatches else plan.changed(order="")
+
+
+def _without_microbatches(cuts: Cuts) -> Cuts:
+    return {axis: layout for axis, layout in cuts.items() if axis != MICROBATCH_AXIS}

@@ -1,0 +1,527 @@
+"""Several shapes and modes over one stage's weights, on real gloo processes, in float64."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import RunError
+from partc.program import Program
+from partc.program.runtime import Stage
+from partc.verification.processes import Processes
+from tests.program.families import (
+    HIDDEN,
+    ROWS,
+    VOCAB,
+    Batch,
+    bytes_of_model,
+    close,
+    compare_step,
+    critic_loss,
+    gan,
+    images,
+    language,
+    language_loss,
+    maker_loss,
+    picture_loss,
+    pictures,
+    tokens,
+)
+
+pytestmark = pytest.mark.gloo
+LENGTHS = tuple(range(3, 15))  # twelve
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ddp": ("dp=2", "ddp", {}),
+    "fsdp": ("dp=2", "fsdp", {}),
+    "tp": ("tp=2", "megatron", {}),
+    "pp": ("pp=2", "ddp", {"microbatches": 2}),
+}
+
+
+def compiled(layout: str, batch: Batch, model: nn.Module | None = None) -> Program:
+    mesh, plan, options = LAYOUTS[layout]
+    return partc.compile(model or language(), mesh, batch, loss=language_loss, plan=plan, **options)
+
+
+def begun(program: Program, model: nn.Module, **choices: Any) -> Stage:
+    stage = program.module(**choices)
+    stage.load_full(model)
+    return stage
+
+
+# twelve lengths, and a partial batch ---------------------------------------------------------
+def follow(folder: Path) -> int:
+    """Train and evaluate batches of all lengths as one process does; the bytes of all tensors."""
+    stage, model = begun(partc.load(folder), language()), language()
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (stage, model))
+    for i, length in enumerate((*LENGTHS, *LENGTHS[:2])):
+        batch = tokens(ROWS - 2 * (i == 3), length, seed=i)  # one has fewer rows
+        compare_step(stage, model, stage.step(*batch), language_loss(model, *batch))
+        stage.step(*batch)
+        language_loss(model, *batch).backward()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        if i % 6 == 0:
+            stage.eval()
+            close(stage(batch[0]), model(batch[0]), "logits")
+            close(stage.eval_step(*batch), language_loss(model, *batch), "loss in eval mode")
+            assert all(p.grad is None for p in stage.parameters())
+            stage.train()
+    assert len(stage._own.members) == len(LENGTHS) + 4
+    return bytes_of_model(stage)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_twelve_lengths_train_and_evaluate_over_one_set_of_weights(
+    world: Processes, tmp_path: Path, layout: str
+) -> None:
+    """Loaded programs cannot compile: nothing is compiled in the loop."""
+    batches = [tokens(ROWS - 2 * (i == 3), n, i) for i, n in enumerate(LENGTHS)]
+    model = language()
+    program = compiled(layout, batches[0], model)
+    one = program.for_shapes(*batches)
+    looked = batches[::6]
+    one = one.for_shapes(*looked, modes=("eval",))
+    one = one.for_shapes(*(batch[:1] for batch in looked), modes=("forward",))
+    one.save(tmp_path / "many")
+    program.save(tmp_path / "one")
+    for many, alone in zip(
+        world.run(follow, tmp_path / "many", num=2),
+        world.run(bytes_of_weights, tmp_path / "one", num=2),
+        strict=True,
+    ):
+        assert many == alone
+
+
+def bytes_of_weights(folder: Path) -> int:
+    return bytes_of_model(begun(partc.load(folder), language()))
+
+
+def partial_batches(layout: str) -> None:
+    model, seven = language(), tokens(7, 4)
+    stage = begun(compiled(layout, tokens(ROWS, 4), model), model, partial="replicate")
+    reference = language()
+    compare_step(stage, reference, stage.step(*seven), language_loss(reference, *seven))
+    stage.eval()
+    close(stage(seven[0]), reference(seven[0]), "logits")
+    close(stage.eval_step(*seven), language_loss(reference, *seven), "loss in eval mode")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
+def test_a_partial_batch_is_computed_by_every_rank(world: Processes, layout: str) -> None:
+    world.run(partial_batches, layout, num=2)
+
+
+def odd_choices() -> list[str]:
+    """What a batch of seven rows does under each choice."""
+    seven, model, kept = tokens(7, 4), language(), language()
+    program = compiled("fsdp", tokens(ROWS, 4), kept)
+    told = []
+    try:
+        begun(program, model).step(*seven)
+    except RunError as error:
+        told.append(str(error))
+    assert begun(program, model, partial="drop").step(*seven) is None
+    filled = begun(program, model, partial="pad", pad={"ids": 0, "labels": -100})
+    compare_step(filled, model, filled.step(*seven), language_loss(model, *seven))
+    assert len(filled._own.members) == 1
+    try:  # the targets are not ignored, and the loss is a mean over more rows
+        begun(program, model, partial="pad", pad={"ids": 0, "labels": 0}).step(*seven)
+    except RunError as error:
+        told.append(str(error))
+    return told
+
+
+def test_a_partial_batch_is_an_error_dropped_or_filled_up(world: Processes) -> None:
+    refused, unproved = world.run(odd_choices, num=2)[0]
+    assert "a batch of 7 cannot be shared by 2 data ranks" in refused
+    assert 'partial="replicate"' in refused
+    assert "rows that the loss ignores (loss differs)" in unproved
+
+
+def filled_norms() -> str:
+    kept = pictures()
+    program = partc.compile(kept, "dp=2", images(8), loss=picture_loss, plan="ddp")
+    stage = begun(program, kept, partial="pad", pad={"x": 0, "y": -100})
+    try:
+        stage.step(*images(7))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_that_change_a_batch_norm_are_not_ignored(world: Processes) -> None:
+    assert "rows that the loss ignores" in world.run(filled_norms, num=2)[0]
+
+
+# on demand -----------------------------------------------------------------------------------
+def on_demand() -> tuple[list[str], str]:
+    """Compiles three programs, and no fourth."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("partc").addHandler(handler)
+    logging.getLogger("partc").setLevel(logging.DEBUG)
+    model = language()
+    stage = begun(compiled("fsdp", tokens(ROWS, 4), model), model, most_programs=3)
+    model.eval()  # the model's own mode decides nothing
+    reference = language()
+    for length in (4, 5, 4, 5):
+        batch = tokens(ROWS, length)
+        compare_step(stage, reference, stage.step(*batch), language_loss(reference, *batch))
+    with torch.inference_mode():
+        close(stage.eval_step(*tokens(ROWS, 5)), language_loss(reference, *tokens(ROWS, 5)), "")
+    assert not model.training
+    try:
+        stage.step(*tokens(ROWS, 6))
+    except RunError as error:
+        return records, str(error)
+    return records, ""
+
+
+def test_programs_are_made_when_first_needed_and_bounded(world: Processes) -> None:
+    told, refused = world.run(on_demand, num=2)[0]
+    assert len(told) == 2
+    assert told[0].startswith("partc compiled a program in ")
+    assert "step in train mode of (int64[8, 5], int64[8, 5])" in told[0]
+    assert "eval_step in eval mode" in told[1]
+    assert "the stage has 3 programs already" in refused
+
+
+def changed_model() -> str:
+    model = language()
+    stage = begun(compiled("ddp", tokens(ROWS, 4), model), model)
+    model.head = nn.Linear(HIDDEN, VOCAB + 1, bias=False).double()
+    with pytest.raises(RunError) as error:
+        stage.step(*tokens(ROWS, 5))
+    return str(error.value)
+
+
+def test_another_model_than_the_compiled_one_is_refused(world: Processes) -> None:
+    told = world.run(changed_model, num=2)[0]
+    assert "the model is not what it was when the stage's first program was compiled" in told
+    assert "head.weight" in told
+
+
+def without_a_model() -> str:
+    stage = begun(compiled("ddp", tokens(ROWS, 4)), language())
+    with pytest.raises(RunError) as error:
+        stage.step(*tokens(ROWS, 5))
+    return str(error.value)
+
+
+def test_a_model_that_is_gone_is_named(world: Processes) -> None:
+    assert "the model is no longer there" in world.run(without_a_model, num=2)[0]
+
+
+# modes ---------------------------------------------------------------------------------------
+def modes_of_pictures(mesh: str, plan: str) -> None:
+    """Batch norm trains its statistics and evaluates with them; dropout is off in eval mode."""
+    compiled_from, model = pictures(), pictures()
+    compiled_from.drop.p = model.drop.p = 0.0
+    program = partc.compile(compiled_from, mesh, images(8), loss=picture_loss, plan=plan)
+    stage = begun(program, compiled_from)
+    for seed, rows in enumerate((8, 6, 8)):
+        batch = images(rows, seed=seed)
+        stage.train()
+        compiled_from.eval()
+        compare_step(stage, model.train(), stage.step(*batch), picture_loss(model, *batch))
+        stage.eval()
+        close(stage(batch[0]), model.eval()(batch[0]), "results")
+        close(stage.eval_step(*batch), picture_loss(model, *batch), "loss in eval mode")
+        for name, buffer in stage.named_buffers():
+            close(buffer, model.get_buffer(name), name)
+    with pytest.raises(RunError, match="the stage is in eval mode"):
+        stage.step(*images(8))
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("pp=2", "ddp")])
+def test_train_and_eval_mean_what_they_say(world: Processes, mesh: str, plan: str) -> None:
+    world.run(modes_of_pictures, mesh, plan, num=2)
+
+
+def dropped_out() -> None:
+    """Evaluations between two steps do not change what the steps draw."""
+    kept = pictures()
+    program = partc.compile(kept, "dp=2", images(8), loss=picture_loss, plan="ddp")
+    plain, between = (begun(program, pictures()) for _ in range(2))
+    for stage in (plain, between):
+        stage.seed(5)
+    for seed in range(2):
+        between.eval_step(*images(8))
+        close(between.step(*images(8, seed=seed)), plain.step(*images(8, seed=seed)), "loss")
+    assert plain.seeded == between.seeded == (5, 2)
+    twin = copy.deepcopy(between)
+    close(twin.step(*images(8)), plain.step(*images(8)), "loss of a copy")
+
+
+def test_evaluations_leave_the_draws_of_steps_alone(world: Processes) -> None:
+    world.run(dropped_out, num=2)
+
+
+def evaluated_first() -> None:
+    """A model that is compiled in eval mode trains so, until ``train()`` is called."""
+    model = pictures().eval()
+    stage = begun(partc.compile(model, "dp=2", images(8), loss=picture_loss, plan="ddp"), model)
+    assert not stage.training
+    reference = pictures().eval()
+    for rows in (8, 6):
+        batch = images(rows)
+        compare_step(stage, reference, stage.step(*batch), picture_loss(reference, *batch))
+    stage.train()
+    stage.step(*images(8))
+    assert not torch.equal(stage.get_buffer("norm.running_mean"), torch.zeros(4))
+
+
+def test_a_model_in_eval_mode_trains_in_eval_mode_until_told_otherwise(world: Processes) -> None:
+    world.run(evaluated_first, num=2)
+
+
+# ranks that differ ---------------------------------------------------------------------------
+def hundred_lengths(folder: Path) -> None:
+    """Each rank fills its batch up to a length of its own; all take the longest."""
+    stage = begun(partc.load(folder), language(), pad={"ids": 0, "labels": -100})
+    reference, mine = language(), torch.Generator().manual_seed(dist.get_rank())
+    lengths = torch.Generator().manual_seed(9)
+    for step in range(100):
+        length = int(torch.randint(3, 8, (), generator=lengths))
+        more = int(torch.randint(0, 8 - length, (), generator=mine))
+        ids, labels = tokens(ROWS, length, step)
+        filled = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=-100)
+        loss, expected = stage.step(*filled), language_loss(reference, ids, labels)
+        compare_step(stage, reference, loss, expected)
+    assert len(stage._own.members) > 3
+
+
+def test_a_hundred_steps_whose_lengths_differ_between_ranks(
+    world: Processes, tmp_path: Path
+) -> None:
+    model = language()
+    program = compiled("fsdp", tokens(ROWS, 3), model)
+    program.for_shapes(*(tokens(ROWS, n) for n in range(3, 8))).save(tmp_path / "program")
+    world.run(hundred_lengths, tmp_path / "program", num=2)
+
+
+def two_shapes(pad: dict[str, float] | None) -> str:
+    stage = begun(compiled("ddp", tokens(ROWS, 4)), language(), pad=pad)
+    try:
+        stage.step(*tokens(ROWS, 4 + dist.get_rank()))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_lengths_are_named_on_every_rank(world: Processes) -> None:
+    for told in world.run(two_shapes, None, num=2):
+        assert "ranks 0: step in train mode of (int64[8, 4], int64[8, 4])" in told
+        assert "ranks 1: step in train mode of (int64[8, 5], int64[8, 5])" in told
+    for told in world.run(two_shapes, {"ids": 0}, num=2):
+        assert "ranks differ in what they run" in told
+
+
+def other_calls() -> str:
+    stage = begun(compiled("ddp", tokens(ROWS, 4)), language())
+    try:
+        if dist.get_rank():
+            stage.step(*tokens(ROWS, 4))
+        else:
+            stage.eval_step(*tokens(ROWS, 4))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_that_evaluates_alone_is_named(world: Processes) -> None:
+    for told in world.run(other_calls, num=2):
+        assert "ranks 0: eval_step in eval mode" in told
+
+
+def moved() -> None:
+    """Programs follow ``.double()``: those that are there already, and those made later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB))
+    program = partc.compile(model, "dp=2", tokens(ROWS, 4), loss=language_loss, plan="fsdp")
+    stage = begun(program, model)
+    stage.step(*tokens(ROWS, 5))
+    stage.zero_grad()
+    stage.double()
+    reference = copy.deepcopy(model).double()
+    for length in (4, 5, 6):
+        batch = tokens(ROWS, length)
+        compare_step(stage, reference, stage.step(*batch), language_loss(reference, *batch))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RunError, match=r"it runs inside of torch\.autocast"),
+    ):
+        stage.step(*tokens(ROWS, 7))
+    assert len(stage._own.programs) == 3
+
+
+def test_programs_follow_the_stage_to_another_dtype(world: Processes) -> None:
+    world.run(moved, num=2)
+
+
+def only_one() -> None:
+    """A stage that may have one program refuses all else, and asks no other rank."""
+    model = language()
+    stage = begun(compiled("ddp", tokens(ROWS, 4), model), model, most_programs=1)
+    with pytest.raises(RunError, match="the program was compiled for one global batch"):
+        stage.step(*tokens(ROWS, 5))
+    stage.eval()
+    for call in (stage, stage.eval_step):
+        with pytest.raises(RunError, match="the stage has 1 programs already"):
+            call(*tokens(ROWS, 4))
+    assert all(p.grad is None for p in stage.parameters())
+
+
+def test_a_stage_of_one_program_runs_nothing_else(world: Processes) -> None:
+    world.run(only_one, num=2)
+
+
+# several losses, backwards and optimizers ----------------------------------------------------
+def train_gan(mesh: str, plan: str) -> None:
+    """Two losses over one set of weights, an optimizer for each half of the model."""
+    model, reference = gan(), gan()
+    generator = torch.Generator().manual_seed(0)
+    real, noise = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (6, 4))
+    program = partc.compile(model, mesh, (real, noise), loss=critic_loss, plan=plan)
+    stage = begun(program, model)
+    maker = stage.share(program.also(noise, loss=maker_loss))
+    ours, theirs = ([optimizer_of(m, half) for half in HALVES] for m in (stage, reference))
+    for _ in range(3):
+        turns: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
+            (critic_loss, stage.step, (real, noise)), (maker_loss, maker.step, (noise,)),
+        ]  # fmt: skip
+        for which, (loss, run, batch) in enumerate(turns):
+            stage.zero_grad()
+            reference.zero_grad()
+            expected = loss(reference, *batch)
+            close(run(*batch), expected, loss.__name__)
+            expected.backward()
+            ours[which].step()
+            theirs[which].step()
+    for name, tensor in stage.full_state_dict().items():
+        close(tensor, reference.get_parameter(name), name)
+    close(maker.eval_step(noise[:4]), maker_loss(reference, noise[:4]), "a smaller batch")
+    assert bytes_of_model(stage) == bytes_alone(program)
+
+
+HALVES = ("critic", "maker")
+
+
+def optimizer_of(model: nn.Module, half: str) -> torch.optim.Optimizer:
+    params = [p for name, p in model.named_parameters() if name.startswith(half)]
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def bytes_alone(program: Program) -> int:
+    return bytes_of_model(program.module())
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
+def test_a_generator_and_its_critic_share_weights(world: Processes, mesh: str, plan: str) -> None:
+    world.run(train_gan, mesh, plan, num=2)
+
+
+def otherwise_stored() -> None:
+    model, noise = gan(), torch.randn(8, 4, dtype=torch.float64)
+    real = torch.randn(8, 6, dtype=torch.float64)
+    stage = partc.compile(model, "dp=2", (real, noise), loss=critic_loss, plan="ddp").module()
+    other = partc.compile(model, "dp=2", (noise,), loss=maker_loss, plan="fsdp")
+    with pytest.raises(RunError, match="programs of one stage share the memory of its weights"):
+        stage.share(other)
+
+
+def test_a_program_that_stores_weights_otherwise_is_refused(world: Processes) -> None:
+    world.run(otherwise_stored, num=2)
+
+
+def two_backwards() -> None:
+    """Losses of two lengths, added up before one backward; then a layer is frozen and thawed."""
+    kept, model = language(), language()
+    stage = begun(compiled("fsdp", tokens(ROWS, 4), kept), kept)
+    batches = tokens(ROWS, 4), tokens(ROWS, 5)
+    loss = 2 * stage(*batches[0]) + stage(*batches[1])
+    loss.backward()
+    expected = 2 * language_loss(model, *batches[0]) + language_loss(model, *batches[1])
+    compare_step(stage, model, loss, expected)
+    for frozen in (True, False):
+        for each in (stage, model):
+            each.get_parameter("mix.weight").requires_grad_(not frozen)
+        for batch in batches:
+            compare_step(stage, model, stage.step(*batch), language_loss(model, *batch))
+
+
+def test_two_lengths_in_one_backward_and_frozen_layers(world: Processes) -> None:
+    world.run(two_backwards, num=2)
+
+
+# generation ----------------------------------------------------------------------------------
+def generated(model: Callable[[Tensor], Tensor], prompt: Tensor, size: int) -> Tensor:
+    """Plain greedy and sampling code, in a window of one length: positions behind are not seen."""
+    ids, draw = torch.zeros(len(prompt), size, dtype=torch.long), torch.Generator().manual_seed(0)
+    ids[:, : prompt.shape[1]] = prompt
+    for at in range(prompt.shape[1], size):
+        logits = model(ids)[:, at - 1]
+        taken = logits.argmax(-1)
+        if at % 2:
+            taken = torch.multinomial(logits.softmax(-1), 1, generator=draw)[:, 0]
+        ids[:, at] = taken
+    return ids
+
+
+def generate(layout: str, rows: int) -> None:
+    model, prompt = language(), tokens(rows, 3)[0]
+    stage = begun(compiled(layout, tokens(ROWS, 8), model), model).eval()
+    found = generated(stage, prompt, 8)
+    assert torch.equal(found, generated(model, prompt, 8))
+    assert len(stage._own.members) == 2
+
+
+@pytest.mark.parametrize(("layout", "rows"), [("ddp", 2), ("fsdp", 1), ("tp", 1), ("pp", 2)])
+def test_a_language_model_generates_without_compiling_for_each_length(
+    world: Processes, layout: str, rows: int
+) -> None:
+    world.run(generate, layout, rows, num=2)
+
+
+def several_results() -> None:
+    """A model that returns a dict or a tuple gives the same by names and places."""
+    model = Both().double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    stage = begun(partc.compile(model, "dp=2", (x,), loss=first_of, plan="ddp"), model).eval()
+    found, (one, two) = stage(x), model(x)
+    close(found[0], one, "first")
+    close(found[1], two, "second")
+    with pytest.raises(AttributeError, match="the model returns 0, 1, not logits"):
+        _ = found.logits
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, y.square()
+
+
+def first_of(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.as_tensor(model(x)[0].square().mean())
+
+
+def test_several_results_have_names_and_places(world: Processes) -> None:
+    world.run(several_results, num=2)
