@@ -34,8 +34,8 @@ from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import Stages, stage_ways
 from partc.plan import Plan
-from partc.plan.batch import dealt
-from partc.plan.mesh import PP, Mesh, MeshLike
+from partc.plan.batch import Dealt, dealt
+from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh, MeshLike
 from partc.plan.plan_text import check_words
 from partc.plan.sharding import dtype_name
 from partc.printing import in_pieces
@@ -386,9 +386,21 @@ def program_of(state: State) -> Program:
         dealt=dealt(plan, graph.inputs),
         arguments=made["source"].given.arguments,
         returns=made["source"].returns.tree,
+        results=_own_rows(state),
         schedule=write_csv(order) if order else "",
         draws=drawn_by(state.stages or [state.graph], graph),
     )
+
+
+def _own_rows(state: State) -> dict[str, Dealt]:
+    """How the results are cut of which every rank has its own rows."""
+    found = {}
+    for graph in state.stages or [state.graph]:
+        for name, node in graph.outputs.results.items():
+            lies = value(node).sharding.without([MICROBATCH_AXIS], graph.mesh)
+            cuts = lies.cuts()
+            found[name] = tuple((a, x.dim, lies.local_outer(a, graph.mesh)) for a, x in cuts)
+    return {name: cuts for name, cuts in found.items() if cuts}
 
 
 def _basis(state: State) -> Basis:

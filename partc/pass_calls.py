@@ -141,7 +141,7 @@ def propagate(graph: Graph, plan: Plan, strict: bool) -> dict[str, object]:
     warnings = [*plan.notes, *graph.frozen, *_untrained(graph)]
     choices = sharding.propagate(graph, plan, strict=strict, warnings=warnings)
     notes = [note for note in warnings if not note.startswith(NOTE)]  # of an earlier compile
-    notes += notes_on_extras(graph)
+    notes += notes_on_extras(graph, plan)
     return {"choices": choices, "plan": plan.changed(notes=tuple(dict.fromkeys(notes)))}
 
 

@@ -89,10 +89,10 @@ class _Run:
         step: Any = role.build(ThreadMesh(self.program.mesh, rank))
         convert(step, torch.float64)
         loss, results = self._ran(role, step, rank, (0, 1))
-        whole = {f"result {n}": x.detach().clone() for n, x in results.items()}
+        whole, rows = self._results(results)
         if loss is None:
-            return Outcome(whole, _buffers(role, step))
-        pieces = _cloned({**_grads(role, step), **_buffers(role, step)})
+            return Outcome(whole, {**rows, **_buffers(role, step)})
+        pieces = rows | _cloned({**_grads(role, step), **_buffers(role, step)})
         self._ran(role, step, rank, (0, 2))
         grads = _cloned(_grads(role, step))
         twice = {f"accumulated {label}": piece for label, piece in grads.items()}
@@ -100,6 +100,20 @@ class _Run:
             step.seed(SEED, STEPS)
             self._ran(role, step, rank, (SEED, STEPS + 1))
         return Outcome({"loss": loss, **whole}, {**pieces, **twice})
+
+    def _results(self, results: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Piece]]:
+        """Results that every rank has whole, and those of which it has its rows, by label."""
+        whole, rows = {}, {}
+        for name, x in results.items():
+            cuts, mine = self.program.results.get(name), x.detach().clone()
+            if cuts is None:
+                whole[f"result {name}"] = mine
+                continue
+            shape = list(x.shape)
+            for axis, dim, _ in cuts:
+                shape[dim] *= self.program.mesh.size(axis)
+            rows[f"result {name}"] = Shard("", name, tuple(shape), x.dtype, cuts), mine
+        return whole, rows
 
     def _ran(self, role: Role, step: Any, rank: int, at: tuple[int, int]) -> Any:
         """What a step on the seeded numbers returns; ``at``: the seed and the step's number."""

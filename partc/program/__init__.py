@@ -91,6 +91,8 @@ class Program:
             pieces (``batch="local"``); empty where it takes the whole batch.
         arguments: where these stand in the arguments of a step.
         returns: what a step gives back, where that is more than its loss.
+        results: how the extras and results are cut of which a rank gets its own rows alone, as
+            (axis, dim, outer).
         schedule: of a pipeline its order as CSV, otherwise empty.
         basis: what predictions rest on.
         numbers: the numbers of the model's Python, in the process that compiled it.
@@ -116,6 +118,7 @@ class Program:
     dealt: Mapping[str, Dealt] = field(default_factory=dict)
     arguments: Arguments = field(default_factory=Arguments)
     returns: Tree | None = None
+    results: Mapping[str, Dealt] = field(default_factory=dict)
     schedule: str = ""
     basis: Basis = field(default_factory=Basis, compare=False)
     numbers: FrozenNumbers = field(default_factory=FrozenNumbers, compare=False, repr=False)
@@ -334,6 +337,7 @@ class Program:
             dealt=self.dealt,
             arguments=self.arguments,
             returns=self.returns,
+            results=self.results,
             fingerprint=self.fingerprint,
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
@@ -419,6 +423,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         dealt=manifest.dealt,
         arguments=manifest.arguments,
         returns=manifest.returns,
+        results=manifest.results,
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,

@@ -55,6 +55,7 @@ class Manifest:
     others: Mapping[str, str]  # folder of a program of another shape or mode -> its digest
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
+    results: Mapping[str, Dealt] = field(default_factory=dict)  # of which a rank has its rows
     dealt: Mapping[str, Dealt] = field(default_factory=dict)  # of inputs given in pieces
 
     def as_json(self) -> str:
@@ -71,6 +72,7 @@ class Manifest:
             },
             "arguments": self.arguments.as_json(),
             "returns": None if self.returns is None else self.returns.as_json(),
+            "results": {name: [list(cut) for cut in cuts] for name, cuts in self.results.items()},
             "fingerprint": {
                 name: [spec.kind, list(spec.shape), spec.dtype]
                 for name, spec in self.fingerprint.tensors.items()
@@ -138,6 +140,7 @@ class Manifest:
             dealt={n: _cuts(*cuts) for n, (_, _, *cuts) in fields["inputs"].items() if cuts},
             arguments=_arguments(fields["arguments"], [*fields["inputs"]]),
             returns=None if fields["returns"] is None else Tree.of_json(fields["returns"]),
+            results={_text(n): _cuts(cuts) for n, cuts in fields["results"].items()},
             fingerprint=Fingerprint(
                 {n: _spec(*entry) for n, entry in fields["fingerprint"].items()}
             ),
@@ -153,7 +156,7 @@ class Manifest:
 
 
 _FIELDS = {
-    "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "fingerprint",
+    "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "results", "fingerprint",
     "cost", "basis", "draws", "expected", "fixed", "wanted", "others", "files",
 }  # fmt: skip
 

@@ -241,7 +241,8 @@ class _Rank:
         reference, role = self.job.reference, self.role
         self._fill()
         loss, results = self._run()
-        yield from self._whole("result" if loss is None else "extra", results, reference.results)
+        kind, wanted = "result" if loss is None else "extra", self._rows(reference.results)
+        yield from self._whole(kind, results, wanted)
         if loss is None:
             yield from self._buffers()
             return
@@ -325,6 +326,14 @@ class _Rank:
             yield Row(
                 _difference(found[name], expected[name]) / scale, kind, name, self.rank, noise
             )
+
+    def _rows(self, results: Tensors) -> dict[str, Tensor]:
+        """The results as this rank gets them: its own rows, or all of them."""
+        cuts = self.job.program.results
+        return {
+            name: self._take(Shard("", name, tuple(x.shape), x.dtype, cuts.get(name, ())), x)
+            for name, x in results.items()
+        }
 
     def _held(self) -> dict[str, Tensor]:
         return self.role.tensors(self.step)

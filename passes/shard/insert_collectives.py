@@ -352,13 +352,15 @@ class _Partition:
 
     def _collected(self, node: fx.Node) -> fx.Node:
         """A result of the step, with the microbatches' parts concatenated or added up."""
-        layout, want = value(node).sharding.on(MICROBATCH_AXIS), sharding_of_result(node)
+        layout = value(node).sharding.on(MICROBATCH_AXIS)
+        want = sharding_of_result(node, self.graph, self.plan)
         if layout.kind == "U":
             return self._sum(node, want, "step")
         if layout.kind != "cut":
             return self._final(node, want)
         mesh = self.graph.mesh
-        turn = self._get(node, want.with_(MICROBATCH_AXIS, layout, mesh), value(node))
+        mine = sharding_of_result(node, self.graph, self.plan, in_turn=True)
+        turn = self._get(node, mine, value(node))
         kwargs = {
             "axis": MICROBATCH_AXIS,
             "num": mesh.size(MICROBATCH_AXIS),

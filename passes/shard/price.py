@@ -7,16 +7,15 @@ price. No machine is needed: prices are in bytes, not seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from torch import fx
 
-from partc.graph import Graph, Outputs, first_operand, is_weight, results_of, value
+from partc.graph import Graph, first_operand, is_weight, results_of, value
 from partc.graph.casts import is_cast, widens
 from partc.passes.shard.reshard import transition_cost
-from partc.passes.shard.results import sharding_of_result
+from partc.passes.shard.results import own_rows
 from partc.plan import Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, R, Sharding, cut
@@ -253,16 +252,13 @@ def _divides(
 
 
 def _final_layouts(graph: Graph, plan: Plan, axis: str) -> dict[fx.Node, Layout]:
-    """The layouts of the step's results on ``axis``; gradients as their parameters are stored."""
-    return {node: final.on(axis) for node, final in wanted_results(graph.outputs, plan)}
+    """The layouts of the step's results on ``axis``; gradients as their parameters are stored.
 
-
-def wanted_results(outputs: Outputs, plan: Plan) -> Iterator[tuple[fx.Node, Sharding]]:
-    """Each result of the step with the sharding that it must end in."""
-    for name, node in outputs.grads.items():
-        yield node, plan.sharding(plan.stored(name))
-    for result in (outputs.loss, *outputs.buffers.values()):
-        if result is not None:
-            yield result, Sharding()
-    for result in outputs.results.values():
-        yield result, sharding_of_result(result)
+    Results of which ranks keep their own rows along this axis may lie as they come.
+    """
+    outputs = graph.outputs
+    found = {g: plan.sharding(plan.stored(n)).on(axis) for n, g in outputs.grads.items()}
+    others = [outputs.loss, *outputs.buffers.values()]
+    if axis not in own_rows(graph, plan):
+        others += outputs.results.values()
+    return found | {result: R for result in others if result is not None}

@@ -2,6 +2,7 @@
 
 A result is that of the single-device step on the global batch. One that is cut along the batch is
 gathered, one that is summed over the batch is reduced; over microbatches the same is done in time.
+Where ranks are given samples of their own (``batch = "local"``), they keep their own rows.
 """
 
 from __future__ import annotations
@@ -11,18 +12,30 @@ from collections.abc import Iterator
 from torch import fx
 
 from partc.graph import Graph, value
+from partc.plan import Plan
+from partc.plan.batch import given
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import Sharding
 
 NOTE = "extra "  # with which the plan's note on each begins
 
 
-def sharding_of_result(node: fx.Node) -> Sharding:
-    """How a result lies when the step ends: every rank has the whole of it."""
-    return Sharding()
+def sharding_of_result(
+    node: fx.Node, graph: Graph, plan: Plan, *, in_turn: bool = False
+) -> Sharding:
+    """How a result lies when the step ends, or with ``in_turn`` what one microbatch adds to it."""
+    kept = {MICROBATCH_AXIS} if in_turn else set()
+    have, own = value(node).sharding, own_rows(graph, plan)
+    kept |= {axis for axis, _ in have.cuts() if axis in own}
+    return have.without([axis for axis in graph.mesh.names if axis not in kept], graph.mesh)
 
 
-def notes_on_extras(graph: Graph) -> Iterator[str]:
+def own_rows(graph: Graph, plan: Plan) -> set[str]:
+    """The axes along which ranks are given samples of their own."""
+    return {axis for name in graph.inputs for axis, _ in given(name, plan, graph.mesh).cuts()}
+
+
+def notes_on_extras(graph: Graph, plan: Plan) -> Iterator[str]:
     """A sentence on each extra of a training step: ``extra logits: f32[8,10], gathered over dp``.
 
     The graph has its shardings, and no collectives yet.
@@ -30,17 +43,19 @@ def notes_on_extras(graph: Graph) -> Iterator[str]:
     if graph.loss is None:
         return
     for name, node in graph.outputs.results.items():
-        known = value(node)
-        typed = Sharding().typed(known.shape, known.dtype)
-        yield f"{NOTE}{name}: {typed}, {', '.join(_ways(node)) or 'the same on every rank'}"
+        known, lies = value(node), sharding_of_result(node, graph, plan)
+        ways = [*(["this rank's rows"] if lies.cuts() else []), *_ways(node, lies)]
+        told = ", ".join(ways) or "the same on every rank"
+        yield f"{NOTE}{name}: {lies.typed(known.shape, known.dtype)}, {told}"
 
 
-def _ways(node: fx.Node) -> Iterator[str]:
+def _ways(node: fx.Node, lies: Sharding) -> Iterator[str]:
     """How ranks and microbatches come to the whole of a result."""
     words = {"cut": "gathered over", "U": "summed over", "M": "the largest over"}
     layouts = dict(value(node).sharding.layouts)
     for kind, word in words.items():
-        axes = [a for a, each in layouts.items() if each.kind == kind and a != MICROBATCH_AXIS]
+        left = {*dict(lies.layouts), MICROBATCH_AXIS}
+        axes = [a for a, each in layouts.items() if each.kind == kind and a not in left]
         if axes:
             yield f"{word} {' and '.join(axes)}"
     over = layouts.get(MICROBATCH_AXIS)
