@@ -16,7 +16,7 @@ from partc.codegen.repeats.layers import Layers
 from partc.codegen.text import Line
 from partc.graph import Graph, Phase, value
 from partc.graph.tied import Tied
-from partc.plan.mesh import PP
+from partc.plan.mesh import MICROBATCH_AXIS, PP
 from partc.quoting import literal
 from partc.schedules.actions import Action, Kind, Schedule
 
@@ -170,7 +170,9 @@ class RankStep:
             for name, node in graph.outputs.results.items():
                 key = f"results[{literal(name)}]"
                 if source != self.rank:
-                    shape, dtype = literal(tuple(value(node).shape)), literal(value(node).dtype)
+                    lies = value(node).sharding.without([MICROBATCH_AXIS], graph.mesh)
+                    shape = literal(lies.local_shape(value(node).shape, graph.mesh))
+                    dtype = literal(value(node).dtype)
                     empty = f"torch.empty({shape}, dtype={dtype}, device={self._device})"
                     yield Line(f"{key} = {empty}")
                 elif self.schedule.ranks > 1:  # c10d wants contiguous memory

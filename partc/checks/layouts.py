@@ -134,6 +134,8 @@ def _check_move(node: fx.Node, move: Move, result: fx.Node, mesh: Mesh) -> None:
         outer = move.kwargs.get("outer", 1)
         if want.on(axis) == after and want.local_outer(axis, mesh) == outer:
             return
+    if move.target is collectives.collect and _is_of_every_piece(want, have, axis, mesh):
+        return
     if want != have.with_(axis, after, mesh) or value(move.operand).shape != value(result).shape:
         why = f"it makes {axis} {after} and leaves the other axes alone"
         raise wrong(node, why, "Correct its note, axis or dim.")

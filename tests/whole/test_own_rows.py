@@ -1,0 +1,63 @@
+"""Results of programs whose ranks are given samples of their own: each gets its own rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = x + self.second(x).tanh()
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = model(x)
+    right = (logits.argmax(-1) == y).float()
+    extras = {"logits": logits, "by_feature": logits.T, "accuracy": right.mean(), "right": right}
+    return F.cross_entropy(logits, y), extras
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "microbatches"),
+    [
+        ("dp=2", "ddp", 1),
+        ("dp=2", "fsdp", 2),
+        ("dp=2,tp=2", "fsdp+megatron", 1),
+        ("pp=2,dp=2", "ddp", 2),
+        ("dp_replicate=2,dp_shard=2", "hsdp", 1),
+    ],
+)
+def test_extras_are_those_of_the_ranks_own_rows(mesh: str, plan: str, microbatches: int) -> None:
+    torch.manual_seed(0)
+    model, ranks = Net(), partc.Mesh.of(mesh)
+    num = 16 // (4 if "replicate" in mesh else 2)
+    piece = torch.randn(num, 6), torch.randint(4, (num,))
+    program = partc.compile(
+        model, ranks, piece, loss=loss_of, plan=plan, batch="local", microbatches=microbatches
+    )
+    assert {*program.results} == {"logits", "by_feature", "right"}
+    assert "this rank's rows" in program.plan
+    gathered = [line for line in program.source(0).splitlines() if "logits" in line]
+    assert not any("all_gather" in line for line in gathered)
+    partc.verify(program, model, piece, loss=loss_of).check()
+
+
+def test_results_of_a_forward_are_the_ranks_own_rows() -> None:
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(4, 6)
+    with torch.no_grad():
+        program = partc.compile(model, "dp=2,tp=2", (x,), plan="fsdp+megatron", batch="local")
+        partc.verify(program, model, (x,)).check()
+    assert program.results == {"result": (("dp", 0, 1),)}
