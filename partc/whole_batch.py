@@ -1,7 +1,7 @@
 """The step of the global batch where the example inputs are one rank's piece of it.
 
-In: a plan with ``batch = "local"``, and example inputs with one rank's samples. Out: a ``Traced`` of
-all data ranks' samples, and the plan with what was found of the batch's dims. Dim 0 is tried
+In: a plan with ``batch = "local"``, and example inputs with one rank's samples. Out: a ``Traced``
+of all data ranks' samples, and the plan with what was found of the batch's dims. Dim 0 is tried
 first; where the model does not run so, one rank's step tells which dims are the batch.
 """
 
@@ -64,10 +64,10 @@ class _Pieces:
         step = self._of(usual)
         try:
             graph = self._graph(step)
-        except PartcError:
+        except PartcError as error:
             found = self._found(self._graph(self._of({})), usual)
             if found is None:
-                raise
+                raise _not_along_dim_0(error) from error
         else:
             found = self._found(graph, usual)
             if found is None:
@@ -113,12 +113,13 @@ class _Pieces:
 
 
 def _times(x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
-    """A tensor without data in the shape of all ranks' pieces together, in the same memory order."""
+    """A tensor without data for all ranks' pieces together, its dims in the same memory order."""
     shape = [*x.shape]
     for axis, layout in spread_batch(cuts, mesh).items():
         if layout != R and axis in mesh.names:
             shape[layout.dim] *= mesh.size(axis)
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     made = torch.empty([shape[dim] for dim in order], dtype=x.dtype, device="meta")
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
@@ -130,4 +131,14 @@ def _open(mesh: Mesh) -> PlanError:
         why="how large the global batch is follows from the number of data ranks, which the search "
         "would choose",
         do='Give the mesh axes ("dp=8"), or compile a partc.Traced of the global batch.',
+    )
+
+
+def _not_along_dim_0(error: PartcError) -> PlanError:
+    return PlanError(
+        where="inputs",
+        what="the model runs on one rank's samples, but not on those of all ranks along dim 0",
+        why=str(error).partition("\n")[0],
+        do='Say which dim is the batch, for example [inputs] "x" = { batch = 1 } in the plan, and '
+        '"x" = {} for what every rank is given alike; or give examples of several samples.',
     )

@@ -28,7 +28,7 @@ class StepChecks:
         self.role, self.numbers, self.num_steps = role, numbers, 0
         self.compare = compare
 
-    def taken(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+    def taken(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """What the step takes: the inputs as plain tensors.
 
         RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
@@ -42,7 +42,7 @@ class StepChecks:
         self.compare(plain)
         return plain
 
-    def _checked(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+    def _checked(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         check_default_dtype()
         _check_autocast(device)
         plain = plain_inputs(inputs, self.role)

@@ -1,4 +1,4 @@
-"""A number that stands for a tensor's bytes in their order: equal for copies, else almost surely not.
+"""A number that stands for a tensor's bytes in their order: copies have equal ones, others do not.
 
 The sign of a zero, the bits of a NaN and two elements that changed places all show. Numbers of a
 tensor on the CPU and of its copy on a GPU differ.
@@ -38,7 +38,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _on_cpu(x: Tensor) -> int:
-    return zlib.crc32(memoryview(_bytes(x).numpy()))
+    return zlib.crc32(_bytes(x).numpy().data)
 
 
 def on_device(x: Tensor) -> Tensor:
