@@ -60,7 +60,7 @@ class _Pieces:
     def step(self) -> tuple[Traced, Plan]:
         """The step of all ranks' samples, and the plan with an entry for every input."""
         shapes = zip(self.source.names, (x.shape for x in self.source.inputs), strict=True)
-        usual = {n: self._pin(n) or ({BATCH: cut(0)} if shape else {}) for n, shape in shapes}
+        usual = {name: self._usual(name, shape) for name, shape in shapes}
         step = self._of(usual)
         try:
             graph = self._graph(step)
@@ -96,8 +96,11 @@ class _Pieces:
         inputs = {**self.plan.inputs, **own}
         return self.plan.changed(inputs=inputs, notes=(*self.plan.notes, *notes))
 
-    def _pin(self, name: str) -> Cuts | None:
-        return self.plan.stored(name, self.plan.inputs) if is_pinned(name, self.plan) else None
+    def _usual(self, name: str, shape: Sequence[int]) -> Cuts:
+        """The entry of the plan, or dim 0."""
+        if is_pinned(name, self.plan):
+            return self.plan.stored(name, self.plan.inputs)
+        return {BATCH: cut(0)} if shape else {}
 
     def _graph(self, step: Traced) -> Graph:
         """The graph of a step; it is recorded as ``compile`` will ask for it."""
