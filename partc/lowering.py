@@ -81,8 +81,8 @@ PASSES = (
     Pass(calls.confirm_folds, RECORDED, "stages were left out on trust", KEPT),
     *CANONICAL,
     # the plan is completed
-    Pass(find_batch, PLAN, "samples do not mix along the batch; of a sequence-first model it is not "
-         "dim 0", on_graph=False),
+    Pass(find_batch, PLAN, "samples do not mix along the batch, which need not be dim 0",
+         on_graph=False),
     Pass(calls.choose_plan, PLAN, "the fastest step that fits; runs place_on_mesh to recompute on "
          "copies", AUTO, on_graph=False),
     Pass(calls.place_on_mesh, JOINT, "shardings name the axes of all ranks"),

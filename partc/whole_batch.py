@@ -1,7 +1,7 @@
 """The step of the global batch where the example inputs are one rank's piece of it.
 
-In: a plan with ``batch = "local"``, and example inputs with one rank's samples. Out: a ``Traced`` of
-all data ranks' samples, and the plan with what was found of the batch's dims. Dim 0 is tried
+In: a plan with ``batch = "local"``, and example inputs with one rank's samples. Out: a ``Traced``
+of all data ranks' samples, and the plan with what was found of the batch's dims. Dim 0 is tried
 first; where the model does not run so, one rank's step tells which dims are the batch.
 """
 
@@ -59,17 +59,15 @@ class _Pieces:
     def step(self) -> tuple[Traced, Plan]:
         """The step of all ranks' samples, and the plan with an entry for every input."""
         given = self.source.given
-        usual = {
-            n: self._pin(n) or ({BATCH: cut(0)} if x.shape else {})
-            for n, x in zip(given.names, given.tensors, strict=True)
-        }
+        shapes = zip(given.names, (x.shape for x in given.tensors), strict=True)
+        usual = {name: self._usual(name, shape) for name, shape in shapes}
         step = self._of(usual)
         try:
             graph = self._graph(step)
-        except PartcError:
+        except PartcError as error:
             found = self._found(self._graph(self._of({})), usual)
             if found is None:
-                raise
+                raise _not_along_dim_0(error) from error
         else:
             found = self._found(graph, usual)
             if found is None:
@@ -98,8 +96,11 @@ class _Pieces:
         inputs = {**self.plan.inputs, **own}
         return self.plan.changed(inputs=inputs, notes=(*self.plan.notes, *notes))
 
-    def _pin(self, name: str) -> Cuts | None:
-        return self.plan.stored(name, self.plan.inputs) if is_pinned(name, self.plan) else None
+    def _usual(self, name: str, shape: Sequence[int]) -> Cuts:
+        """The entry of the plan, or dim 0."""
+        if is_pinned(name, self.plan):
+            return self.plan.stored(name, self.plan.inputs)
+        return {BATCH: cut(0)} if shape else {}
 
     def _graph(self, step: Traced) -> Graph:
         """The graph of a step; it is recorded as ``compile`` will ask for it."""
@@ -116,12 +117,13 @@ class _Pieces:
 
 
 def _times(x: Tensor, cuts: Cuts, mesh: Mesh) -> Tensor:
-    """A tensor without data in the shape of all ranks' pieces together, in the same memory order."""
+    """A tensor without data for all ranks' pieces together, its dims in the same memory order."""
     shape = [*x.shape]
     for axis, layout in spread_batch(cuts, mesh).items():
         if layout != R and axis in mesh.names:
             shape[layout.dim] *= mesh.size(axis)
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     made = torch.empty([shape[dim] for dim in order], dtype=x.dtype, device="meta")
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
@@ -133,4 +135,14 @@ def _open(mesh: Mesh) -> PlanError:
         why="how large the global batch is follows from the number of data ranks, which the search "
         "would choose",
         do='Give the mesh axes ("dp=8"), or compile a partc.Traced of the global batch.',
+    )
+
+
+def _not_along_dim_0(error: PartcError) -> PlanError:
+    return PlanError(
+        where="inputs",
+        what="the model runs on one rank's samples, but not on those of all ranks along dim 0",
+        why=str(error).partition("\n")[0],
+        do='Say which dim is the batch, for example [inputs] "x" = { batch = 1 } in the plan, and '
+        '"x" = {} for what every rank is given alike; or give examples of several samples.',
     )

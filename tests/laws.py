@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -10,6 +10,7 @@ from partc.graph import Graph
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import Recompute
 from partc.passes.search.plans.search_plans import ScalingModels, scaling_models_of
+from partc.plan import Cuts
 
 
 @contextmanager
@@ -20,11 +21,12 @@ def read_once() -> Iterator[None]:
     ] = {}  # with the graph, that its id stays its own
 
     def once(
-        graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
-    ) -> ScalingModels:
-        key = id(graph.fx), *words, *ways
+        graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table,
+        inputs: Mapping[str, Cuts],
+    ) -> ScalingModels:  # fmt: skip
+        key = id(graph.fx), *words, *ways, str(inputs)
         if key not in known:
-            known[key] = graph, scaling_models_of(graph, words, ways, table)
+            known[key] = graph, scaling_models_of(graph, words, ways, table, inputs)
         return dict(known[key][1])
 
     with patch("partc.passes.search.plans.choose_plan.scaling_models_of", once):

@@ -96,8 +96,9 @@ class _Run:
         self._ran(role, step, rank, (0, 2))
         grads = _cloned(_grads(role, step))
         twice = {f"accumulated {label}": piece for label, piece in grads.items()}
-        if hasattr(step, "seed"):
-            step.seed(SEED, STEPS)
+        if self.program.draws:  # a third step, of all ranks: stages without draws take part
+            if hasattr(step, "seed"):
+                step.seed(SEED, STEPS)
             self._ran(role, step, rank, (SEED, STEPS + 1))
         return Outcome({"loss": loss, **whole}, {**pieces, **twice})
 

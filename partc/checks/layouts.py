@@ -109,8 +109,9 @@ def _check_moves(node: fx.Node, mesh: Mesh) -> None:
 
 
 def _is_of_every_piece(have: Sharding, want: Sharding, axis: str, mesh: Mesh) -> bool:
-    """Whether ``have`` is this rank's part of every piece that ``axis`` makes, ``want`` that of one:
-    its rows of all microbatches and of one.
+    """Whether ``have`` is a rank's part of every piece that ``axis`` makes, ``want`` that of one.
+
+    So it is with a rank's rows of all microbatches and of one.
     """
     return want.with_(axis, R, mesh) != have == want.without([axis], mesh)
 

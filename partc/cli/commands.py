@@ -44,6 +44,7 @@ def compile_command(args: argparse.Namespace) -> int:
             microbatches=args.microbatches, schedule=args.schedule, chunks=args.chunks,
             stages=args.stages.split(",") if args.stages else None, recompute=_recompute(args),
             memory_bytes=args.memory_bytes, objective=args.objective, compile=args.compile,
+            batch="local" if args.local_batch else None,
             dump=args.dump, disable=args.disable.split(",") if args.disable else (),
         )  # fmt: skip
     program.save(args.out)
@@ -271,7 +272,12 @@ def _explain_program(args: argparse.Namespace) -> None:
         )
         return
     cost = _with_formulas(args, program) if args.model else program.cost
-    inputs = [f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in program.inputs.items()]
+    taken = program.role(0).inputs
+    inputs = [
+        f"{name} {dtype}{list(shape)}"
+        + (f" ({list(taken[name][0])} on each rank)" if name in program.dealt else "")
+        for name, (shape, dtype) in program.inputs.items()
+    ]
     roles, first = [], 0
     for num, name in program.roles:
         roles.append(f"ranks {first} to {first + num - 1}: {name}")
@@ -283,6 +289,7 @@ def _explain_program(args: argparse.Namespace) -> None:
         "cost": cost.as_json(), "explanation": why.as_json(),
         "roles": [list(run) for run in program.roles],
         "inputs": {name: [list(s), d] for name, (s, d) in program.inputs.items()},
+        "batch": "local" if program.dealt else "global",
     }  # fmt: skip
     _tell(args, "\n".join([*text, "", program.plan, str(cost), str(why)]), told)
 

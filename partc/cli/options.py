@@ -99,6 +99,11 @@ def _compile_options(parser: argparse.ArgumentParser) -> None:
         "default: time",
     )  # fmt: skip
     parser.add_argument(
+        "--local-batch", action="store_true",
+        help="a step takes each rank's own samples, as under DDP, and the example inputs are those "
+        "of one rank; left out, it takes the whole batch on every rank, or what the plan says",
+    )  # fmt: skip
+    parser.add_argument(
         "--inference", action="store_true", help="compile the forward alone, in eval mode"
     )
     _add_pipeline(parser)

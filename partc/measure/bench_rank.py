@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -67,7 +67,7 @@ class Runner:
             for name, (_, piece) in stage.pieces().items():
                 _fill(name, piece)
         stage.seed(0)
-        self.inputs = make_inputs(role, stage.device)
+        self.inputs = make_inputs(role, stage.coords, stage.device)
         self.optimizer = self._optimizer(program)
         self.paths = block_paths(stage.rank_step, role.shards)
         self.axes = _axes(stage)
@@ -110,14 +110,15 @@ class Runner:
             self.optimizer.step()
 
 
-def make_inputs(role: Role, device: torch.device) -> list[Tensor]:
-    """A global batch, equal on all ranks.
+def make_inputs(role: Role, coords: Mapping[str, int], device: torch.device) -> list[Tensor]:
+    """What the rank at ``coords`` is given: the whole batch, or its piece.
 
     Floats are normal; integers are 0 or 1, which any model takes as token, label and mask.
     """
-    generator = torch.Generator().manual_seed(0)
     made = []
-    for shape, dtype in role.inputs.values():
+    for each, (shape, dtype) in zip(role.batch, role.inputs.values(), strict=True):
+        place = ",".join(str(coords[axis]) for axis, *_ in each.cuts)
+        generator = torch.Generator().manual_seed(zlib.crc32(place.encode()) if place else 0)
         if dtype.is_floating_point:
             made.append(torch.randn(shape, generator=generator).to(device, dtype))
         else:

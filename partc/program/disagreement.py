@@ -1,4 +1,4 @@
-"""What is said where ranks do not hold alike what they must: which ranks, which tensors, and why."""
+"""What is said where ranks do not hold alike what they must: which ranks and which tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def disagreement(found: Sequence[Found], role: Role) -> RunError:
     more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
     cut = {axis for each in role.batch for axis, *_ in each.cuts}
     axes = " and ".join(axis for axis in role.mesh.names if axis in cut)
-    kinds = dict.fromkeys("piece" if (x.kind, bool(cut)) == ("input", True) else x.kind for x in found)
+    kinds = dict.fromkeys(
+        "piece" if (x.kind, bool(cut)) == ("input", True) else x.kind for x in found
+    )
     kinds = dict.fromkeys("batch" if kind == "input" else kind for kind in kinds)
     return RunError(
         where="step",
@@ -71,9 +73,9 @@ def equal_pieces(ranks: Sequence[int], axes: Sequence[str]) -> str:
     along = " and ".join(axes)
     return (
         f"step: {_ranks(ranks)} were given the same samples, byte for byte, and the program takes "
-        f"another piece of the batch from each rank along {along} (batch=\"local\"): the loss "
+        f'another piece of the batch from each rank along {along} (batch="local"): the loss '
         "counts these samples several times. Is the loader's sampler missing "
-        "(torch.utils.data.DistributedSampler), or is the whole batch meant (batch=\"global\")?"
+        '(torch.utils.data.DistributedSampler), or is the whole batch meant (batch="global")?'
     )
 
 

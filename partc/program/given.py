@@ -18,15 +18,16 @@ from partc.program.role import Role, Shard
 
 def plain_inputs(
     inputs: Sequence[Tensor], role: Role, *, known: bool = True
-) -> Sequence[Tensor]:
+) -> tuple[Tensor, ...]:
     """The inputs, a DTensor as the piece that this rank holds; RunError if it is cut otherwise.
 
     ``known``: they are the inputs of the role, and not of another program.
     """
     if not any(isinstance(x, DTensor) for x in inputs):
-        return inputs
+        return tuple(inputs)
     of_role = [*(role.batch if known else ()), *[None] * len(inputs)]
-    return [_local(x, of) if isinstance(x, DTensor) else x for x, of in zip(inputs, of_role)]  # noqa: B905
+    pairs = zip(inputs, of_role[: len(inputs)], strict=True)
+    return tuple(_local(x, of) if isinstance(x, DTensor) else x for x, of in pairs)
 
 
 def _local(x: DTensor, of: Shard | None) -> Tensor:
@@ -81,16 +82,18 @@ def _advice(given: Sequence[Any], whole: Sequence[Any], role: Role) -> str:
     """What to do about inputs of other shapes, by the contract that they seem to keep."""
     if any(each.cuts for each in role.batch):
         if given == whole:
-            return 'Pass this rank\'s rows alone, or compile with batch="global" for the whole batch.'
+            return (
+                'Pass this rank\'s rows alone, or compile with batch="global" for the whole batch.'
+            )
         return (
-            "Pass a piece of this shape on every rank (DataLoader(..., drop_last=True) leaves out a "
-            "smaller last one), or compile for this shape."
+            "Pass a piece of this shape on every rank (DataLoader(..., drop_last=True) leaves out "
+            "a smaller last one), or compile for this shape."
         )
     ranks = prod(role.mesh.size(axis) for axis in data_axes(role.mesh))
     if ranks > 1 and all(_is_piece(*pair, ranks) for pair in zip(given, whole, strict=False)):
         return (
-            'These look like one rank\'s piece, as DDP takes it: compile with batch="local" and one '
-            "rank's inputs for that. Or pass the whole batch on every rank."
+            'These look like one rank\'s piece, as DDP takes it: compile with batch="local" and '
+            "one rank's inputs for that. Or pass the whole batch on every rank."
         )
     return "Pass the whole batch on every rank, or compile for this shape."
 

@@ -36,7 +36,7 @@ class StepChecks:
     def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard) -> None:
         self.role, self.numbers, self.guard, self.num_steps = role, numbers, guard, 0
 
-    def taken(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+    def taken(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """What the program takes: the inputs as plain tensors; all ranks call this together.
 
         RunError if inputs, dtypes or the model's numbers are not as they were compiled, or ranks do
@@ -55,7 +55,7 @@ class StepChecks:
         """Tell the other ranks, which would wait for this one, that it does not run."""
         self.guard.compare(self.role, None)
 
-    def checked(self, inputs: Sequence[Tensor], device: str) -> Sequence[Tensor]:
+    def checked(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """The inputs as plain tensors; RunError if they are not as they were compiled."""
         check_default_dtype()
         check_autocast(device)

@@ -1,4 +1,4 @@
-"""A number that stands for a tensor's bytes in their order: equal for copies, else almost surely not.
+"""A number that stands for a tensor's bytes in their order: copies have equal ones, others do not.
 
 The sign of a zero, the bits of a NaN and two elements that changed places all show. Numbers of a
 tensor on the CPU and of its copy on a GPU differ.
@@ -38,14 +38,12 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _on_cpu(x: Tensor) -> int:
-    return zlib.crc32(memoryview(_bytes(x).numpy()))
+    return zlib.crc32(_bytes(x).numpy().data)
 
 
 def on_device(x: Tensor) -> Tensor:
-    """The number as ``i64[]`` on the tensor's device: words times odd numbers, summed modulo 2**64.
-
-    Two words that change places change the sum: neither their difference nor that of their odd
-    numbers has as many factors 2 as 2**64.
+    """The number as ``i64[]`` on the tensor's device: each word times a number of its place, summed
+    modulo 2**64.
     """
     flat = _bytes(x)
     rest = -flat.numel() % 4
@@ -55,9 +53,20 @@ def on_device(x: Tensor) -> Tensor:
     total = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
     for first in range(0, words.numel(), WORDS):
         part = words[first : first + WORDS].to(torch.int64)
-        places = torch.arange(first, first + part.numel(), device=x.device)
-        total += ((part + SHIFT) * ((2 * places + 1) * ODD)).sum()
+        total += ((part + SHIFT) * _of_places(first, part)).sum()
     return total
+
+
+def _of_places(first: int, part: Tensor) -> Tensor:
+    """Odd numbers of the places from ``first`` on, one for each element, which look random.
+
+    Numbers that grew with the place would give zeros and ones equal sums in many orders.
+    """
+    places = torch.arange(first, first + part.numel(), device=part.device)
+    for _ in range(2):
+        places = (places + SHIFT) * ODD
+        places = places ^ (places >> 31)
+    return places | 1
 
 
 @torch.no_grad()
@@ -67,7 +76,6 @@ def sketch_of(x: Tensor) -> tuple[float, float]:
     product = square = 0.0
     for first in range(0, flat.numel(), WORDS):
         part = flat[first : first + WORDS].to(torch.float64)
-        places = torch.arange(first + 1, first + 1 + part.numel(), device=x.device)
-        product += float(part @ torch.sin(places.to(torch.float64)))
+        product += float(part @ (_of_places(first, part).to(torch.float64) / 2**63))
         square += float(part @ part)
     return product, float(square**0.5)

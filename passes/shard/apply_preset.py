@@ -44,7 +44,9 @@ def complete(plan: Plan, graph: Graph, mesh: Mesh, *, rows: bool = True) -> Plan
         plan = _known_entries(plan, graph)
     _check_names(plan, graph)
     plan = _by_first_name(plan, graph)
-    spread = {n: spread_batch(c, layout_mesh(mesh, plan.microbatches)) for n, c in plan.inputs.items()}
+    spread = {
+        n: spread_batch(c, layout_mesh(mesh, plan.microbatches)) for n, c in plan.inputs.items()
+    }
     plan = plan.changed(inputs=spread)
     tables = (plan.params, plan.inputs, plan.values)
     named = {axis for table in tables for entry in table.values() for axis in entry}

@@ -39,7 +39,7 @@ def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
 
 
 def wanted_by_readers(node: fx.Node, choices: Choices, axis: str) -> Layout:
-    """The layout in which all readers of a tensor read it; R if they differ, or if there is none."""
+    """The layout in which all readers of a tensor read it; R if they differ, or without any."""
     return _wanted(node, choices, axis).get(0, R)
 
 

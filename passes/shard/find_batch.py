@@ -86,7 +86,7 @@ class Found:
             raise PlanError(
                 where=f"input {name}",
                 what=f"dim {one} and dim {other} may both be the batch",
-                why="samples mix along neither, and pieces along one or the other give other losses",
+                why="samples mix along neither, and each makes another batch of ranks' pieces",
                 do=f'Say which one it is: [inputs] "{name}" = {{ batch = {one} }} in the plan.',
             )
 
@@ -127,7 +127,9 @@ class _Finder:
     def free(self) -> list[str]:
         """The inputs that have a dim to cut and are not pinned."""
         shapes = self.shapes
-        return [n for n, shape in shapes.items() if max(shape, default=1) > 1 and n not in self.pins]
+        return [
+            n for n, shape in shapes.items() if max(shape, default=1) > 1 and n not in self.pins
+        ]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -197,7 +199,9 @@ class _Finder:
 
 
 def _divides(shape: tuple[int, ...], layout: Layout, num: int) -> bool:
-    return layout == R or (layout.dim < len(shape) and shape[layout.dim] % (num * layout.outer) == 0)
+    return layout == R or (
+        layout.dim < len(shape) and shape[layout.dim] % (num * layout.outer) == 0
+    )
 
 
 def _walked(graph: Graph, plan: Plan, limit: float) -> _Walk:

@@ -94,7 +94,9 @@ class _Partition:
         for node in self.graph.fx.nodes:
             if node.op == "placeholder":
                 self._place(node)
-        for node in self.graph.inputs.values():  # of the batch that it is given a rank keeps a piece
+        for (
+            node
+        ) in self.graph.inputs.values():  # of the batch that it is given a rank keeps a piece
             ((own, batch),) = self.copies[node].items()
             piece = self._reshard(batch, placed(node, self.plan), value(node))
             self.copies[node] = {value(piece).sharding: piece, own: batch}
@@ -244,7 +246,10 @@ class _Partition:
             made, chosen = self.in_time[call]
             new = write_local_call(self.out, node, [made], {}, self.graph.mesh)
         else:
-            index, chosen = 0, for_all_microbatches(node, self.choices.get(node, {}), self.graph.mesh)
+            index, chosen = (
+                0,
+                for_all_microbatches(node, self.choices.get(node, {}), self.graph.mesh),
+            )
             new = self._localized(node, chosen)
             self.in_time[node] = new, chosen
         outs = {axis: strategy.outs[index] for axis, strategy in chosen.items()}

@@ -91,7 +91,7 @@ def for_all_microbatches(
     """The strategies by axis of a call of input-only values for all microbatches at once.
 
     Operands lie as a rank has its rows of all microbatches: ``f32[(2 4@dp)]`` where one microbatch
-    has ``f32[8@mb+dp]``. Where the call's rule does not allow that, the call is whole on every rank.
+    has ``f32[8@mb+dp]``. Where the call's rule does not allow that, every rank makes the whole.
     """
     found: dict[str, Strategy] = {}
     for axis, usual in chosen.items():
@@ -108,7 +108,7 @@ def for_all_microbatches(
 
 
 def _of_all(operand: fx.Node, axis: str, layout: Layout, mesh: Mesh) -> Layout:
-    """The layout on an axis of a rank's rows of all microbatches, where ``layout`` is that of one."""
+    """The layout on an axis of a rank's rows of all microbatches; ``layout``: of one."""
     own = value(operand).sharding
     in_all = own.without([MICROBATCH_AXIS], mesh)
     return in_all.on(axis) if own.on(axis) == layout else layout

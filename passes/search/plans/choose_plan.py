@@ -24,7 +24,8 @@ from partc.passes.search.plans.compare_shardings import compare_shardings
 from partc.passes.search.plans.infeasible import nothing_fits
 from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search, scaling_models_of
 from partc.passes.shard.apply_preset import store_cut
-from partc.plan import Plan, fits
+from partc.plan import Cuts, Plan, fits
+from partc.plan.batch import without_axes
 from partc.plan.mesh import Mesh
 
 AUTO_PLAN = "auto"
@@ -57,6 +58,8 @@ class Choice:
             one = each.candidate
             at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
             own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
+            if mesh.is_open:
+                own = own.changed(inputs=without_axes(own.inputs))
             more: dict[str, Any] = (
                 {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
             )
@@ -108,8 +111,9 @@ def choose_plan(
     pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
     ways = _RECOMPUTE.get(plan.recompute, ONLY)
     words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
+    inputs = without_axes(plan.inputs)
     search = Search(
-        mesh=mesh, scaling_models=scaling_models_of(graph, words, ways, table),
+        mesh=mesh, scaling_models=scaling_models_of(graph, words, ways, table, inputs),
         memory_bytes=plan.memory_bytes, microbatches=pinned, schedule=plan.schedule, recompute=ways,
         objective=objective, batch=Work.of(graph).batch,
     )  # fmt: skip
@@ -118,7 +122,9 @@ def choose_plan(
     found = compare_shardings(graph, plan, search, ranked, table) if len(words) > 1 else presets
     if found is None or not found.ranked:
         raise nothing_fits(
-            replace(search, scaling_models=_all_profiles(graph, search.scaling_models, table))
+            replace(
+                search, scaling_models=_all_profiles(graph, search.scaling_models, table, inputs)
+            )
         )
     return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
 
@@ -146,7 +152,9 @@ def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: st
     return full.changed(params=written.params, values=written.values)
 
 
-def _all_profiles(graph: Graph, known: ScalingModels, table: Table) -> ScalingModels:
+def _all_profiles(
+    graph: Graph, known: ScalingModels, table: Table, inputs: Mapping[str, Cuts]
+) -> ScalingModels:
     """Scaling models for all recomputations and all tensor presets that the model can have.
 
     Also those that the user's pins rule out: an error then says which pin to give up.
@@ -155,5 +163,6 @@ def _all_profiles(graph: Graph, known: ScalingModels, table: Table) -> ScalingMo
     for word in ("", *WORDS):
         missing = [again for again in RECOMPUTE if (word, again) not in known]
         with suppress(PartcError):
-            found.update(scaling_models_of(graph, [word], missing, table) if missing else {})
+            if missing:
+                found.update(scaling_models_of(graph, [word], missing, table, inputs))
     return found

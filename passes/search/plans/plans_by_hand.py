@@ -9,6 +9,7 @@ from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Data
 from partc.passes.search.plans.candidates import WORDS, names_axes, sizes_of
 from partc.passes.search.plans.search_plans import Search, Taken, scaling_models_of
 from partc.plan import Plan
+from partc.plan.batch import BATCH, without_axes
 from partc.plan.mesh import Mesh
 
 SCHEDULES = {"": "1f1b", "1f1b": "1f1b", "zb-h1": "zb-h1"}
@@ -26,7 +27,9 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
         return None
     words = ("", *WORDS) if candidate.tp > 1 else ("",)
     try:  # without estimates the plan still compiles: only the comparison is left out
-        scaling_models = scaling_models_of(graph, words, RECOMPUTE, table)
+        scaling_models = scaling_models_of(
+            graph, words, RECOMPUTE, table, without_axes(plan.inputs)
+        )
     except PartcError:
         return None
     return Taken(Search(mesh, scaling_models, plan.memory_bytes), candidate, searched=False)
@@ -34,7 +37,8 @@ def by_hand(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> Taken | None:
 
 def candidate_of(mesh: Mesh, plan: Plan) -> Candidate | None:
     """The candidate of a plan that has preset words alone; None if candidates cannot express it."""
-    own = plan.params or plan.inputs or plan.values or plan.gather or plan.scatter
+    named = any({*cuts} - {BATCH} for cuts in plan.inputs.values())
+    own = plan.params or named or plan.values or plan.gather or plan.scatter
     if own or plan.stages or plan.order or plan.chunks or plan.schedule not in SCHEDULES:
         return None
     again = next((way for way in RECOMPUTE if way == plan.recompute), None)

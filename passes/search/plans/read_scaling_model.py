@@ -38,7 +38,7 @@ from partc.passes.search.plans.scaling_model import (
     Transfer,
     Weights,
 )
-from partc.plan import Plan
+from partc.plan import Cuts, Plan
 from partc.plan.mesh import DP, TP, Mesh
 from partc.plan.sharding import DTYPE_NAMES
 
@@ -57,16 +57,18 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
 def scaling_models(
     graph: Graph, word: str, ways: Sequence[Recompute], table: Table, *,
     touched: Touched = touched_values, plain: bool = False,
+    inputs: Mapping[str, Cuts] | None = None,
 ) -> Iterator[ScalingModel]:  # fmt: skip
     """The scaling models of a joint graph, one per recomputation in ``ways`` (``Plan.recompute``).
 
-    ``word`` is a tensor preset, or "" for no ``tp``. The graph, which is not changed, is
+    ``word`` is a tensor preset, or "" for no ``tp``. ``inputs``: entries of a plan's ``[inputs]``
+    for any data axes. The graph, which is not changed, is
     partitioned once for all ways, as that takes most of the time. ``touched(local)`` lists the
     values that each call reads from memory or writes there. ``plain`` describes eager PyTorch: a
     loss's gradient is several calls, and no result overwrites an operand. Raises the errors of
     ``complete`` and ``propagate``.
     """
-    preset = Plan(preset="+".join(filter(None, ["ddp", word])))
+    preset = Plan(preset="+".join(filter(None, ["ddp", word])), inputs=inputs or {})
     axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
     yield from _profiles(graph, word, Mesh(axes), preset, ways, table, touched, plain)
 

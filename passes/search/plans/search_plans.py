@@ -23,6 +23,7 @@ from partc.passes.search.plans.estimate import Estimator
 from partc.passes.search.plans.read_scaling_model import scaling_models
 from partc.passes.search.plans.scaling_model import ScalingModel
 from partc.passes.search.plans.step_times import Estimate
+from partc.plan import Cuts
 from partc.plan.batch import DATA_AXES
 from partc.plan.mesh import Mesh
 
@@ -33,14 +34,18 @@ FITS_WELL = 0.9  # share of the memory limit; estimates of memory are a few perc
 
 
 def scaling_models_of(
-    graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table
-) -> ScalingModels:
-    """The scaling models of a joint graph by tensor preset (word) and recomputation (way)."""
-    return {
-        (word, again): found
-        for word in words
-        for again, found in zip(ways, scaling_models(graph, word, ways, table), strict=True)
-    }
+    graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table,
+    inputs: Mapping[str, Cuts] | None = None,
+) -> ScalingModels:  # fmt: skip
+    """The scaling models of a joint graph by tensor preset (word) and recomputation (way).
+
+    ``inputs``: entries of a plan's ``[inputs]`` for any data axes.
+    """
+    found: dict[tuple[str, Recompute], ScalingModel] = {}
+    for word in words:
+        models = scaling_models(graph, word, ways, table, inputs=inputs)
+        found |= {(word, again): each for again, each in zip(ways, models, strict=True)}
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from partc.graph.folds import RepeatedBlocks
 from partc.graph.input_only import input_only
 from partc.passes.shard.value_names import value_names
 from partc.plan import Plan, fits
+from partc.plan.batch import BATCH
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ class StepValues:
         cut_inputs = {
             node
             for name, node in self.graph.inputs.items()
-            if any(fits(pattern, name) and cuts for pattern, cuts in self.pins.inputs.items())
+            if any(
+                fits(pattern, name) and {*cuts} - {BATCH}
+                for pattern, cuts in self.pins.inputs.items()
+            )
         }
         alone = input_only(self.graph)
         for node in self.graph.fx.nodes:

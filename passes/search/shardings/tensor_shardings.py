@@ -29,6 +29,7 @@ from partc.passes.shard.price import Choices
 from partc.passes.shard.propagate import propagate, whole_strategy
 from partc.passes.shard.split_bias import split_bias
 from partc.plan import Plan
+from partc.plan.batch import without_axes
 from partc.plan.mesh import DP, TP, Mesh
 from partc.plan.plan_values import PlannedLayout
 from partc.plan.sharding import R, Sharding
@@ -169,7 +170,6 @@ def _moves_pieces(have: Sharding, want: Sharding) -> bool:
 
 def _on_tensor_ranks(pins: Plan) -> Plan:
     """The user's entries reduced to ``tp``; a parameter that they name keeps its layout."""
-    inputs = {name: _only_tp(cuts) for name, cuts in pins.inputs.items() if TP in cuts}
     values = {
         name: _only_tp(planned)
         for name, planned in pins.values.items()
@@ -177,7 +177,7 @@ def _on_tensor_ranks(pins: Plan) -> Plan:
     }
     return Plan(
         params={name: _only_tp(cuts) for name, cuts in pins.params.items()},
-        inputs=inputs,
+        inputs=without_axes(pins.inputs),
         values={name: planned or {TP: PlannedLayout()} for name, planned in values.items()},
         gather=_only_tp(pins.gather),
         scatter=_only_tp(pins.scatter),

@@ -1,0 +1,259 @@
+"""Pipeline rank 0 of 1.  Written by partc 0.1.0 for Tokens; change the plan, not this file.
+
+mesh      dp=2
+plan      ddp
+schedule  1f1b, 2 microbatches
+inputs    ids dim 0 over dp, dim 0 over mb
+          targets dim 0 over dp, dim 0 over mb
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+MESH = {"dp": 2}
+DTYPES = {"float32": torch.float32}
+STAGE0_SHARDS = {  # of stage 0
+    "embed_weight": ("embed.weight", (32, 16), "float32", ()),  # f32[32,16]
+    "norm_weight": ("norm.weight", (16,), "float32", ()),  # f32[16]
+    "norm_bias": ("norm.bias", (16,), "float32", ()),  # f32[16]
+    "up_weight": ("up.weight", (32, 16), "float32", ()),  # f32[32,16]
+    "up_bias": ("up.bias", (32,), "float32", ()),  # f32[32]
+    "down_weight": ("down.weight", (16, 32), "float32", ()),  # f32[16,32]
+    "down_bias": ("down.bias", (16,), "float32", ()),  # f32[16]
+    "head_weight": ("head.weight", (32, 16), "float32", ()),  # f32[32,16]
+    "head_bias": ("head.bias", (32,), "float32", ()),  # f32[32]
+}
+SHARDS = {  # attribute here: (name in the model, whole shape, dtype, cuts as (axis, dim, outer))
+    **{f"stage0.{name}": row for name, row in STAGE0_SHARDS.items()},
+}
+BUFFERS = {}  # the same for buffers
+ALIASES = {}  # second name of a tied parameter: the name it stands under
+INPUTS = {  # (shape in the global batch, dtype, cuts as (axis, dim, outer)); a rank passes its piece
+    "ids": ((8, 6), "int64", (("dp", 0, 2),)),
+    "targets": ((8, 6), "int64", (("dp", 0, 2),)),
+}
+
+
+def empty(shape: tuple[int, ...], dtype: str, cuts: tuple[tuple[str, int, int], ...]) -> Tensor:
+    """Memory for this rank's piece of a parameter or buffer."""
+    for axis, dim, _ in cuts:
+        shape = *shape[:dim], shape[dim] // MESH[axis], *shape[dim + 1 :]
+    return torch.empty(shape, dtype=DTYPES[dtype])
+
+
+def finish(reduced: list[tuple[dict[nn.Parameter, Tensor], dist.Work]]) -> None:
+    """Wait for reduced gradients and add them to their parameters; the list is left empty."""
+    while reduced:
+        reduced[0][1].wait()
+        grads = reduced.pop(0)[0]  # without the handle, which holds what was sent
+        while grads:
+            param, grad = grads.popitem()
+            grad = grad.sum(0) if grad.dim() > param.dim() else grad  # all ranks' pieces
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+
+
+def sum_grads(grads: dict[nn.Parameter, Tensor],
+              group: dist.ProcessGroup) -> tuple[dict[nn.Parameter, Tensor], dist.Work]:
+    """Start to sum gradients over the group in one transfer; `grads` is left empty."""
+    parts = [x.flatten() for x in grads.values()]
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+    done = dist.all_reduce(flat, group=group, async_op=True)
+    parts = flat.split([x.numel() for x in grads.values()])
+    sums = {p: part.view(x.shape) for part, (p, x) in zip(parts, grads.items(), strict=True)}
+    grads.clear()
+    return sums, done
+
+
+def log_softmax_over(x: Tensor) -> Tensor:
+    """Log-probabilities by the last dim, written over their logits a few rows at a time."""
+    for rows in x.chunk(16):
+        rows.copy_(rows.log_softmax(-1))
+    return x
+
+
+def cross_entropy_grad(d_loss: Tensor, p: Tensor, target: Tensor, place: Tensor,
+                       ignored: int) -> Tensor:
+    """Gradient of a summed cross entropy, over its softmax; `place` < 0 is another rank's."""
+    scale, place = torch.where(target == ignored, 0, d_loss)[:, None], place[:, None]
+    return p.mul_(scale).scatter_add_(1, place.clamp(min=0), torch.where(place < 0, 0, -scale))
+
+
+class Nothing:
+    """Where the pipeline begins and ends."""
+
+    def put(self, tensors: tuple[Tensor, ...]) -> None:
+        """There is no stage behind."""
+
+    def take(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+def add_partial(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to this rank's part of a gradient that the ranks have yet to sum."""
+    param.partial = grad if param.partial is None else param.partial.add_(grad)
+
+
+def add_weight_partial(weight: nn.Parameter, d_y: Tensor, x: Tensor) -> None:
+    """Add this rank's part of the gradient of the weight in `y = x @ weight.T`."""
+    d_y, x = d_y.flatten(0, -2), x.flatten(0, -2)
+    if weight.partial is None:
+        weight.partial = d_y.T @ x
+    else:
+        weight.partial.addmm_(d_y.T, x)
+
+
+def take_partials(params: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """This rank's parts of gradients, of all microbatches; what another stage has taken is gone."""
+    parts = {p: p.partial for p in params if p.partial is not None}
+    for param in parts:
+        param.partial = None
+    return parts
+
+
+def with_partials(module: nn.Module) -> None:
+    """Give every parameter a place for its part of a gradient."""
+    for param in module.parameters():
+        param.partial = None
+
+
+def in_buckets(grads: dict[nn.Parameter, Tensor], limit: int) -> list[dict[nn.Parameter, Tensor]]:
+    """Gradients in groups of up to `limit` bytes, each for one transfer."""
+    buckets: list[dict[nn.Parameter, Tensor]] = [{}]
+    filled = 0
+    for param, grad in grads.items():
+        if filled and filled + grad.nbytes > limit:
+            buckets.append({})
+            filled = 0
+        buckets[-1][param] = grad
+        filled += grad.nbytes
+    return buckets if grads else []
+
+
+class Stage0(nn.Module):
+    """Stage 0: embed, norm, up, down, head."""
+
+    def __init__(self, mesh: DeviceMesh, n: int) -> None:
+        super().__init__()
+        self.dp = mesh.get_group("dp")
+        self.n = n
+        for name, (_, *known) in STAGE0_SHARDS.items():
+            self.register_parameter(name, nn.Parameter(empty(*known)))
+
+    def begin(self, ids: Tensor, targets: Tensor) -> None:
+        """Compute what all microbatches share."""
+        self.saved = {}
+        self.losses = []
+        with_partials(self)
+        total = (targets.reshape(24) != 3).to(torch.float32).sum(0)  # f32[]{U:dp}
+        dist.all_reduce(total, group=self.dp)                        # f32[]; exposed
+        self.ids = ids                                               # i64[(2 4@dp),6]
+        self.targets = targets                                       # i64[(2 4@dp),6]
+        self.total = total                                           # f32[]
+
+    def forward(self, i: int) -> tuple[Tensor, ...]:
+        """Microbatch `i` through this stage."""
+        ids = self.ids.chunk(2)[i]                               # i64[8@mb+dp,6]
+        embed = F.embedding(ids, self.embed_weight)              # f32[8@mb+dp,6,16]
+        norm = F.layer_norm(embed, (16,), self.norm_weight, self.norm_bias, 1e-05)  # f32[8@mb+dp,6,16]
+        up = F.linear(norm, self.up_weight, self.up_bias)        # f32[8@mb+dp,6,32]
+        del norm
+        gelu = F.gelu(up)                                        # f32[8@mb+dp,6,32]
+        down = F.linear(gelu, self.down_weight, self.down_bias)  # f32[8@mb+dp,6,16]
+        del gelu
+        add = embed + down                                       # f32[8@mb+dp,6,16]
+        del down
+        head = F.linear(add, self.head_weight, self.head_bias)   # f32[8@mb+dp,6,32]
+        reshape = self.targets.chunk(2)[i].reshape(12)           # i64[48@mb+dp]
+        log_softmax = log_softmax_over(head.reshape(12, 32))     # f32[48@mb+dp,32]
+        del head
+        nll_loss_forward = torch.ops.aten.nll_loss_forward(log_softmax, reshape, None, 2, 3)[0]  # f32[]{U:dp}{U:mb}
+        loss = nll_loss_forward / self.total                     # f32[]{U:dp}{U:mb}
+        self.saved[i] = (ids, embed, up, add, reshape, log_softmax, loss)
+        self.losses.append(loss)
+        return ()
+
+    def backward(self, i: int) -> tuple[Tensor, ...]:
+        """The gradients of microbatch `i`."""
+        ids, embed, up, add, reshape, log_softmax, loss = self.saved.pop(i)
+        d_div = torch.ones_like(loss) / self.total                        # f32[]
+        d_reshape = cross_entropy_grad(d_div, log_softmax.exp(), reshape, reshape, 3)  # f32[48@mb+dp,32]
+        d_head = d_reshape.reshape(2, 6, 32)                              # f32[8@mb+dp,6,32]
+        del d_reshape
+        # head
+        add_weight_partial(self.head_weight, d_head, add)                 # f32[32,16]{U:dp}{U:mb}
+        d_embed = d_head @ self.head_weight                               # f32[8@mb+dp,6,16]
+        add_partial(self.head_bias, d_head.sum((0, 1)))                   # f32[32]{U:dp}{U:mb}
+        del d_head
+        # down
+        gelu_1 = F.gelu(up)                                               # f32[8@mb+dp,6,32]
+        add_weight_partial(self.down_weight, d_embed, gelu_1)             # f32[16,32]{U:dp}{U:mb}
+        del gelu_1
+        d_up = d_embed @ self.down_weight                                 # f32[8@mb+dp,6,32]
+        add_partial(self.down_bias, d_embed.sum((0, 1)))                  # f32[16]{U:dp}{U:mb}
+        torch.ops.aten.gelu_backward.grad_input(d_up, up, grad_input=d_up)  # f32[8@mb+dp,6,32]
+        # up
+        norm_1, mean, rstd = torch.native_layer_norm(
+            embed, (16,), self.norm_weight, self.norm_bias, 1e-05)        # f32[8@mb+dp,6,16], f32[8@mb+dp,6,1], f32[8@mb+dp,6,1]
+        add_weight_partial(self.up_weight, d_up, norm_1)                  # f32[32,16]{U:dp}{U:mb}
+        del norm_1
+        d_norm = d_up @ self.up_weight                                    # f32[8@mb+dp,6,16]
+        add_partial(self.up_bias, d_up.sum((0, 1)))                       # f32[32]{U:dp}{U:mb}
+        del d_up
+        # norm
+        d_embed_1, d_norm_weight, d_norm_bias = torch.ops.aten.native_layer_norm_backward(
+            d_norm, embed, (16,), mean, rstd, self.norm_weight, self.norm_bias, (True, True, True),
+        )                                                                 # f32[8@mb+dp,6,16], f32[16]{U:dp}{U:mb}, f32[16]{U:dp}{U:mb}
+        add_partial(self.norm_weight, d_norm_weight)
+        add_partial(self.norm_bias, d_norm_bias)
+        del d_norm, d_norm_bias, d_norm_weight, mean, rstd
+        d_embed += d_embed_1                                              # f32[8@mb+dp,6,16]
+        del d_embed_1
+        add_partial(self.embed_weight,
+                    torch.ops.aten.embedding_dense_backward(
+                        d_embed, ids, 32, -1, scale_grad_by_freq=False))  # f32[32,16]{U:dp}{U:mb}
+        return ()
+
+    def finish(self) -> Tensor:
+        """Sum over ranks what all microbatches have added up."""
+        reduced = []
+        for grads in in_buckets(take_partials([*self.parameters()]), 100_000_000):
+            reduced.append(sum_grads(grads, self.dp))
+        finish(reduced)
+        loss = torch.stack(self.losses).sum()
+        dist.all_reduce(loss, group=self.dp)
+        return loss
+
+
+class TokensStep(nn.Module):
+    """Pipeline rank 0 of 1: stage 0 of 1."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.stage0 = Stage0(mesh, None)
+        self.stages = {0: self.stage0}
+
+    def F(self, stage: int, i: int) -> None:
+        """Forward of microbatch `i`."""
+        self.stages[stage].forward(i)
+
+    def B(self, stage: int, i: int) -> None:
+        """Backward of microbatch `i`."""
+        self.stages[stage].backward(i)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Schedule 1f1b, 2 microbatches."""
+        for stage in self.stages.values():
+            stage.begin(ids, targets)
+        # steady state: 1 forward, 1 backward
+        for i in range(2):
+            self.F(0, i)
+            self.B(0, i)
+        loss = self.stage0.finish()
+        return loss
+
+
+Step = TokensStep

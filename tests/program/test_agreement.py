@@ -1,0 +1,270 @@
+"""Ranks that do not hold alike what they must are named; what they are given keeps its contract."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import partc
+from partc.errors import RunError
+from partc.plan import Plan
+from partc.program import Program
+from partc.program.runtime import Stage
+from partc.program.tensor_hash import hashes_of, joined, on_device, sketch_of
+from partc.verification.processes import Processes
+from tests.batches import tokens
+
+pytestmark = pytest.mark.gloo
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ddp": ("dp=2", "ddp", {}),
+    "fsdp": ("dp=2", "fsdp", {}),
+    "tp": ("tp=2", "megatron", {}),
+    "fsdp+tp": ("dp=2,tp=2", "fsdp+megatron", {}),
+    "pp": ("pp=2", "ddp", {"microbatches": 2, "stages": ["down"]}),
+    "pp+dp": ("pp=2,dp=2", "ddp", {"microbatches": 2, "stages": ["down"]}),
+}
+
+
+@cache
+def program(layout: str, contract: str) -> Program:
+    mesh, plan, more = LAYOUTS[layout]
+    model, batch, loss = tokens(dropout=0.1)
+    preset = Plan(preset=plan, batch=contract)  # type: ignore[arg-type]
+    return partc.compile(partc.Traced(model, batch, loss), mesh, plan=preset, **more)
+
+
+def started(of: Program) -> tuple[Stage, list[Tensor]]:
+    """This rank's stage with weights, and what it takes of the batch."""
+    model, batch, _ = tokens()
+    stage = of.module()
+    stage.load_full(model)
+    return stage, of.role(dist.get_rank()).pieces(batch, stage.coords)
+
+
+def outcome(step: Callable[[], Any]) -> str:
+    """The loss that a step gives, or the text of its error."""
+    try:
+        return str(float(step()))
+    except RunError as error:
+        return str(error)
+
+
+# one rank differs --------------------------------------------------------------------------------
+def step_with(of: Program, fault: str) -> str:
+    """What a step gives where the last rank has another batch, weight or seed."""
+    stage, batch = started(of)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if fault == "batch":
+            batch[0] = batch[0].roll(1, 1)
+        if fault == "seed":
+            stage.seed(7)
+        if fault == "weight":
+            _, piece = stage.pieces()["head.weight"]
+            piece.data.view(-1)[0] += 1e-3
+    return outcome(lambda: stage.step(*batch))
+
+
+@pytest.mark.parametrize("contract", ["global", "local"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_batch_or_seed(world: Processes, layout: str, contract: str) -> None:
+    of = program(layout, contract)
+    num, last = of.mesh.num_ranks, of.mesh.num_ranks - 1
+    alone = contract == "local" and layout in ("ddp", "fsdp")  # every rank has samples of its own
+    for fault, name in [("seed", "seed"), *([] if alone else [("batch", "ids")])]:
+        for said in world.run(step_with, of, fault, num=num):
+            assert f"rank {last}: another {name}" in said, (fault, said)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "tp", "pp+dp"])
+def test_another_weight(world: Processes, layout: str) -> None:
+    of = program(layout, "local")
+    sharded = any(x.name == "head.weight" and x.cuts for x in of.role(of.mesh.num_ranks - 1).params)
+    for said in world.run(step_with, of, "weight", num=of.mesh.num_ranks):
+        assert ("another head.weight" in said) != sharded, said
+
+
+@pytest.mark.parametrize("contract", ["global", "local"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_right_ranks_agree(world: Processes, layout: str, contract: str) -> None:
+    of = program(layout, contract)
+    assert len({*map(float, world.run(step_with, of, "", num=of.mesh.num_ranks))}) == 1
+
+
+# later steps and other ways to run ---------------------------------------------------------------
+def later(of: Program) -> list[str]:
+    stage, batch = started(of)
+    stage.agreement.every = 3
+    said = []
+    for number in range(4):
+        if dist.get_rank() == 1 and number == 1:  # compared at step 3
+            stage.pieces()["head.bias"][1].data += 0.1
+        if dist.get_rank() == 1 and number == 2:  # as rounding would
+            stage.pieces()["head.weight"][1].data.mul_(1 + 1e-7)
+        said.append(outcome(lambda: stage.step(*batch)))
+    return said
+
+
+def test_every_nth_step(world: Processes) -> None:
+    for said in world.run(later, program("ddp", "local"), num=2):
+        assert all(map(float, said[:3]))
+        assert "rank 1: another head.bias" in said[3]
+        assert "head.weight" not in said[3]
+
+
+def backwards(of: Program) -> str:
+    stage, batch = started(of)
+    if dist.get_rank() == 1:
+        batch[0] = batch[0].roll(1, 1)
+    return outcome(lambda: stage(*batch))
+
+
+def test_loss_backward_style(world: Processes) -> None:
+    assert all(
+        "another ids" in said for said in world.run(backwards, program("tp", "local"), num=2)
+    )
+
+
+def refused(of: Program) -> str:
+    stage, batch = started(of)
+    batch = [x[:1] for x in batch] if dist.get_rank() == 1 else batch
+    return outcome(lambda: stage.step(*batch))
+
+
+def test_a_rank_that_refuses_tells_the_others(world: Processes) -> None:
+    first, second = world.run(refused, program("ddp", "local"), num=2)
+    assert "rank 1 refused to begin" in first
+    assert 'each rank\'s piece of the batch, along dp=2 (batch="local")' in second
+    assert "drop_last" in second
+    _, second = world.run(refused, program("ddp", "global"), num=2)
+    assert 'batch="global"' in second
+
+
+def pieces_for_wholes(contract: str, given: str) -> str:
+    _, batch, _ = tokens()
+    stage, _ = started(program("ddp", contract))
+    pieces = program("ddp", "local").role(0).pieces(batch, stage.coords)
+    return outcome(lambda: stage.step(*(pieces if given == "pieces" else batch)))
+
+
+def test_the_other_contract_is_named(world: Processes) -> None:
+    for said in world.run(pieces_for_wholes, "global", "pieces", num=2):
+        assert 'compile with batch="local"' in said
+    for said in world.run(pieces_for_wholes, "local", "wholes", num=2):
+        assert 'compile with batch="global"' in said
+
+
+def same_pieces(of: Program) -> list[str]:
+    stage, _ = started(of)
+    batch = of.role(0).pieces(tokens()[1], dict.fromkeys(of.mesh.names, 0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        stage.step(*batch)
+    return [str(each.message) for each in seen if "DistributedSampler" in str(each.message)]
+
+
+def test_a_missing_sampler_is_named(world: Processes) -> None:
+    for said in world.run(same_pieces, program("fsdp+tp", "local")):
+        assert len(said) == 1
+        assert "ranks 0, 1, 2, 3 were given the same samples" in said[0]
+
+
+# DTensors and DDP --------------------------------------------------------------------------------
+def of_dtensors(of: Program, placements: Sequence[Any]) -> tuple[str, str]:
+    stage, batch = started(of)
+    plain = outcome(lambda: stage.step(*batch))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    stage.zero_grad()
+    stage.seed(0)
+    given = [DTensor.from_local(x, mesh, placements) for x in batch]
+    return plain, outcome(lambda: stage.step(*given))
+
+
+def test_dtensors(world: Processes) -> None:
+    of = program("fsdp+tp", "local")
+    for plain, given in world.run(of_dtensors, of, (Shard(0), Replicate())):
+        assert float(plain) == float(given)
+    for _, said in world.run(of_dtensors, of, (Replicate(), Replicate())):
+        assert "it is a DTensor with placements" in said
+
+
+def beside_ddp(of: Program) -> tuple[float, float, float]:
+    """The mean of DDP's losses, the program's loss, and the largest difference of a gradient."""
+    model, batch, loss = tokens(8)
+    pieces = [x.clamp(min=4) for x in of.role(0).pieces(batch, {"dp": dist.get_rank()})]
+    usual = DistributedDataParallel(model)
+    mine = loss(usual, *pieces)
+    mine.backward()
+    dist.all_reduce(mean := mine.detach().clone())
+    stage = of.module()
+    stage.load_full(model)
+    ours = stage.step(*pieces)
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    found = {n: p.grad.full_tensor() for n, p in stage.named_parameters()}
+    worst = max(float((found[n] - g).abs().max()) for n, g in grads.items() if g is not None)
+    return float(mean) / 2, float(ours), worst
+
+
+def test_ddps_contract(world: Processes) -> None:
+    model, batch, loss = tokens()
+    mine = tuple(x.chunk(2)[0] for x in batch)
+    of = partc.compile(model, "dp=2", mine, loss=loss, plan="ddp", batch="local")
+    for usual, ours, worst in world.run(beside_ddp, of, num=2):
+        assert abs(usual - ours) < 1e-5
+        assert worst < 1e-6
+
+
+# numbers of tensors ------------------------------------------------------------------------------
+@pytest.mark.parametrize("number", [lambda x: hashes_of([x])[0], lambda x: int(on_device(x))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_numbers_of_tensors(number: Callable[[Tensor], int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (
+        torch.randn(7, 5).to(dtype)
+        if dtype.is_floating_point
+        else torch.randint(2, (7, 5)).to(dtype)
+    )
+    assert number(x) == number(x.clone())
+    assert number(x) == number(x.t().contiguous().t())
+    others = [x.flatten().flip(0).view(7, 5), x.roll(1, 0), x.roll(1, 1), x[:-1]]
+    swapped = x.clone()
+    first, other = 0, int((x.flatten() != x[0, 0]).nonzero()[0])
+    swapped.view(-1)[[first, other]] = x.flatten()[[other, first]]
+    assert number(x) not in [number(each) for each in (*others, swapped)]
+
+
+def test_bits_show() -> None:
+    zero, minus = torch.zeros(3), -torch.zeros(3)
+    quiet = torch.tensor([float("nan")])
+    other = (quiet.view(torch.int32) + 1).view(torch.float32)
+    for number in (lambda x: hashes_of([x])[0], lambda x: int(on_device(x))):
+        assert number(zero) != number(minus)
+        assert number(quiet) == number(quiet.clone())
+        assert number(quiet) != number(other)
+    assert joined([1, 2]) != joined([2, 1])
+    assert hashes_of([torch.empty(0)]) == hashes_of([torch.empty(0)])
+
+
+def test_sketches_tell_rounding_from_training() -> None:
+    x = torch.randn(1000)
+    (product, norm), (near, _), (far, _) = map(sketch_of, (x, x * (1 + 1e-7), x + 0.01))
+    assert abs(product - near) < 3e-4 * norm
+    assert abs(product - far) > 3e-4 * norm
+
+
+def test_a_comparison_is_cheap() -> None:
+    x = torch.randn(1_000_000)
+    hashes_of([x])
+    start = time.process_time()
+    hashes_of([x])
+    assert time.process_time() - start < 0.1  # 4 MB; reading them once takes a millisecond
