@@ -34,7 +34,7 @@ class Returns:
     @property
     def names(self) -> list[str]:
         """The names of the extras' tensors."""
-        return [*self.tree.names()][1:] if self.tree else []
+        return extras_in(self.tree)
 
     def objective(self, function: Objective) -> Objective:
         """``function``, but it returns the loss and the extras' tensors as one list.
@@ -90,6 +90,11 @@ class Returns:
             why="a training step starts from one floating-point number",
             do=do,
         )
+
+
+def extras_in(tree: Tree | None) -> list[str]:
+    """The names of the extras' tensors in what a loss returns; None: a loss alone."""
+    return [] if tree is None else [*tree.names()][1:]
 
 
 def _is_loss(value: Any) -> bool:

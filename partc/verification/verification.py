@@ -129,8 +129,9 @@ def verify(
 ) -> Report:
     """Run all ranks of a program here, and compare what each gets with the model on one device.
 
-    Compared are the loss and its extras, every gradient, changed buffers, the parameters after a step of SGD and
-    of AdamW, and gradients added up over two steps; of an inference program its results.
+    Compared are the loss and its extras, every gradient, changed buffers, the parameters after a
+    step of SGD and of AdamW, and gradients added up over two steps; of an inference program its
+    results.
 
     Args:
         program: what ``compile`` or ``load`` gave; on ``dp=2,tp=2`` four ranks run.
