@@ -111,7 +111,7 @@ def test_a_nested_batch_computes_as_on_one_device(mesh: str, plan: str, microbat
     if "dp" in mesh:
         assert Plan.parse(program.plan).inputs["batch.boxes.kinds"]["dp"].dim == 0
     verify(program, detector(), given, detected).check(1e-12)
-    with pytest.raises(RunError, match="batch.scale: it was the number 0.5 when compiled"):
+    with pytest.raises(RunError, match=r"batch\.scale: it was the number 0\.5 when compiled"):
         _tensors(program, batch_of(scale=0.25), 3.0)
 
 
@@ -153,8 +153,8 @@ def test_arguments_bind_as_the_loss_binds_them(program: Program) -> None:
         ),
         ((batch_of(images=[torch.ones(1)]),), {}, "batch.images.1: it is missing"),
         ((batch_of(images=None),), {}, "batch.images: it was a list when compiled, and is None"),
-        (({"images": 1},), {}, r"batch: it was a Batch when compiled, and is a dict now.*\*\*batch"),
-        ((batch_of(target={"values": 0.5, "ids": 7}),), {}, "values: it was a tensor when compiled"),
+        (({"images": 1},), {}, r"it was a Batch when compiled, and is a dict now.*\*\*batch"),
+        ((batch_of(target={"values": 0.5, "ids": 7}),), {}, "values: it was a tensor when"),
         ((batch_of(target={"values": torch.ones(1), "ids": True}),), {}, "ids: .* 7 .* True now"),
     ],
 )  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_dict_is_given_by_name(kind: Any) -> None:
                         labels=tokens()["labels"])) == 3  # fmt: skip
     with pytest.raises(RunError, match=r"labels: it was given when compiled, and is left out now"):
         _tensors(program, input_ids=tokens()["input_ids"], attention_mask=tokens()["labels"])
-    with pytest.raises(RunError, match="kwargs.position_ids: there was none when compiled"):
+    with pytest.raises(RunError, match=r"kwargs\.position_ids: there was none when compiled"):
         _tensors(program, **tokens(), position_ids=tokens()["labels"])
 
 
