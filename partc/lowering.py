@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
+from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from partc import pass_calls as calls
 from partc import printing
@@ -163,7 +164,7 @@ def begin(graph: Graph, plan: Plan, rows: Table | None = None, *, strict: bool =
 
 # a model to its joint graph ---------------------------------------------------------------------
 def trace(
-    model: nn.Module, inputs: Sequence[Tensor], loss: Objective | None = None, *,
+    model: nn.Module, inputs: Any, loss: Objective | None = None, *,
     fold: bool = False, kept: TracedStages | None = None,
 ) -> Graph:  # fmt: skip
     """The joint graph of ``loss(model, *inputs)`` and its backward; the model is left as it was.

@@ -17,12 +17,13 @@ from partc.lowering import partition, trace
 from partc.plan import Plan
 from partc.program import Program
 from partc.reports.cost import CostReport, cost_report
+from partc.trace.arguments import Given
 
 
 def cost_with_formulas(
     program: Program,
     model: nn.Module,
-    inputs: Sequence[Tensor],
+    inputs: Any,
     loss: Callable[..., Any] | None = None,
 ) -> CostReport:
     """The costs of ``program`` as expressions of batch ``B``, sequence ``S`` and the mesh's axes.
@@ -30,15 +31,16 @@ def cost_with_formulas(
     There is an ``S`` if all inputs are tokens, ``i64[B,S]``. Where other sizes give another
     program, the report has the reason in place of formulas. Raises the errors of ``compile``.
     """
+    given = Given.of(model, inputs, loss)
     plan, inference = Plan.parse(program.plan), program.role(0).is_inference
 
     def at(sizes: Mapping[str, int]) -> Graph:
         with torch.set_grad_enabled(not inference):
-            graph = trace(model, _resized(inputs, sizes), loss)
+            graph = trace(model, given.with_tensors(_resized(given.tensors, sizes)), loss)
         graph.mesh = program.mesh
         return partition(graph, plan)[1]
 
-    sizes = _sizes(inputs)
+    sizes = _sizes(given.tensors)
     pieces = program.mesh.num_ranks * plan.microbatches
     steps = {symbol: gcd(size, pieces) for symbol, size in sizes.items()}
     local = at(sizes)

@@ -41,13 +41,14 @@ class Target:
     """A model, its example inputs and its loss."""
 
     model: nn.Module
-    inputs: tuple[Tensor, ...]
+    inputs: Any  # as ``partc.compile`` takes them
     loss: Callable[..., Any] | None = None
     labels: int = 0  # how many of the last inputs only the loss reads
 
     def for_inference(self) -> Target:
         """The model in eval mode, without a loss and the inputs that only the loss reads."""
-        return Target(self.model.eval(), self.inputs[: len(self.inputs) - self.labels])
+        inputs = self.inputs[: -self.labels] if self.labels else self.inputs
+        return Target(self.model.eval(), inputs)
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,14 @@ def _called(module: str, attribute: str) -> Target:
     if isinstance(made, nn.Module):
         return Target(made, _own_inputs(made, module, attribute))
     if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        inputs = (made[1],) if isinstance(made[1], Tensor) else tuple(made[1])
-        return Target(made[0], inputs, made[2] if len(made) == 3 else None)
+        return Target(made[0], made[1], made[2] if len(made) == 3 else None)
     raise _unknown(f"{module}:{attribute}", f"it gives a {type(made).__name__}")
 
 
-def _own_inputs(model: nn.Module, module: str, attribute: str) -> tuple[Tensor, ...]:
-    """The ``example_inputs`` of a model, a tuple or a method; UsageError without any."""
+def _own_inputs(model: nn.Module, module: str, attribute: str) -> Any:
+    """The ``example_inputs`` of a model, or what a method of that name returns; UsageError without
+    any.
+    """
     inputs = getattr(model, "example_inputs", None)
     if inputs is None:
         raise UsageError(
@@ -100,7 +102,7 @@ def _own_inputs(model: nn.Module, module: str, attribute: str) -> tuple[Tensor, 
             why="shapes and dtypes of the batch are needed",
             do="Return (model, inputs, loss), or give the model an `example_inputs` attribute.",
         )
-    return tuple(inputs() if callable(inputs) else inputs)
+    return inputs() if callable(inputs) else inputs
 
 
 def _configured(name: str, sizes: Sizes, values: bool) -> Target:

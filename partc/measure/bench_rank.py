@@ -67,7 +67,8 @@ class Runner:
             for name, (_, piece) in stage.pieces().items():
                 _fill(name, piece)
         stage.seed(0)
-        self.inputs = make_inputs(role, stage.coords, stage.device)
+        tensors = dict(zip(role.inputs, make_inputs(role, stage.coords, stage.device), strict=True))
+        self.args, self.kwargs = program.arguments.call(tensors)
         self.optimizer = self._optimizer(program)
         self.paths = block_paths(stage.rank_step, role.shards)
         self.axes = _axes(stage)
@@ -102,7 +103,7 @@ class Runner:
 
     def run(self) -> None:
         """Run the forward and backward, or the forward of an inference program."""
-        (self.stage if self.inference else self.stage.step)(*self.inputs)
+        (self.stage if self.inference else self.stage.step)(*self.args, **self.kwargs)
 
     def update(self) -> None:
         """Take the optimizer's step."""

@@ -38,6 +38,7 @@ from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.record import Kind
+from partc.trace.returns import extras_in
 from partc.trace.trees import Tree
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ class Program:
         )  # the output is Python source, so there is nothing to escape for HTML
         return environment.from_string(template).render(
             model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
-            compiles=self.role(0).compiles, extras=self.returns is not None and len([*self.returns.names()]) > 1,
+            compiles=self.role(0).compiles, extras=bool(extras_in(self.returns)),
         )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ class Arguments:
 
         ``alike``: without the classes of named tuples and dataclasses (``Tree.built``).
         """
-        bound = BoundArguments(self.signature, {})  # type: ignore[arg-type]
+        bound = BoundArguments(self.signature, {})
         for each in self.each:
             if each.tree != each.default:
                 bound.arguments[each.name] = each.tree.built(tensors, alike=alike)
@@ -190,7 +190,7 @@ class Given:
         """The arguments, new down to their leaves, with these tensors."""
         left = iter(tensors)
         known = {name: filled(each, left) for name, each in self.bound.arguments.items()}
-        return BoundArguments(self.bound.signature, known)  # type: ignore[arg-type]
+        return BoundArguments(self.bound.signature, known)
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -233,8 +233,8 @@ def _signature(model: nn.Module, loss: Callable[..., Any] | None) -> Signature:
 
 def _arguments(bound: BoundArguments, names: Names) -> Arguments:
     """The description of bound arguments; their tensors get names."""
-    found, place = [], 0
-    for name, parameter in bound.signature.parameters.items():
+    found = []
+    for place, (name, parameter) in enumerate(bound.signature.parameters.items()):
         kind = parameter.kind.name
         default = _EMPTY.get(kind) or _default(parameter)
         tree = default
@@ -242,7 +242,6 @@ def _arguments(bound: BoundArguments, names: Names) -> Arguments:
             tree = _tree(name, kind, bound.arguments[name], place, names)
         assert tree is not None, "an argument without a default is bound"
         found.append(Argument(name, kind, tree, default))
-        place += 1
     return Arguments(tuple(found))
 
 

@@ -34,7 +34,7 @@ class Returns:
     @property
     def names(self) -> list[str]:
         """The names of the extras' tensors."""
-        return [*self.tree.names()][1:] if self.tree else []
+        return extras_in(self.tree)
 
     @property
     def loss_name(self) -> str:
@@ -99,7 +99,12 @@ class Returns:
 
 def loss_name(tree: Tree | None) -> str:
     """``loss``, where no extra has that name."""
-    return "(loss)" if tree and "loss" in tree.names() else "loss"
+    return "(loss)" if "loss" in extras_in(tree) else "loss"
+
+
+def extras_in(tree: Tree | None) -> list[str]:
+    """The names of the extras' tensors in what a loss returns; None: a loss alone."""
+    return [] if tree is None else [*tree.names()][1:]
 
 
 def _is_loss(value: Any) -> bool:

@@ -206,7 +206,10 @@ def test_weights_that_do_not_fit_are_refused_by_name(world: Processes) -> None:
 def refused_inputs() -> None:
     stage = stage_on(2, 2)
     x, y = example_batch()
-    wrong: list[tuple[Any, ...]] = [(x,), (x[:6], y), (x.double(), y), (x, y, y)]
+    for inputs, message in (((x,), "missing a required argument: 'y'"), ((x, y, y), "too many")):
+        with pytest.raises(RunError, match=rf"{message}.*it takes \(x, y\)"):
+            stage.step(*inputs)
+    wrong: list[tuple[Any, ...]] = [(x[:6], y), (x.double(), y)]
     for inputs in wrong:
         with pytest.raises(
             RunError, match=r"expected \(x: float32\[12, 8\] on cpu, y: .*\), got \("
