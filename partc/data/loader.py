@@ -14,9 +14,10 @@ from partc.data.course import Course, Position
 from partc.data.order import Row, Span
 from partc.data.sampler import RowSampler
 from partc.data.seeds import Generators, seed_of, seed_process
+from partc.data.share import Share
 from partc.errors import UsageError
 
-OURS = ("batch_size", "sampler", "batch_sampler", "drop_last", "generator")
+OURS = ("batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order")
 
 
 class Loader(DataLoader[Any]):
@@ -26,6 +27,10 @@ class Loader(DataLoader[Any]):
     """
 
     course: Course
+
+    def show_batch_size(self, share: Share) -> None:
+        """Let scripts read how many rows a batch has; torch takes whole batches for its items."""
+        self.__dict__["batch_size"] = len(share.places)
 
     @property
     def position(self) -> Position:
@@ -53,7 +58,8 @@ class RowLoader(Loader):
     place of the rank's first row. So neither workers nor ranks change a sample.
 
     ``sampler.set_epoch`` is as DistributedSampler's. ``dataset`` stands for the dataset: it has
-    its ``len``, and what it has beside its rows (``classes``).
+    its ``len``, and what it has beside its rows (``classes``). ``batch_size`` is the number of this
+    rank's rows in a step.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class RowLoader(Loader):
             generator=torch.Generator(),  # else each epoch would draw from the script's numbers
             **options,
         )
+        self.show_batch_size(rows.share)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -55,6 +55,7 @@ class StreamLoader(Loader):
             self.batches, batch_size=None, collate_fn=as_it_is, generator=torch.Generator(),
             **options,
         )  # fmt: skip
+        self.show_batch_size(share)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration = self.course.begin()

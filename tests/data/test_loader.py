@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from itertools import islice
 from typing import Any
@@ -155,7 +156,10 @@ def test_a_loader_is_a_loader_of_torch() -> None:
     x = torch.arange(40.0)
     loader = loader_of(TensorDataset(x, 2 * x), num_rows=40)
     assert isinstance(loader, torch.utils.data.DataLoader)
-    assert (len(loader), len(loader.dataset)) == (5, 40)
+    assert (len(loader), len(loader.dataset), loader.batch_size) == (5, 40, 8)
+    twin = pickle.loads(pickle.dumps(loader.dataset))  # as workers get it that are not forked
+    assert all(map(torch.equal, twin[next(iter(loader.sampler))], next(iter(loader))))
+    loader.set_epoch(0)
     assert loader.dataset.tensors[0] is x  # what scripts read there
     loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
     assert loader.position.epoch == 2
@@ -176,7 +180,7 @@ def test_an_iterator_that_was_left_moves_no_position() -> None:
     assert (loader.position.epoch, loader.position.index) == (1, 8)
 
 
-@pytest.mark.parametrize("option", ["batch_size", "sampler", "drop_last", "generator"])
+@pytest.mark.parametrize("option", ["batch_size", "sampler", "drop_last", "generator", "in_order"])
 def test_what_the_sampler_decides_is_refused(option: str) -> None:
     with pytest.raises(UsageError, match=rf"loader\({option}=\.\.\.\).*program.data_world"):
         loader_of(Noisy(), **{option: None})
