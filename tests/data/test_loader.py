@@ -45,7 +45,8 @@ def samples() -> Samples:
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_samples_follow_from_their_place_alone(num_workers: int, samples: Samples) -> None:
-    dataset, found = Counted(40), {}
+    dataset = Counted(40)
+    found: Samples = {}
     for rank in range(4):
         found |= samples_of(list(loader_of(dataset, rank, 4, num_workers=num_workers)))
     assert dataset.reads.tolist() == [1] * 40
@@ -156,18 +157,19 @@ def test_a_loader_is_a_loader_of_torch() -> None:
     x = torch.arange(40.0)
     loader = loader_of(TensorDataset(x, 2 * x), num_rows=40)
     assert isinstance(loader, torch.utils.data.DataLoader)
-    assert (len(loader), len(loader.dataset), loader.batch_size) == (5, 40, 8)
-    twin = pickle.loads(pickle.dumps(loader.dataset))  # as workers get it that are not forked
+    dataset: Any = loader.dataset
+    assert (len(loader), len(dataset), loader.batch_size) == (5, 40, 8)
+    twin = pickle.loads(pickle.dumps(dataset))  # as workers get it that are not forked
     assert all(map(torch.equal, twin[next(iter(loader.sampler))], next(iter(loader))))
     loader.set_epoch(0)
-    assert loader.dataset.tensors[0] is x  # what scripts read there
+    assert dataset.tensors[0] is x  # what scripts read there
     loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
     assert loader.position.epoch == 2
     for a, b in loader:
         assert a.shape == (8,)
         assert torch.equal(b, 2 * a)
     with pytest.raises(AttributeError, match="classes"):
-        _ = loader.dataset.classes
+        _ = dataset.classes
 
 
 def test_an_iterator_that_was_left_moves_no_position() -> None:
@@ -182,8 +184,9 @@ def test_an_iterator_that_was_left_moves_no_position() -> None:
 
 @pytest.mark.parametrize("option", ["batch_size", "sampler", "drop_last", "generator", "in_order"])
 def test_what_the_sampler_decides_is_refused(option: str) -> None:
+    options: dict[str, Any] = {option: None}
     with pytest.raises(UsageError, match=rf"loader\({option}=\.\.\.\).*program.data_world"):
-        loader_of(Noisy(), **{option: None})
+        loader_of(Noisy(), **options)
 
 
 def test_a_position_of_another_dataset_is_refused() -> None:

@@ -110,7 +110,7 @@ def train_alone(num_steps: int) -> list[float]:
     model, data = model_of(), rows_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = program_of("dp=1").sampler(data, 0, seed=3, last="next")
-    losses = []
+    losses: list[float] = []
     while len(losses) < num_steps:
         for rows in islice(sampler, num_steps - len(losses)):
             optimizer.zero_grad()
@@ -192,10 +192,11 @@ def read_streams(path: Path) -> tuple[Any, ...]:
     shared = [b.tolist() for b in stage.loader(Stream(), batch="local")]
     mine = Stream(piece, program.data_world, NUM_ROWS - 30 * piece)
     own = [b.tolist() for b in stage.loader(mine, batch="local", split="own")]
+    word: Any = "mine"
     refused = [
         message(lambda: list(stage.loader(mine, batch="local"))),
         message(lambda: stage.loader(mine, split="own")),
-        message(lambda: stage.loader(mine, split="mine")),
+        message(lambda: stage.loader(mine, split=word)),
         message(lambda: program.sampler(mine)),
     ]
     return shared, own, refused
