@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from partc.data.loader import RowLoader
 from partc.errors import LoadError, UsageError
@@ -105,14 +105,18 @@ def test_kept_workers_follow_a_position_that_is_loaded() -> None:
     alone.load_state_dict(state)
     assert samples_of(list(loader)) == samples_of(list(alone))
     assert samples_of(list(loader)) == samples_of(list(alone))  # the epoch after
+    assert len([*islice(loader, 2)]) == len([*islice(alone, 2)])  # left with batches read ahead
+    assert samples_of(list(loader)) == samples_of(list(alone))
 
 
 class Noisy(Dataset[Tensor]):
+    scale, shift = 1.0, 0.0
+
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, row: int) -> Tensor:
-        return torch.tensor(float(row))
+        return torch.tensor(self.scale * row + self.shift)
 
 
 def with_noise(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -170,6 +174,24 @@ def test_a_loader_is_a_loader_of_torch() -> None:
         assert torch.equal(b, 2 * a)
     with pytest.raises(AttributeError, match="classes"):
         _ = dataset.classes
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_script_sets_on_the_dataset_arrives(num_workers: int) -> None:
+    loader = loader_of(Noisy(), num_workers=num_workers, worker_init_fn=add_one)
+    before = torch.cat(list(loader))
+    loader.dataset.scale = 2.0  # type: ignore[attr-defined]
+    loader.set_epoch(0)
+    after = torch.cat(list(loader))
+    assert torch.equal(before - num_workers, (after - num_workers) / 2)
+
+
+def add_one(worker: int) -> None:
+    """What scripts do to the copy of a dataset in a worker."""
+    info = get_worker_info()
+    assert info is not None
+    dataset: Any = info.dataset
+    dataset.shift = 1.0
 
 
 def test_an_iterator_that_was_left_moves_no_position() -> None:

@@ -154,6 +154,22 @@ def test_a_checkpoint_of_other_data_is_refused(
         assert "no position in the rows" in text
 
 
+def ask_for_different_rows(path: Path) -> list[str]:
+    stage, rank = partc.load(path).module(), dist.get_rank()
+    return [
+        message(lambda: stage.loader(Counted(NUM_ROWS), seed=rank // 2)),  # a habit under DDP
+        message(lambda: stage.loader(Counted(NUM_ROWS - rank % 2 * 60))),
+        message(lambda: stage.loader(Counted(NUM_ROWS))),
+    ]
+
+
+def test_ranks_that_ask_for_different_rows_are_refused(folder: Path, world: Processes) -> None:
+    for seed, rows, right in world.run(ask_for_different_rows, folder / "dp=2,tp=2"):
+        assert "RunError loader(seed=...): it is 0 on rank 0 and 1 on rank 2" in seed
+        assert "RunError loader(rows=...): it is 70 on rank 0 and 10 on rank 1" in rows
+        assert right == ""
+
+
 # a script's own loader -----------------------------------------------------------------------
 def read_by_distributed_sampler(path: Path) -> list[list[float]]:
     """The loader of a script for DDP, given the data rank for the rank."""
