@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 from partc.errors import LoadError
@@ -41,7 +42,7 @@ class Course:
     """
 
     def __init__(self, seed: int, same: Mapping[str, Any]) -> None:
-        self.position, self.same = Position(seed), same
+        self.position, self.same = Position(index(seed)), same
         self._iteration = 0
         self._is_open = False  # whether an iteration has begun, and not ended
 

@@ -14,9 +14,11 @@ from partc.data.course import Course, Position
 from partc.data.order import Row, Span
 from partc.data.sampler import RowSampler
 from partc.data.seeds import Generators, seed_of, seed_process
+from partc.data.share import Share
+from partc.data.wrapped import Wrapped
 from partc.errors import UsageError
 
-OURS = ("batch_size", "sampler", "batch_sampler", "drop_last", "generator")
+OURS = ("batch_size", "sampler", "batch_sampler", "drop_last", "generator", "in_order")
 
 
 class Loader(DataLoader[Any]):
@@ -26,6 +28,10 @@ class Loader(DataLoader[Any]):
     """
 
     course: Course
+
+    def show_batch_size(self, share: Share) -> None:
+        """Let scripts read how many rows a batch has; torch takes whole batches for its items."""
+        self.__dict__["batch_size"] = len(share.places)
 
     @property
     def position(self) -> Position:
@@ -52,8 +58,8 @@ class RowLoader(Loader):
     the seed, the epoch and the sample's place in the epoch; what ``collate_fn`` draws, from the
     place of the rank's first row. So neither workers nor ranks change a sample.
 
-    ``sampler.set_epoch`` is as DistributedSampler's. ``dataset`` stands for the dataset: it has
-    its ``len``, and what it has beside its rows (``classes``).
+    ``sampler.set_epoch`` is as DistributedSampler's. ``dataset`` stands for the dataset, with its
+    length and its public names. ``batch_size`` is the number of this rank's rows in a step.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class RowLoader(Loader):
             generator=torch.Generator(),  # else each epoch would draw from the script's numbers
             **options,
         )
+        self.show_batch_size(rows.share)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -131,7 +138,7 @@ class _Spans(Sampler[Span]):
         self.rows.set_epoch(epoch)
 
 
-class _Batches(Dataset[Any]):
+class _Batches(Wrapped, Dataset[Any]):
     """A dataset whose items are one rank's whole batches, by the step; it runs in the workers."""
 
     def __init__(
@@ -141,32 +148,23 @@ class _Batches(Dataset[Any]):
         collate: Callable[[list[Any]], Any],
         seed_samples: bool,
     ) -> None:
-        self.dataset, self.rows, self.collate = dataset, rows, collate
-        self.seed_samples, self.aside = seed_samples, Generators()
+        self._inside, self._rows, self._collate = dataset, rows, collate
+        self._seed_samples, self._aside = seed_samples, Generators()
 
     def __getitem__(self, span: Span) -> Any:
-        rows = self.rows.rows(span)
-        if not self.seed_samples:
-            return self.collate(_read_together(self.dataset, [row.row for row in rows]))
+        rows = self._rows.rows(span)
+        if not self._seed_samples:
+            return self._collate(_read_together(self._inside, [row.row for row in rows]))
         # without workers this is the script's own process
-        with nullcontext() if get_worker_info() else self.aside.used():
+        with nullcontext() if get_worker_info() else self._aside.used():
             items = [self._sample(row) for row in rows]
-            seed_process(
-                seed_of("collate", *astuple(rows[0].place))
-            )  # ranks with one piece draw alike
-            return self.collate(items)
+            # by the first row of the piece, so that ranks with one piece draw alike
+            seed_process(seed_of("collate", *astuple(rows[0].place)))
+            return self._collate(items)
 
     def _sample(self, row: Row) -> Any:
         seed_process(seed_of("sample", *astuple(row.place)))
-        return self.dataset[row.row]
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "dataset" not in self.__dict__:  # as while unpickling
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return self._inside[row.row]
 
 
 def _read_together(dataset: Any, rows: list[int]) -> list[Any]:

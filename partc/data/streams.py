@@ -23,6 +23,7 @@ from partc.data.order import Last, Span, check_last
 from partc.data.sampler import refuse_empty_piece
 from partc.data.seeds import Generators, seed_of, seed_process
 from partc.data.share import Share
+from partc.data.wrapped import Wrapped
 from partc.errors import RunError, UsageError
 
 Collate = Callable[[list[Any]], Any]
@@ -49,25 +50,30 @@ class StreamLoader(Loader):
     ) -> None:
         """Read ``dataset``; ``options`` are those of torch's DataLoader."""
         _check_stream_options(options, last)
-        self.course, self.device = Course(seed, {}), device
+        self.course, self.share, self.last, self.device = Course(seed, {}), share, last, device
         self.batches = _Batches(dataset, share, last, collate_fn or default_collate)
         super().__init__(
             self.batches, batch_size=None, collate_fn=as_it_is, generator=torch.Generator(),
             **options,
         )  # fmt: skip
+        self.show_batch_size(share)
+
+    def __len__(self) -> int:
+        """The number of steps; TypeError for a stream that has no length."""
+        whole, rest = divmod(len(self.batches), self.share.per_step)
+        return whole + (self.last == "partial" and rest > 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration = self.course.begin()
-        self.batches.start = self.position
-        _set_epoch(self.batches.dataset, self.position.epoch)
+        self.batches.begin(self.position)
         return self._taken(iteration, super().__iter__())
 
     def _taken(self, iteration: int, batches: Iterator[tuple[Span, bytes, Any]]) -> Iterator[Any]:
         for number, (span, digest, batch) in enumerate(batches):
             if number == 0:
                 check_same_stream(digest, self.device)
-            if span.num < self.batches.share.world:
-                refuse_empty_piece(span.num, self.batches.share)
+            if span.num < self.share.world:
+                refuse_empty_piece(span.num, self.share)
             self.course.take(*span, iteration)
             yield batch
         self.course.end(iteration)
@@ -110,7 +116,7 @@ class OwnStreamLoader(Loader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration, start = self.course.begin(), self.position
-        _set_epoch(self.dataset, start.epoch)
+        set_epoch(self.dataset, start.epoch)
         seed = seed_of("stream", start.seed, start.epoch, self.share.rank) % 2**62
         assert self.generator is not None
         self.generator.manual_seed(seed)  # of the workers: alike on ranks of one piece
@@ -146,29 +152,34 @@ class OwnStreamLoader(Loader):
         return bool(has)
 
 
-class _Batches(IterableDataset[Any]):
+class _Batches(Wrapped, IterableDataset[Any]):
     """One rank's batches of a stream, each with its span and a digest; it runs in the workers.
 
     Every worker reads the whole stream, and makes every n-th batch.
     """
 
-    start: Position
+    _start: Position
 
     def __init__(self, dataset: Any, share: Share, last: Last, collate: Collate) -> None:
-        self.dataset, self.share, self.last, self.collate = dataset, share, last, collate
+        self._inside, self._share, self._last, self._collate = dataset, share, last, collate
+
+    def begin(self, start: Position) -> None:
+        """Let the next iteration begin at a position; the dataset is told the epoch."""
+        self._start = start
+        set_epoch(self._inside, start.epoch)
 
     def __iter__(self) -> Iterator[tuple[Span, bytes, Any]]:
         info = get_worker_info()
         number, num = (info.id, info.num_workers) if info else (0, 1)
-        seed = seed_of("stream", self.start.seed, self.start.epoch)
+        seed = seed_of("stream", self._start.seed, self._start.epoch)
         aside = Generators(seed).used if info is None else nullcontext
         if info is not None:
             seed_process(seed)
         for count, (span, rows) in enumerate(self._steps(aside)):
             if count % num == number:
-                mine = [rows[place] for place in self.share.of(span.num).tolist()]
+                mine = [rows[place] for place in self._share.of(span.num).tolist()]
                 with aside():
-                    batch = self.collate(mine) if mine else None
+                    batch = self._collate(mine) if mine else None
                 yield span, digest_of(rows[0]) if count == 0 else b"", batch
 
     def _steps(
@@ -176,11 +187,11 @@ class _Batches(IterableDataset[Any]):
     ) -> Iterator[tuple[Span, list[Any]]]:
         """The rows of all ranks, step by step, from the position on."""
         with aside(), _no_worker():
-            stream = iter(self.dataset)
-        stream = islice(_drawn(stream, aside), self.start.index, None)
-        at = self.start
-        while rows := list(islice(stream, self.share.per_step)):
-            if len(rows) < self.share.per_step and self.last == "drop":
+            stream = iter(self._inside)
+        stream = islice(_drawn(stream, aside), self._start.index, None)
+        at = self._start
+        while rows := list(islice(stream, self._share.per_step)):
+            if len(rows) < self._share.per_step and self._last == "drop":
                 return
             yield Span(at, len(rows)), rows
             at = at.at(at.index + len(rows))
@@ -228,7 +239,7 @@ def check_same_stream(digest: bytes, device: torch.device) -> None:
         )
 
 
-def _set_epoch(dataset: Any, epoch: int) -> None:
+def set_epoch(dataset: Any, epoch: int) -> None:
     """Tell a dataset that shuffles by the epoch which one it is."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)

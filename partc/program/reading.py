@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
@@ -14,8 +17,9 @@ from partc.data.order import Last, Order
 from partc.data.sampler import RowSampler
 from partc.data.share import Batch, Division, Share, rows_per_step
 from partc.data.streams import OwnStreamLoader, StreamLoader
-from partc.errors import UsageError
+from partc.errors import RunError, UsageError
 from partc.plan import Plan
+from partc.program.holders import exchange_texts
 
 if TYPE_CHECKING:
     from partc.program import Program
@@ -89,6 +93,8 @@ def loader(
 ) -> Loader:
     """A torch DataLoader of the rows that this rank reads, for ``step``.
 
+    All ranks call this together: they compare what they ask for.
+
     Args:
         dataset: with ``len`` and rows by number, as any map-style dataset of torch; or an
             iterable one.
@@ -114,6 +120,7 @@ def loader(
         and ``position``.
 
     Raises:
+        RunError: ranks ask for different rows, such as with a seed for each rank.
         UsageError: the dataset is smaller than one step, the rows cannot be divided among the
             ranks, or an option contradicts the sampler.
 
@@ -123,6 +130,12 @@ def loader(
         for ids, labels in loader:
             loss = stage.step(ids, labels)
     """
+    asked = {
+        "rows": None if _is_stream(dataset) else _num_rows(dataset), "seed": index(seed),
+        "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,
+        "seed_samples": seed_samples, "split": split,
+    }  # fmt: skip
+    check_alike(asked, self.device)
     options = {"pin_memory": self.device.type == "cuda", "collate_fn": collate_fn, **options}
     if _is_stream(dataset):
         share = rows_of(self._program, dist.get_rank(), batch, rows_per_step)
@@ -134,6 +147,22 @@ def loader(
         seed=seed, shuffle=shuffle, last=last, batch=batch, rows_per_step=rows_per_step,
     )  # fmt: skip
     return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
+
+
+def check_alike(asked: Mapping[str, Any], device: torch.device) -> None:
+    """RunError on every rank if ranks ask for different rows: some would be read twice."""
+    if dist.get_world_size() == 1:
+        return
+    told = [json.loads(text) for text in exchange_texts(json.dumps(asked), None, device)]
+    for name in asked:
+        other = next((rank for rank, each in enumerate(told) if each[name] != told[0][name]), 0)
+        if other:
+            raise RunError(
+                where=f"loader({name}=...)",
+                what=f"it is {told[0][name]!r} on rank 0 and {told[other][name]!r} on rank {other}",
+                why="each rank takes its part of one order, so some rows would come twice",
+                do="Pass the same on all ranks: which rows a rank reads differs by itself.",
+            )
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from itertools import islice
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from partc.data.loader import RowLoader
 from partc.errors import LoadError, UsageError
@@ -44,7 +45,8 @@ def samples() -> Samples:
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_samples_follow_from_their_place_alone(num_workers: int, samples: Samples) -> None:
-    dataset, found = Counted(40), {}
+    dataset = Counted(40)
+    found: Samples = {}
     for rank in range(4):
         found |= samples_of(list(loader_of(dataset, rank, 4, num_workers=num_workers)))
     assert dataset.reads.tolist() == [1] * 40
@@ -103,14 +105,18 @@ def test_kept_workers_follow_a_position_that_is_loaded() -> None:
     alone.load_state_dict(state)
     assert samples_of(list(loader)) == samples_of(list(alone))
     assert samples_of(list(loader)) == samples_of(list(alone))  # the epoch after
+    assert len([*islice(loader, 2)]) == len([*islice(alone, 2)])  # left with batches read ahead
+    assert samples_of(list(loader)) == samples_of(list(alone))
 
 
 class Noisy(Dataset[Tensor]):
+    scale, shift = 1.0, 0.0
+
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, row: int) -> Tensor:
-        return torch.tensor(float(row))
+        return torch.tensor(self.scale * row + self.shift)
 
 
 def with_noise(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -155,15 +161,37 @@ def test_a_loader_is_a_loader_of_torch() -> None:
     x = torch.arange(40.0)
     loader = loader_of(TensorDataset(x, 2 * x), num_rows=40)
     assert isinstance(loader, torch.utils.data.DataLoader)
-    assert (len(loader), len(loader.dataset)) == (5, 40)
-    assert loader.dataset.tensors[0] is x  # what scripts read there
+    dataset: Any = loader.dataset
+    assert (len(loader), len(dataset), loader.batch_size) == (5, 40, 8)
+    twin = pickle.loads(pickle.dumps(dataset))  # as workers get it that are not forked
+    assert all(map(torch.equal, twin[next(iter(loader.sampler))], next(iter(loader))))
+    loader.set_epoch(0)
+    assert dataset.tensors[0] is x  # what scripts read there
     loader.sampler.set_epoch(2)  # type: ignore[attr-defined]
     assert loader.position.epoch == 2
     for a, b in loader:
         assert a.shape == (8,)
         assert torch.equal(b, 2 * a)
     with pytest.raises(AttributeError, match="classes"):
-        _ = loader.dataset.classes
+        _ = dataset.classes
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_script_sets_on_the_dataset_arrives(num_workers: int) -> None:
+    loader = loader_of(Noisy(), num_workers=num_workers, worker_init_fn=add_one)
+    before = torch.cat(list(loader))
+    loader.dataset.scale = 2.0  # type: ignore[attr-defined]
+    loader.set_epoch(0)
+    after = torch.cat(list(loader))
+    assert torch.equal(before - num_workers, (after - num_workers) / 2)
+
+
+def add_one(worker: int) -> None:
+    """What scripts do to the copy of a dataset in a worker."""
+    info = get_worker_info()
+    assert info is not None
+    dataset: Any = info.dataset
+    dataset.shift = 1.0
 
 
 def test_an_iterator_that_was_left_moves_no_position() -> None:
@@ -176,10 +204,11 @@ def test_an_iterator_that_was_left_moves_no_position() -> None:
     assert (loader.position.epoch, loader.position.index) == (1, 8)
 
 
-@pytest.mark.parametrize("option", ["batch_size", "sampler", "drop_last", "generator"])
+@pytest.mark.parametrize("option", ["batch_size", "sampler", "drop_last", "generator", "in_order"])
 def test_what_the_sampler_decides_is_refused(option: str) -> None:
+    options: dict[str, Any] = {option: None}
     with pytest.raises(UsageError, match=rf"loader\({option}=\.\.\.\).*program.data_world"):
-        loader_of(Noisy(), **{option: None})
+        loader_of(Noisy(), **options)
 
 
 def test_a_position_of_another_dataset_is_refused() -> None:

@@ -97,6 +97,20 @@ def test_the_last_step_of_a_stream() -> None:
             list(stream_loader(0, 4, last="partial", num_workers=num_workers))
 
 
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.num_rows
+
+
+def test_a_stream_with_a_length_says_how_many_steps_it_has() -> None:
+    ends: tuple[Last, ...] = ("drop", "partial")
+    for last, num_steps in zip(ends, (5, 6), strict=True):
+        loader = StreamLoader(Sized(42), share_of(1, 2), CPU, last=last)
+        assert len(loader) == len(list(loader)) == num_steps
+    with pytest.raises(TypeError):
+        len(stream_loader(0, 1))
+
+
 def test_reading_a_stream_changes_no_number_of_the_script() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -110,7 +110,7 @@ def train_alone(num_steps: int) -> list[float]:
     model, data = model_of(), rows_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = program_of("dp=1").sampler(data, 0, seed=3, last="next")
-    losses = []
+    losses: list[float] = []
     while len(losses) < num_steps:
         for rows in islice(sampler, num_steps - len(losses)):
             optimizer.zero_grad()
@@ -154,6 +154,22 @@ def test_a_checkpoint_of_other_data_is_refused(
         assert "no position in the rows" in text
 
 
+def ask_for_different_rows(path: Path) -> list[str]:
+    stage, rank = partc.load(path).module(), dist.get_rank()
+    return [
+        message(lambda: stage.loader(Counted(NUM_ROWS), seed=rank // 2)),  # a habit under DDP
+        message(lambda: stage.loader(Counted(NUM_ROWS - rank % 2 * 60))),
+        message(lambda: stage.loader(Counted(NUM_ROWS))),
+    ]
+
+
+def test_ranks_that_ask_for_different_rows_are_refused(folder: Path, world: Processes) -> None:
+    for seed, rows, right in world.run(ask_for_different_rows, folder / "dp=2,tp=2"):
+        assert "RunError loader(seed=...): it is 0 on rank 0 and 1 on rank 2" in seed
+        assert "RunError loader(rows=...): it is 70 on rank 0 and 10 on rank 1" in rows
+        assert right == ""
+
+
 # a script's own loader -----------------------------------------------------------------------
 def read_by_distributed_sampler(path: Path) -> list[list[float]]:
     """The loader of a script for DDP, given the data rank for the rank."""
@@ -192,10 +208,11 @@ def read_streams(path: Path) -> tuple[Any, ...]:
     shared = [b.tolist() for b in stage.loader(Stream(), batch="local")]
     mine = Stream(piece, program.data_world, NUM_ROWS - 30 * piece)
     own = [b.tolist() for b in stage.loader(mine, batch="local", split="own")]
+    word: Any = "mine"
     refused = [
         message(lambda: list(stage.loader(mine, batch="local"))),
         message(lambda: stage.loader(mine, split="own")),
-        message(lambda: stage.loader(mine, split="mine")),
+        message(lambda: stage.loader(mine, split=word)),
         message(lambda: program.sampler(mine)),
     ]
     return shared, own, refused
