@@ -35,12 +35,13 @@ from partc.passes.stages.choose_stages import is_pipeline
 from partc.passes.stages.schedule_stages import Stages, stage_ways
 from partc.plan import Plan
 from partc.plan.mesh import PP, Mesh, MeshLike
-from partc.plan.plan_text import COMPILERS
+from partc.plan.plan_text import COMPILERS, RANDOM, check_word
 from partc.plan.sharding import dtype_name
 from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
+from partc.program.origin import Origin
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
@@ -63,6 +64,7 @@ def compile(
     memory_bytes: int | None = None,
     recompute: str | Sequence[str] | None = None,
     batch_norm: str | None = None,
+    random: str | None = None,
     compile: str | None = None,
     objective: str = "time",
     strict: bool = False,
@@ -103,6 +105,9 @@ def compile(
             ``"attention"``, each whole ``"block"``, or the paths of modules.
         batch_norm: statistics over the ``"global"`` batch, as on one device, or over each rank's
             and microbatch's own piece: ``"local"``.
+        random: what ranks draw of dropout and noise: the ``"pieces"`` that they hold, each with
+            numbers of its own; or ``"single-device"``: each draws the whole value and takes its
+            piece, so that all plans have the same numbers, and their losses can be compared.
         compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
             once; ``"none"``.
         objective: what ``plan="auto"`` makes least: the ``"time"`` of a step, or ``"dollars"`` or
@@ -141,6 +146,7 @@ def compile(
         "microbatches": microbatches,
         "recompute": recompute if isinstance(recompute, str | None) else tuple(recompute),
         "batch_norm": batch_norm,
+        "random": random,
         "compile": compile,
         "schedule": schedule,
         "stages": None if stages is None else tuple(stages),
@@ -151,8 +157,8 @@ def compile(
         given["order"] = ""  # that of another schedule
     given = {name: each for name, each in given.items() if each is not None}
     wanted = wanted.changed(**given).with_order()
-    if wanted.compile not in COMPILERS:
-        raise _no_compiler(wanted.compile)
+    check_word("random", wanted.random, RANDOM, "way to draw")
+    check_word("compile", wanted.compile, COMPILERS, "compiler")
     aim = objective_of(objective)
     if aim != "time" and wanted.preset != AUTO_PLAN:
         raise _nothing_to_choose(aim, wanted)
@@ -233,7 +239,7 @@ class _Job:
         check_complete(names, program)
         expected = expectation(joint, program.plan, self.step.graph)
         basis = replace(program.basis, find=find)
-        return replace(program, basis=basis, expected=expected, origin=self.step.model)
+        return replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
         """The first of several programs that fits the memory; MemoryLimitError if none does."""
@@ -282,15 +288,6 @@ class _Job:
         self._note(again)
         staged = plan.changed(schedule=full.schedule, stages=full.stages)
         return self._placed(again, mesh, staged)
-
-
-def _no_compiler(name: str) -> PlanError:
-    return PlanError(
-        where=f"compile={name!r}",
-        what="there is no such compiler",
-        why=f"there are {', '.join(COMPILERS)}",
-        do='Take compile="inductor", or leave it out.',
-    )
 
 
 def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:

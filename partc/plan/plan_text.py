@@ -16,6 +16,7 @@ from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
 
 COMPILERS = ("none", "inductor")  # of the computing between two transfers
+RANDOM = ("pieces", "single-device")  # what ranks draw: their pieces, or the whole value
 RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
@@ -30,6 +31,7 @@ _FIELDS = {
     "stages",
     "reduce",
     "batch_norm",
+    "random",
     "recompute",
     "compile",
     "join_mb",
@@ -114,6 +116,7 @@ def _read_value(entry: Any, where: str) -> dict[str, PlannedLayout]:
 def _check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
         "batch_norm": ("global", "local"),
+        "random": RANDOM,
         "recompute": RECOMPUTES,
         "compile": COMPILERS,
         "reduce": ("step", "microbatch"),
@@ -146,6 +149,17 @@ def _check_words(table: Mapping[str, Any], where: str) -> None:
             raise plan_error(
                 where, f"gather.{axis} = {life!r} means nothing", 'it is "use" or "step"'
             )
+
+
+def check_word(name: str, word: str, known: Sequence[str], what: str) -> None:
+    """PlanError if an argument of ``compile`` is none of the words that it may be."""
+    if word not in known:
+        raise PlanError(
+            where=f"{name}={word!r}",
+            what=f"there is no such {what}",
+            why=f"there are {', '.join(known)}",
+            do=f'Take {name}="{known[-1]}", or leave it out.',
+        )
 
 
 def plan_error(where: str, what: str, why: str) -> PlanError:

@@ -26,6 +26,7 @@ from partc.program.basis import Basis
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.manifest import Manifest, sha256
+from partc.program.origin import Origin
 from partc.program.role import Role
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.quoting import docstring
@@ -82,8 +83,8 @@ class Program:
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
         fixed: the parts of the printed text that an edited one must have too.
-        origin: the model that was compiled, in the process that compiled it; ``module()`` takes
-            its weights.
+        origin: the model that was compiled, while the script keeps it; ``module()`` takes its
+            weights.
     """
 
     plan: str
@@ -101,7 +102,7 @@ class Program:
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
-    origin: nn.Module | None = field(default=None, compare=False, repr=False)
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.fixed is None:  # nobody has edited the sources yet
@@ -235,7 +236,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     manifest = Manifest.read(folder)
     if model is not None:
         check_model(folder, manifest.fingerprint, model)
-    return replace(_program(folder, manifest), origin=model)
+    return replace(_program(folder, manifest), origin=Origin(model))
 
 
 def load_edited(path: str | Path) -> Program:

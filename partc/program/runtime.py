@@ -27,6 +27,7 @@ from partc.program.optimizers import (
     Stepping,
     check_of_stage,
 )
+from partc.program.origin import Origin
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.raw_model import RawModel, take_weights
 from partc.program.role import Role, Shard
@@ -63,18 +64,19 @@ class Stage(UserModules, WholeStates):
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
-        self._program, self._device_mesh = replace(program, origin=None), mesh
+        self._program, self._device_mesh = replace(program, origin=Origin()), mesh
         self._world = dist.group.WORLD
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
-        self.begin_modules(program.origin or like)
+        model = program.origin.model
+        self.begin_modules(like if model is None else model)
         self._show_tensors()
         self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
-        take_weights(self._tensors, program.origin, program.fingerprint)
-        self._raw = RawModel(program.origin, self._shown, self._tensors)
+        take_weights(self._tensors, model, program.fingerprint)
+        self._raw = RawModel(model, self._shown, self._tensors)
         self._checks = StepChecks(self._role, program.numbers, self._check_begin)
 
     @property
