@@ -52,7 +52,7 @@ PHASED = When("pipelines", lambda s: bool(s.made.get("phased")))
 SPREAD = When("pipelines", lambda s: s.graph.kept is not None)
 ONE_STAGE = When("one stage", lambda s: not s.made.get("phased"))
 MICROBATCHES = When("microbatches", lambda s: s.plan.microbatches > 1)
-WHOLE_DRAWS = When("random = single-device", lambda s: s.plan.random == "single-device")
+WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 PIECES = When("pieces", lambda s: int(s.made.get("pieces", 1)) > 1)
 

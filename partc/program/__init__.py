@@ -83,8 +83,8 @@ class Program:
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
         fixed: the parts of the printed text that an edited one must have too.
-        origin: the model that was compiled, while the script keeps it; ``module()`` takes its
-            weights.
+        origin: the model that was compiled, in the process that compiled it, until ``module()``
+            has taken its weights.
     """
 
     plan: str

@@ -1,4 +1,4 @@
-"""The model that a program was compiled from, as long as the script keeps it."""
+"""The model that a program was compiled from: kept until a stage has taken its weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import nn
 
 
 class Origin:
-    """Refers to a model without keeping it; a copy in another process refers to none."""
+    """Refers to a model; a copy in another process refers to none."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        self._kept = model
         self._model: Callable[[], nn.Module | None] = _none if model is None else ref(model)
 
-    @property
-    def model(self) -> nn.Module | None:
-        return self._model()
+    def release(self) -> nn.Module | None:
+        """The model, None if it is gone; from now on only the script keeps it."""
+        model, self._kept = self._model(), None
+        return model
 
     def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
         return Origin, ()

@@ -69,7 +69,7 @@ class Stage(UserModules, WholeStates):
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
-        model = program.origin.model
+        model = program.origin.release()
         self.begin_modules(like if model is None else model)
         self._show_tensors()
         self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
