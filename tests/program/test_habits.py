@@ -53,7 +53,7 @@ class Grouped(Residuals):
             for name, p in m.named_parameters(recurse=False)
             if isinstance(m, nn.LayerNorm) or name == "bias" or p.dim() == 0
         }
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in self.parameters() if id(p) not in without]},
             {"params": [p for p in self.parameters() if id(p) in without], "weight_decay": 0.0},
         ]

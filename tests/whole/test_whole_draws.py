@@ -45,7 +45,9 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
         x = x + self.drop(self.out(y.transpose(1, 2).flatten(-2)))
         h = F.rrelu(self.up(x), training=True)
-        return x + self.down(h + 0.1 * torch.randn_like(h) * torch.rand(WIDTH, dtype=h.dtype))
+        noise = 0.1 * torch.randn_like(h) * torch.rand(WIDTH, dtype=h.dtype)
+        out: Tensor = x + self.down(h + noise)
+        return out
 
 
 class Noisy(nn.Module):
