@@ -42,6 +42,7 @@ from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
+from partc.program.origin import Origin
 from partc.program.wanted import Mode
 from partc.recipe import Compile, Recipe
 from partc.reports.pipeline_cost import trained_bytes_of
@@ -69,6 +70,7 @@ def compile(
     recompute: str | Sequence[str] | None = None,
     batch: str | None = None,
     batch_norm: str | None = None,
+    random: str | None = None,
     compile: str | None = None,
     objective: str = "time",
     strict: bool = False,
@@ -112,6 +114,9 @@ def compile(
             rank's own samples, as under DDP. ``Traced`` has the global batch either way.
         batch_norm: statistics over the ``"global"`` batch, as on one device, or over each rank's
             and microbatch's own piece: ``"local"``.
+        random: what ranks draw of dropout and noise: the ``"pieces"`` that they hold, each with
+            numbers of its own; or ``"single-device"``: each draws the whole value and takes its
+            piece, so that all plans have the same numbers, and their losses can be compared.
         compile: ``"inductor"`` hands what stands between transfers to torch.compile, each block
             once; ``"none"``.
         objective: what ``plan="auto"`` makes least: the ``"time"`` of a step, or ``"dollars"`` or
@@ -151,6 +156,7 @@ def compile(
         "recompute": recompute if isinstance(recompute, str | None) else tuple(recompute),
         "batch": batch,
         "batch_norm": batch_norm,
+        "random": random,
         "compile": compile,
         "schedule": schedule,
         "stages": None if stages is None else tuple(stages),
@@ -247,7 +253,7 @@ class _Job:
         check_complete(names, program)
         expected = expectation(joint, program.plan, self.step.graph)
         basis = replace(program.basis, find=find)
-        return replace(program, basis=basis, expected=expected, origin=self.step.model)
+        return replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
         """The first of several programs that fits the memory; MemoryLimitError if none does."""

@@ -31,6 +31,7 @@ from partc.passes.recompute.choose import recompute
 from partc.passes.runner import Pass, State, Table, When, run
 from partc.passes.shard.apply_preset import complete
 from partc.passes.shard.count_whole import count_whole
+from partc.passes.shard.draw_whole import draw_whole
 from partc.passes.shard.find_batch import find_batch
 from partc.passes.shard.fuse_loss import fuse_loss
 from partc.passes.shard.insert_collectives import insert_collectives
@@ -53,6 +54,7 @@ PHASED = When("pipelines", lambda s: bool(s.made.get("phased")))
 SPREAD = When("pipelines", lambda s: s.graph.kept is not None)
 ONE_STAGE = When("one stage", lambda s: not s.made.get("phased"))
 MICROBATCHES = When("microbatches", lambda s: s.plan.microbatches > 1)
+WHOLE_DRAWS = When("whole draws", lambda s: s.plan.random == "single-device")
 LOCAL = When("local batch norm", lambda s: s.plan.batch_norm == "local")
 PIECES = When("pieces", lambda s: int(s.made.get("pieces", 1)) > 1)
 
@@ -97,6 +99,7 @@ PASSES = (
          "all begins again at record", PIPELINES, on_graph=False),
     Pass(calls.assign_stages, JOINT, "every call belongs to a stage, or to all", STAGES),
     Pass(calls.lay_out, JOINT, "stages hold different values; microbatches are an axis in time"),
+    Pass(draw_whole, JOINT, "numbers that no plan changes are drawn whole", WHOLE_DRAWS),
     Pass(count_targets, JOINT, "an average's count is known before the scores are", MICROBATCHES),
     Pass(calls.use_local_statistics, PLAN, "later microbatches have not run yet", MICROBATCHES,
          on_graph=False),

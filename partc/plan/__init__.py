@@ -91,6 +91,7 @@ class Plan:
     values: Values = field(default_factory=dict)
     batch: Literal["global", "local"] = "global"
     batch_norm: Literal["global", "local"] = "global"
+    random: Literal["pieces", "single-device"] = "pieces"
     recompute: Literal["cheap", "none", "attention", "block"] | tuple[str, ...] = "cheap"
     compile: Literal["none", "inductor"] = "none"
     join_mb: float = 100.0  # as DDP's buckets; at 10 GB/s they take 100 times what a start takes
@@ -215,6 +216,7 @@ class Plan:
         lines += [f'preset = "{self.preset}"'] if self.preset else []
         lines += [f"microbatches = {self.microbatches}", f'batch_norm = "{self.batch_norm}"']
         lines += word_lines("batch", self.batch) if self.batch != "global" else []
+        lines += word_lines("random", self.random) if self.random != "pieces" else []
         lines += word_lines("recompute", self.recompute)
         lines += word_lines("compile", self.compile) if self.compile != "none" else []
         lines += [f"join_mb = {self.join_mb:g}"]

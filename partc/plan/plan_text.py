@@ -16,6 +16,7 @@ from partc.plan.plan_values import PlannedLayout, read_value
 from partc.plan.sharding import Layout, cut
 
 COMPILERS = ("none", "inductor")  # of the computing between two transfers
+RANDOM = ("pieces", "single-device")  # what ranks draw: their pieces, or the whole value
 RECOMPUTES = ("cheap", "none", "attention", "block")  # see Plan; module paths are possible too
 # Comments at the head of a plan: passes of users' packages that ran, and passes that did not.
 PASS_SIGNS = (("other_passes", "# passes of others: "), ("left_out", "# left out: "))
@@ -31,6 +32,7 @@ _FIELDS = {
     "reduce",
     "batch",
     "batch_norm",
+    "random",
     "recompute",
     "compile",
     "join_mb",
@@ -117,6 +119,7 @@ def check_words(table: Mapping[str, Any], where: str) -> None:
     allowed = {
         "batch": ("global", "local"),
         "batch_norm": ("global", "local"),
+        "random": RANDOM,
         "recompute": RECOMPUTES,
         "compile": COMPILERS,
         "reduce": ("step", "microbatch"),

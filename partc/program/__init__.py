@@ -29,6 +29,7 @@ from partc.program.choices import MOST_PROGRAMS, Choices, Pad, Partial, check_pa
 from partc.program.expected import Expectation
 from partc.program.fixed_text import FixedText
 from partc.program.manifest import OTHERS, Manifest, sha256
+from partc.program.origin import Origin
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
 from partc.program.tensorfile import TensorFile, write_tensors
@@ -100,8 +101,8 @@ class Program:
         draws: every random draw by its site: the whole value's shape, and how it is cut.
         expected: the numbers of the single-device step, with which the text is compared.
         fixed: the parts of the printed text that an edited one must have too.
-        origin: the model that was compiled, in the process that compiled it; ``module()`` takes
-            its weights.
+        origin: the model that was compiled, in the process that compiled it, until ``module()``
+            has taken its weights.
         made_for: whether it is a step, a loss or a forward, and in which mode; None: by its text.
         others: programs of other shapes and modes, over the same weights.
         recipe: what compiles more of them, in the process that compiled this one.
@@ -126,7 +127,7 @@ class Program:
     draws: Mapping[str, Draw] = field(default_factory=dict)
     expected: Expectation = field(default_factory=Expectation, compare=False)
     fixed: FixedText | None = field(default=None, compare=False, repr=False)
-    origin: nn.Module | None = field(default=None, compare=False, repr=False)
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
     made_for: Wanted | None = field(default=None, compare=False)
     others: tuple[Program, ...] = ()
     recipe: Recipe | None = field(default=None, compare=False, repr=False)
@@ -382,7 +383,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Program:
     manifest = Manifest.read(folder)
     if model is not None:
         check_model(folder, manifest.fingerprint, model)
-    return replace(_program(folder, manifest), origin=model)
+    return replace(_program(folder, manifest), origin=Origin(model))
 
 
 def load_edited(path: str | Path) -> Program:

@@ -93,8 +93,8 @@ def _not_loaded(missing: list[str], device: torch.device | None) -> RunError:
     return RunError(
         where="step",
         what=what,
-        why="nothing was loaded into them since the stage was made, and the model was not compiled "
-        "in this process with weights",
+        why="nothing was loaded into them since the stage was made, and no model lent its weights: "
+        "that needs one with values on rank 0, which was compiled there or given to partc.load",
         do="Call stage.load_full(model), stage.load_state_dict, partc.load_checkpoint, or "
         "initialise them under torch.no_grad().",
     )

@@ -22,6 +22,7 @@ from partc.program.family import Family
 from partc.program.loaded import Loaded
 from partc.program.members import Member
 from partc.program.optimizer_states import Form
+from partc.program.origin import Origin
 from partc.program.rank_tensors import RankTensors, Unmatched
 from partc.program.raw_model import RawModel, take_weights
 from partc.program.reading import loader
@@ -59,17 +60,18 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         self._tensors = RankTensors(program, self._role, mesh, device)
         self._shown: dict[str, Shown] = {}  # by the tensor's first name
         self._forms: WeakKeyDictionary[Any, Form] = WeakKeyDictionary()  # of optimizers' states
-        self._program, self._device_mesh = replace(program, origin=None), mesh
+        self._program, self._device_mesh = replace(program, origin=Origin()), mesh
         self.mesh, self.coords = self._tensors.mesh, self._tensors.coords
         # not registered as a child: its keys are not the user's names
         object.__setattr__(self, "_rank_step", self._role.build(mesh, device))
-        self.begin_modules(program.origin or like)
+        model = program.origin.release()
+        self.begin_modules(like if model is None else model)
         self._show_tensors()
         self._loaded = Loaded(self._tensors.held, [shard.name for shard in self._role.shards])
         known = program.constants.items()
         self._tensors.fill({n: tensor for n, tensor in known if n in self._tensors.shards})
-        take_weights(self._tensors, program.origin, program.fingerprint)
-        raw = RawModel(program.origin, self._shown, self._tensors)
+        take_weights(self._tensors, model, program.fingerprint)
+        raw = RawModel(model, self._shown, self._tensors)
         self.agreement = Agreement(self._tensors.holders, draws=bool(program.draws))
         guard = Guard(
             self._tensors, self._loaded, raw, self.agreement, self.check_modules, RunState(),

@@ -154,10 +154,13 @@ def _check_groups(groups: list[list[str]], saved: list[dict[str, Any]]) -> None:
             do="Build the optimizer with the groups of the one that was saved.",
         )
     for names, each in zip(groups, saved, strict=True):
-        if NAMES in each and list(each[NAMES]) != names:
+        named = each.get(NAMES, names)
+        for theirs_is, mine_is in zip(named, names, strict=True):
+            if theirs_is == mine_is:
+                continue
             raise LoadError(
                 where="optimizer state",
-                what=f"its groups name {each[NAMES][:2]} ..., the optimizer's are {names[:2]} ...",
+                what=f"its groups name {theirs_is} where the optimizer has {mine_is}",
                 why="a parameter's state is found by its place in the groups",
                 do="Build the optimizer with its parameters in the same order.",
             )

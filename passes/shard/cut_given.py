@@ -4,7 +4,7 @@ Shardings spread forward from parameters and inputs, so a mask made from positio
 every attention reads only a shard of the mask. This pass moves the readers' shardings back:
 ``keep_piece(positions) -> mask`` instead of ``positions -> keep_piece(mask)``. Masks and positions
 have no gradients, so that no other value depends on their shardings. A random draw is sharded so
-too: each piece has numbers of its own.
+so: each piece has numbers of its own, unless the plan says ``random = "single-device"``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from partc.graph import Graph, picked, tensor_args
+from partc.graph.draws import draws_numbers
 from partc.graph.input_only import input_only
 from partc.passes.shard.price import Choices, Prices
 from partc.plan import Plan
@@ -29,6 +30,8 @@ def cut_given(graph: Graph, plan: Plan, choices: Choices) -> None:
     """
     known = input_only(graph, draws=True)
     calls = [n for n in graph.calls() if n in known and n.target is not operator.getitem]
+    if plan.random == "single-device":
+        calls = [n for n in calls if not draws_numbers(n)]
     for axis in graph.mesh.names:
         prices = Prices(graph, plan, axis, choices, {})
         for node in reversed(calls):

@@ -30,6 +30,7 @@ from partc.graph import (
     update,
     value,
 )
+from partc.graph.draws import draws_numbers
 from partc.graph.input_only import input_only
 from partc.passes.shard.cut_given import cut_given
 from partc.passes.shard.decompose_ops import decompose_op, decomposes
@@ -199,6 +200,8 @@ class AxisWalk:
         planned = self._pin(node)
         if planned is not None:
             return self.as_pinned(node, planned)
+        if self.plan.random == "single-device" and draws_numbers(node):
+            return whole  # also where it reads values: they are gathered
         if all(self.made[o] == [R] for o in operands) and self.prices.final.get(node, R) == R:
             return whole  # nothing is cut here, and cuts do not appear by themselves
         if self.plan.batch_norm == "local":

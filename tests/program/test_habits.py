@@ -53,11 +53,11 @@ class Grouped(Residuals):
             for name, p in m.named_parameters(recurse=False)
             if isinstance(m, nn.LayerNorm) or name == "bias" or p.dim() == 0
         }
-        groups = [
-            {"params": [p for p in self.parameters() if id(p) not in without], "weight_decay": decay},
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.parameters() if id(p) not in without]},
             {"params": [p for p in self.parameters() if id(p) in without], "weight_decay": 0.0},
-        ]  # fmt: skip
-        return torch.optim.AdamW(groups, lr=self.rate)
+        ]
+        return torch.optim.AdamW(groups, lr=self.rate, weight_decay=decay)
 
 
 def grouped(seed: int = 0) -> Grouped:
@@ -124,9 +124,7 @@ def without_the_model(path: Path) -> None:
     ignored(stage)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "plan"), [("dp=2,tp=2", "fsdp+megatron"), ("pp=2,dp=2", "fsdp")]
-)
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2,tp=2", "fsdp+megatron"), ("pp=2,dp=2", "fsdp")])
 def test_groups_by_the_models_own_method(world: Processes, mesh: str, plan: str) -> None:
     world.run(optimized_by_the_model, mesh, plan)
 
@@ -137,12 +135,16 @@ def test_modules_look_like_the_models(world: Processes, tmp_path: Path) -> None:
 
 
 # what the program would ignore ---------------------------------------------------------------
+def at(stage: Stage, name: str) -> nn.Module:
+    return stage.get_submodule(f"blocks.0.{name}")
+
+
 def assign_weight(stage: Stage) -> None:
     stage.head.weight = nn.Parameter(torch.zeros(8, 12))
 
 
 def assign_module(stage: Stage) -> None:
-    stage.blocks[0].up = nn.Linear(12, 24)
+    stage.get_submodule("blocks.0").up = nn.Linear(12, 24)
 
 
 def assign_at_the_top(stage: Stage) -> None:
@@ -151,7 +153,7 @@ def assign_at_the_top(stage: Stage) -> None:
 
 IGNORED: dict[str, Callable[[Any], Any]] = {
     "the hook would never run": lambda stage: stage.head.register_forward_hook(print),
-    "the hook would never run.*": lambda stage: stage.blocks[0].register_forward_pre_hook(print),
+    "the hook would never run.*": lambda stage: at(stage, "up").register_forward_pre_hook(print),
     "full_backward_hook of a": lambda stage: stage.head.register_full_backward_hook(print),
     "register_full_backward_hook": lambda stage: stage.register_full_backward_hook(print),
     "full_backward_pre_hook": lambda stage: stage.register_full_backward_pre_hook(print),
@@ -163,7 +165,7 @@ IGNORED: dict[str, Callable[[Any], Any]] = {
     "up of a stage's module: a Linear": assign_module,
     "extra of a stage's module": assign_at_the_top,
     "more of a stage's module": lambda stage: stage.add_module("more", nn.Identity()),
-    "was registered or assigned": lambda stage: parametrizations.weight_norm(stage.head),
+    "was registered or assigned": lambda stage: parametrizations.weight_norm(at(stage, "down")),
     "cannot be moved or cast by itself": lambda stage: stage.head.double(),
     "it computes nothing by itself": lambda stage: stage.head(torch.ones(1, 12)),
     "a stage cannot be pickled": lambda stage: torch.save(stage, io.BytesIO()),

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
-from tests.program.training import batch_of, loss_of, model_of, save_program, stage_of
+from tests.program.training import batch_of, loss_of, model_of, save_program, stage_of, whole
 
 pytestmark = pytest.mark.gloo
 LAYOUTS = [("dp=2,tp=2", "fsdp+megatron"), ("pp=2,dp=2", "fsdp"), ("pp=2,tp=2", "megatron")]
@@ -70,10 +70,10 @@ def scaled_by_a_scaler(path: Path) -> None:
             run(stage, 0, scaler.scale(torch.ones(())).item())
             if bad and stage.coords.get("pp", 0) == 1:
                 next(stage.parameters()).grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
-            before = [p.detach().clone().full_tensor() for p in stage.parameters()]
+            before = [whole(p.detach().clone()) for p in stage.parameters()]
             scaler.step(optimizer)
             scaler.update()
-            after = [p.detach().full_tensor() for p in stage.parameters()]
+            after = [whole(p.detach()) for p in stage.parameters()]
             same = all(map(torch.equal, before, after))
             assert same is bad
         assert scaler.get_scale() == 4.0

@@ -64,6 +64,12 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
+def whole(tensor: Any) -> Tensor:
+    """The whole of a stage's parameter or gradient; all ranks call this together."""
+    joined: Tensor = tensor.full_tensor()
+    return joined
+
+
 def save_program(path: Path, mesh: str, plan: str, microbatches: int = 1) -> Path:
     """Compile the model and save its program; the path."""
     model, batch = model_of(), batch_of()

@@ -1,0 +1,31 @@
+"""``random="single-device"``: the whole value is drawn on every rank, which takes its piece.
+
+``dropout_mask(x, p)`` -> ``dropout_mask(full(sizes of x), p)``: no axis cuts what a draw reads, so
+none cuts what it gives, and its key has no place and no microbatch. The numbers of the whole value
+are then the same under every plan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from partc.graph import Graph, fake_of, first_operand, is_call, shape_of
+from partc.graph.draws import draws_of, reads_shape_alone
+from partc.graph.graph_edits import call_before, drop_dead
+
+aten = torch.ops.aten
+
+
+def draw_whole(graph: Graph) -> None:
+    """Give every draw that reads no values of its operand one of the same sizes, not cut."""
+    for node in draws_of(graph):
+        if not node.all_input_nodes or not reads_shape_alone(node):
+            continue
+        read = first_operand(node)
+        if is_call(read, aten.full.default) and not read.all_input_nodes:
+            continue
+        dtype, device = fake_of(read).dtype, fake_of(read).device
+        sizes = list(shape_of(read))
+        whole = call_before(node, aten.full.default, sizes, 0, dtype=dtype, device=device)
+        node.replace_input_with(read, whole)
+    drop_dead(graph)
