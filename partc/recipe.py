@@ -18,6 +18,7 @@ from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
 from partc.program.batch_fit import Rows
 from partc.program.wanted import Mode, Wanted
+from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 
@@ -188,16 +189,37 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
     """The first program's plan for another batch or kind: parameters stay where they are."""
     plan = Plan.parse(first.plan)
     rows = Rows.of(plan, first.mesh, list(first.inputs))
-    num = rows.microbatches(wanted, plan.microbatches) if wanted.kind == "step" else 1
+    before = plan.microbatches
+    num = rows.microbatches(wanted, before) if wanted.kind == "step" else 1
     inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs
     if num == 1:
         inputs = {name: _without_microbatches(cuts) for name, cuts in inputs.items()}
     plan = plan.changed(
         notes=(), pieces=1, of_another=True, microbatches=num, inputs=inputs
     )  # fmt: skip
-    if wanted.kind != "step":
-        return plan.changed(schedule="", order="", recompute="cheap")
-    return plan if num == Plan.parse(first.plan).microbatches else plan.changed(order="")
+    if wanted.kind == "step" and num == before:
+        return plan
+    plan = plan.changed(recompute="cheap") if wanted.kind != "step" else plan
+    if not plan.stages:
+        return plan.changed(schedule="", order="", chunks=0)
+    kinds = "FBIW" if wanted.kind == "step" else "F"
+    return plan.changed(schedule=f"part{CSV}", order=_part(first.schedule, kinds, num))
+
+
+def _part(order: str, kinds: str, num: int) -> str:
+    """The actions of some kinds and of the first microbatches of a schedule, in its own order.
+
+    Stages stay on their ranks, and what ran to its end with more actions does so with fewer.
+
+    >>> _part("0F0,0F1,0B0,0B1\\n", "F", 1)
+    '0F0\\n'
+    """
+    whole = read_csv(order)
+    rows = (
+        tuple(each for each in row if each.kind in kinds and each.microbatch < num)
+        for row in whole.orders
+    )
+    return write_csv(replace(whole, orders=tuple(rows), microbatches=num))
 
 
 def _without_microbatches(cuts: Cuts) -> Cuts:
