@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -41,13 +41,11 @@ from partc.printing import in_pieces
 from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
-from partc.program.wanted import Mode
-from partc.recipe import Compile, Recipe
+from partc.recipe import made_by
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.record import kind_of
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 
@@ -163,18 +161,18 @@ def compile(
     check_replay(wanted, rows)
     if dump is not None:
         check_folder(dump)
-    job = _Job(Traced.of(model, inputs, loss), rows, strict)
+    job = Job(Traced.of(model, inputs, loss), rows, strict)
     try:
         with no_collecting():
             program = job.program(Mesh.of(mesh), wanted, microbatches, aim)
-        return _made_by(job, program)
+        return made_by(job.step, job.table.left_out, job.strict, program)
     finally:
         if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)
 
 
 @dataclass
-class _Job:
+class Job:
     """What is compiled; every attempt has a graph of its own, as the passes change it."""
 
     step: Traced
@@ -285,28 +283,6 @@ class _Job:
         self._note(again)
         staged = plan.changed(schedule=full.schedule, stages=full.stages)
         return self._placed(again, mesh, staged)
-
-
-def _made_by(job: _Job, program: Program) -> Program:
-    """A program with the recipe for others of its model, which keep its weights where they are."""
-    step = job.step
-    kind = step.kind or kind_of(step.loss)
-    mode: Mode = "train" if step.model.training else "eval"
-    again = compile_again(job.table.left_out, strict=job.strict)
-    recipe = Recipe.of(step.model, step.loss, again)
-    return replace(program, made_for=replace(program.wanted, kind=kind, mode=mode), recipe=recipe)
-
-
-def compile_again(left_out: Iterable[str], *, strict: bool) -> Compile:
-    """What compiles a step of a model by a whole plan, without these passes; nothing is searched or
-    dumped.
-    """
-
-    def again(step: Traced, mesh: Mesh, plan: Plan) -> Program:
-        with no_collecting():
-            return _Job(step, table(left_out=tuple(left_out)), strict).with_plan(mesh, plan)
-
-    return again
 
 
 def _no_compiler(name: str) -> PlanError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.collecting import no_collecting
 from partc.errors import RunError
+from partc.lowering import table
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
@@ -20,7 +22,9 @@ from partc.program.batch_fit import Rows
 from partc.program.wanted import Mode, Wanted
 from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.record import kind_of
 from partc.traced import Traced
+from partc.verification.ignored_rows import why_not_ignored
 
 Compile = Callable[[Traced, Mesh, Plan], Program]
 
@@ -95,8 +99,6 @@ class Recipe:
         self, wanted: Wanted, to: Wanted, first: Program, values: Sequence[float | None]
     ) -> str:
         """Why rows that fill up a batch would change loss or gradients; empty if they do not."""
-        from partc.verification.ignored_rows import why_not_ignored
-
         with self.as_wanted(wanted.mode, first):
             whole, filled = (
                 Traced(self.model, _meta(each), self.loss, wanted.kind).graph()
@@ -152,6 +154,28 @@ class Recipe:
             self._set(now, trained)
 
 
+def made_by(step: Traced, left_out: Iterable[str], strict: bool, program: Program) -> Program:
+    """A program with the recipe for others of its model, which keep its weights where they are."""
+    mode: Mode = "train" if step.model.training else "eval"
+    made_for = replace(program.wanted, kind=step.kind or kind_of(step.loss), mode=mode)
+    recipe = Recipe.of(step.model, step.loss, compile_again(left_out, strict=strict))
+    return replace(program, made_for=made_for, recipe=recipe)
+
+
+def compile_again(left_out: Iterable[str], *, strict: bool) -> Compile:
+    """What compiles a step of a model by a whole plan, without these passes; nothing is searched or
+    dumped.
+    """
+
+    def again(step: Traced, mesh: Mesh, plan: Plan) -> Program:
+        from partc.api import Job
+
+        with no_collecting():
+            return Job(step, table(left_out=tuple(left_out)), strict).with_plan(mesh, plan)
+
+    return again
+
+
 def with_model(
     program: Program, model: nn.Module, loss: Callable[..., Any] | None = None
 ) -> Program:
@@ -169,8 +193,6 @@ def with_model(
 
         program = partc.with_model(partc.load("build"), model, loss_of)
     """
-    from partc.api import compile_again
-
     check_model(Path(program.model), program.fingerprint, model)
     again = compile_again(Plan.parse(program.plan).left_out, strict=False)
     recipe = Recipe.of(model, loss, again)

@@ -48,17 +48,21 @@ class Wanted:
         kind, mode, inputs, replicated = json.loads(text)
         if kind not in WORDS or mode not in get_args(Mode) or type(replicated) is not bool:
             raise ValueError(f"{text!r} is no step of a stage")
-        typed = (
-            (tuple(int(size) for size in shape), getattr(torch, str(dtype)))
-            for shape, dtype in inputs
-        )
-        return cls(kind, mode, tuple(typed), replicated)
+        typed = tuple((tuple(int(size) for size in shape), _dtype(name)) for shape, name in inputs)
+        return cls(kind, mode, typed, replicated)
 
     def __str__(self) -> str:
         """``step in train mode of (int64[8, 16], int64[8, 16])``."""
         inputs = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in self.inputs)
         alike = ", the same on every rank" if self.replicated else ""
         return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
 
 
 class Recipe(Protocol):
