@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -43,13 +43,11 @@ from partc.program import Program
 from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
 from partc.program.origin import Origin
-from partc.program.wanted import Mode
-from partc.recipe import Compile, Recipe
+from partc.recipe import made_by
 from partc.reports.pipeline_cost import trained_bytes_of
 from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.record import kind_of
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 from partc.whole_batch import step_of
@@ -177,18 +175,18 @@ def compile(
         check_folder(dump)
     at = Mesh.of(mesh)
     step, wanted = step_of(model, inputs, loss, at, wanted, rows)
-    job = _Job(step, rows, strict)
+    job = Job(step, rows, strict)
     try:
         with no_collecting():
             program = job.program(at, wanted, microbatches, aim)
-        return _made_by(job, program)
+        return made_by(job.step, job.table.left_out, job.strict, program)
     finally:
         if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)
 
 
 @dataclass
-class _Job:
+class Job:
     """What is compiled; every attempt has a graph of its own, as the passes change it."""
 
     step: Traced
@@ -304,26 +302,6 @@ class _Job:
         return self._placed(again, mesh, staged)
 
 
-def _made_by(job: _Job, program: Program) -> Program:
-    """A program with the recipe for others of its model, which keep its weights where they are."""
-    step = job.step
-    kind = step.kind or kind_of(step.loss)
-    mode: Mode = "train" if step.model.training else "eval"
-    again = compile_again(job.table.left_out, strict=job.strict)
-    recipe = Recipe.of(step.model, step.loss, again)
-    return replace(program, made_for=replace(program.wanted, kind=kind, mode=mode), recipe=recipe)
-
-
-def compile_again(left_out: Iterable[str], *, strict: bool) -> Compile:
-    """What compiles a step of a model by a whole plan, without these passes; nothing is searched or
-    dumped.
-    """
-
-    def again(step: Traced, mesh: Mesh, plan: Plan) -> Program:
-        with no_collecting():
-            return _Job(step, table(left_out=tuple(left_out)), strict).with_plan(mesh, plan)
-
-    return again
 
 
 def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:

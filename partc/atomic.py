@@ -15,6 +15,7 @@ WRITTEN = (
     "*.json",
     "constants.safetensors",
     "schedule.csv",
+    "programs",  # a folder of such folders, checked like them
     "__pycache__",
 )  # file names of a saved program; __pycache__ appears when the program has run
 
@@ -83,6 +84,9 @@ def refuse_strangers(target: Path, written: Sequence[str] = WRITTEN, sign: str =
     strangers = [n for n in names if not any(fnmatch(n, pattern) for pattern in written)]
     if strangers:
         raise _refusal(target, f"it also holds {strangers[0]}, which partc did not write")
+    if "programs" in names and "programs" in written:
+        for folder in sorted((target / "programs").iterdir()):
+            refuse_strangers(folder, written, sign)
 
 
 def _refusal(target: Path, why: str) -> UsageError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.collecting import no_collecting
 from partc.errors import RunError
+from partc.lowering import table
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
 from partc.program.batch_fit import Rows
 from partc.program.wanted import Mode, Wanted
+from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given
 from partc.trace.fingerprint import Fingerprint
+from partc.trace.record import kind_of
 from partc.traced import Traced
+from partc.verification.ignored_rows import why_not_ignored
+from partc.whole_batch import step_of
 
 Compile = Callable[[Traced, Mesh, Plan], Program]
 
@@ -80,14 +86,12 @@ class Recipe:
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self)
 
-    def also(
-        self, inputs: Any, loss: Callable[..., Any] | None, first: Program
-    ) -> Program:
+    def also(self, inputs: Any, loss: Callable[..., Any] | None, first: Program) -> Program:
         """A step of another loss, whose parameters are stored as those of ``first``."""
         mode = first.wanted.mode
         with self.as_wanted(mode, first):
-            step = Traced(self.model, inputs, loss, "step")
             plan = Plan.parse(first.plan).changed(inputs={}, notes=(), pieces=1, of_another=True)
+            step, plan = step_of(self.model, inputs, loss, first.mesh, plan, table())
             made = self.compile(step, first.mesh, plan)
         mine = replace(self, loss=loss)
         return replace(made, made_for=replace(made.wanted, kind="step", mode=mode), recipe=mine)
@@ -110,8 +114,6 @@ class Recipe:
         self, wanted: Wanted, to: Wanted, first: Program, values: Sequence[float | None]
     ) -> str:
         """Why rows that fill up a batch would change loss or gradients; empty if they do not."""
-        from partc.verification.ignored_rows import why_not_ignored
-
         with self.as_wanted(wanted.mode, first):
             whole, filled = (
                 Traced(self.model, self._given(each, first), self.loss, wanted.kind).graph()
@@ -167,6 +169,28 @@ class Recipe:
             self._set(now, trained)
 
 
+def made_by(step: Traced, left_out: Iterable[str], strict: bool, program: Program) -> Program:
+    """A program with the recipe for others of its model, which keep its weights where they are."""
+    mode: Mode = "train" if step.model.training else "eval"
+    made_for = replace(program.wanted, kind=step.kind or kind_of(step.loss), mode=mode)
+    recipe = Recipe.of(step.model, step.loss, compile_again(left_out, strict=strict))
+    return replace(program, made_for=made_for, recipe=recipe)
+
+
+def compile_again(left_out: Iterable[str], *, strict: bool) -> Compile:
+    """What compiles a step of a model by a whole plan, without these passes; nothing is searched or
+    dumped.
+    """
+
+    def again(step: Traced, mesh: Mesh, plan: Plan) -> Program:
+        from partc.api import Job
+
+        with no_collecting():
+            return Job(step, table(left_out=tuple(left_out)), strict).with_plan(mesh, plan)
+
+    return again
+
+
 def with_model(
     program: Program, model: nn.Module, loss: Callable[..., Any] | None = None
 ) -> Program:
@@ -184,8 +208,6 @@ def with_model(
 
         program = partc.with_model(partc.load("build"), model, loss_of)
     """
-    from partc.api import compile_again
-
     check_model(Path(program.model), program.fingerprint, model)
     again = compile_again(Plan.parse(program.plan).left_out, strict=False)
     recipe = Recipe.of(model, loss, again)
@@ -204,16 +226,37 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
     """The first program's plan for another batch or kind: parameters stay where they are."""
     plan = Plan.parse(first.plan)
     rows = Rows.of(plan, first.mesh, list(first.inputs))
-    num = rows.microbatches(wanted, plan.microbatches) if wanted.kind == "step" else 1
+    before = plan.microbatches
+    num = rows.microbatches(wanted, before) if wanted.kind == "step" else 1
     inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs
     if num == 1:
         inputs = {name: _without_microbatches(cuts) for name, cuts in inputs.items()}
     plan = plan.changed(
         notes=(), pieces=1, of_another=True, microbatches=num, inputs=inputs
     )  # fmt: skip
-    if wanted.kind != "step":
-        return plan.changed(schedule="", order="", recompute="cheap")
-    return plan if num == Plan.parse(first.plan).microbatches else plan.changed(order="")
+    if wanted.kind == "step" and num == before:
+        return plan
+    plan = plan.changed(recompute="cheap") if wanted.kind != "step" else plan
+    if not plan.stages:
+        return plan.changed(schedule="", order="", chunks=0)
+    kinds = "FBIW" if wanted.kind == "step" else "F"
+    return plan.changed(schedule=f"part{CSV}", order=_part(first.schedule, kinds, num))
+
+
+def _part(order: str, kinds: str, num: int) -> str:
+    """The actions of some kinds and of the first microbatches of a schedule, in its own order.
+
+    Stages stay on their ranks, and what ran to its end with more actions does so with fewer.
+
+    >>> _part("0F0,0F1,0B0,0B1\\n", "F", 1)
+    '0F0\\n'
+    """
+    whole = read_csv(order)
+    rows = (
+        tuple(each for each in row if each.kind in kinds and each.microbatch < num)
+        for row in whole.orders
+    )
+    return write_csv(replace(whole, orders=tuple(rows), microbatches=num))
 
 
 def _without_microbatches(cuts: Cuts) -> Cuts:

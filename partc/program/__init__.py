@@ -321,16 +321,12 @@ class Program:
             write_tensors(folder / CONSTANTS, self.constants)
             names = [*texts, CONSTANTS]
             digests = {name: sha256((folder / name).read_bytes()) for name in names}
-            programs = {}
             for number, other in enumerate(self.others):
                 other.save(folder / OTHERS / str(number))
-                programs[str(number)] = sha256(
-                    (folder / OTHERS / str(number) / manifests.NAME).read_bytes()
-                )
-            text = self._manifest(digests, programs).as_json()
+            text = self._manifest(digests).as_json()
             (folder / manifests.NAME).write_text(text, encoding="utf-8", newline="\n")
 
-    def _manifest(self, digests: Mapping[str, str], others: Mapping[str, str]) -> Manifest:
+    def _manifest(self, digests: Mapping[str, str]) -> Manifest:
         return Manifest(
             model=self.model,
             mesh=self.mesh,
@@ -347,7 +343,7 @@ class Program:
             expected=self.expected,
             fixed=self.fixed or FixedText(),
             wanted=self.wanted,
-            others=others,
+            others=tuple(map(str, range(len(self.others)))),
             files=digests,
         )
 
@@ -432,8 +428,16 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         expected=manifest.expected,
         fixed=manifest.fixed,
         made_for=manifest.wanted,
-        others=tuple(load(folder / OTHERS / name) for name in manifest.others),
+        others=tuple(_other(folder / OTHERS / name, manifest) for name in manifest.others),
     )
+
+
+def _other(folder: Path, first: Manifest) -> Program:
+    """A program of another shape or mode; LoadError if it is one of another model or mesh."""
+    other = load(folder)
+    if (other.mesh, other.fingerprint) != (first.mesh, first.fingerprint):
+        manifests.refuse(folder, "is a program of another model or mesh", "it shares no weights")
+    return other
 
 
 def check_model(folder: Path, fingerprint: Fingerprint, model: nn.Module) -> None:

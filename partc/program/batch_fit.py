@@ -110,7 +110,9 @@ class Pieces:
 
     def _dims(self, wanted: Wanted) -> Iterator[Mapping[int, int]]:
         """The pieces of each input; of a forward with arguments of its own those of the rows."""
-        if wanted.kind != "forward" or (not wanted.form and len(self.of_each) == len(wanted.inputs)):
+        if wanted.kind != "forward" or (
+            not wanted.form and len(self.of_each) == len(wanted.inputs)
+        ):
             yield from self.of_each
             return
         most = max(num for dims in self.of_each for num in dims.values())

@@ -26,6 +26,14 @@ from partc.program.batch_fit import Pieces, Rows, fill, longest, uneven_error
 from partc.program.calls_of_stage import Calls
 from partc.program.choices import Choices
 from partc.program.disagreement import refused_elsewhere
+from partc.program.family_errors import (
+    no_gradients,
+    no_recipe,
+    not_ignored,
+    ranks_differ,
+    step_in_eval,
+    too_many,
+)
 from partc.program.given import plain_inputs
 from partc.program.handshake import check_agreement
 from partc.program.members import Member
@@ -86,9 +94,9 @@ class Family:
     def step(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Ready | None:
         """A training step, ready to run; None for a batch that is dropped."""
         if self.first.role.is_inference:
-            raise _no_gradients(self.first)
+            raise no_gradients(self.first.program)
         if self.state.mode == "eval":
-            raise _step_in_eval()
+            raise step_in_eval()
         found = self._ready("step", self.mode_now, args, named, device)
         if found is None:
             return None
@@ -151,7 +159,7 @@ class Family:
         each = [Wanted.parse(text) for text in texts]
         found = longest(each, self._rows)
         if found is None or not self._may_fill(each, found):
-            raise _ranks_differ(each)
+            raise ranks_differ(each)
         return found
 
     def _may_differ(self, wanted: Wanted) -> bool:
@@ -199,7 +207,7 @@ class Family:
         if all(values[i] is not None for i in changed):
             why = self._why_not(wanted, to)
         if why:
-            raise _not_ignored(wanted, why)
+            raise not_ignored(wanted, why)
         return to
 
     def _why_not(self, wanted: Wanted, to: Wanted) -> str:
@@ -216,18 +224,16 @@ class Family:
         if wanted not in self.members:
             program = self.programs.get(wanted) or self._compiled(wanted)
             check_agreement(program, self._tensors.device)
-            self.members[wanted] = Member.over(
-                program, self._mesh, self._tensors, self.guard
-            )
+            self.members[wanted] = Member.over(program, self._mesh, self._tensors, self.guard)
             self.programs[wanted] = program
         return self.members[wanted]
 
     def _compiled(self, wanted: Wanted) -> Program:
         recipe = self.first.program.recipe
         if recipe is None:
-            raise _no_recipe(wanted, self.programs)
+            raise no_recipe(wanted, self.programs)
         if len(self.programs) >= self.choices.most_programs:
-            raise _too_many(wanted, self.choices.most_programs)
+            raise too_many(wanted, self.choices.most_programs)
         begun = perf_counter()
         with torch.inference_mode(False):  # where scripts evaluate; the trace needs a graph
             program = recipe.program(wanted, self.first.program)
@@ -270,72 +276,3 @@ class Family:
         self.state.mode, self.state.seed = other.state.mode, other.state.seed
         self.state.num_evaluations = other.state.num_evaluations
         self.programs |= other.programs
-
-
-def _no_gradients(first: Member) -> RunError:
-    return RunError(
-        where="stage.step",
-        what="the program computes no gradients",
-        why=f"it was compiled as a forward of {first.program.model} alone",
-        do="Compile the training step first; stage.eval() then gives forwards over its weights.",
-    )
-
-
-def _step_in_eval() -> RunError:
-    return RunError(
-        where="stage.step",
-        what="the stage is in eval mode",
-        why="stage.eval() was called, and a step would train with dropout off and frozen "
-        "statistics",
-        do="Call stage.train() before, or stage.eval_step(...) for the loss alone. To train in "
-        "eval mode compile the model in eval mode, and leave stage.eval() out.",
-    )
-
-
-def _ranks_differ(each: Sequence[Wanted]) -> RunError:
-    same: dict[str, list[int]] = {}
-    for rank, wanted in enumerate(each):
-        same.setdefault(str(wanted), []).append(rank)
-    told = "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
-    return RunError(
-        where="the step of all ranks",
-        what=f"ranks differ in what they run: {told}",
-        why="one program computes a step on all ranks together",
-        do='Call the same on every rank; where only lengths differ, program.module(pad={"ids": 0, '
-        '"labels": -100}) fills all up to the longest.',
-    )
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return text + ", ..." * (len(ranks) > 8)
-
-
-def _not_ignored(wanted: Wanted, why: str) -> RunError:
-    return RunError(
-        where=str(wanted),
-        what="the batch cannot be filled up with rows that the loss ignores",
-        why=why,
-        do='Take partial="replicate", which is right for every loss, or "drop".',
-    )
-
-
-def _no_recipe(wanted: Wanted, programs: Mapping[Wanted, Program]) -> RunError:
-    known = "; ".join(str(each) for each in list(programs)[:6]) + "; ..." * (len(programs) > 6)
-    return RunError(
-        where=str(wanted),
-        what="the stage has no program for this",
-        why=f"it has: {known}",
-        do="Compile it ahead by program.for_shapes(...) before program.save, or give the loaded "
-        "program its model, to compile when needed: partc.with_model(program, model, loss).",
-    )
-
-
-def _too_many(wanted: Wanted, most: int) -> RunError:
-    return RunError(
-        where=str(wanted),
-        what=f"the stage has {most} programs already",
-        why="each takes seconds to compile",
-        do="Let the data loader pad batches to few lengths, or allow more: "
-        "program.module(most_programs=...).",
-    )

@@ -16,9 +16,7 @@ from partc.plan.sharding import dtype_name
 from partc.program.role import Role, Shard
 
 
-def plain_inputs(
-    inputs: Sequence[Tensor], role: Role, *, known: bool = True
-) -> tuple[Tensor, ...]:
+def plain_inputs(inputs: Sequence[Tensor], role: Role, *, known: bool = True) -> tuple[Tensor, ...]:
     """The inputs, a DTensor as the piece that this rank holds; RunError if it is cut otherwise.
 
     ``known``: they are the inputs of the role, and not of another program.

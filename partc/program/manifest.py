@@ -52,7 +52,7 @@ class Manifest:
     expected: Expectation
     fixed: FixedText
     wanted: Wanted
-    others: Mapping[str, str]  # folder of a program of another shape or mode -> its digest
+    others: tuple[str, ...]  # the folders of programs of other shapes and modes, in OTHERS
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
     results: Mapping[str, Dealt] = field(default_factory=dict)  # of which a rank has its rows
@@ -86,7 +86,7 @@ class Manifest:
             "expected": self.expected.as_json(),
             "fixed": self.fixed.as_json(),
             "wanted": self.wanted.as_text(),
-            "others": dict(self.others),
+            "others": list(self.others),
             "files": dict(sorted(self.files.items())),
         }
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
@@ -113,8 +113,9 @@ class Manifest:
             refuse(path, "has entries that are missing or malformed", repr(error))
         for name, digest in manifest.files.items():
             _check_file(folder / name, None if edited else digest)
-        for name, digest in manifest.others.items():
-            _check_file(folder / OTHERS / name / NAME, None if edited else digest)
+        for name in manifest.others:
+            refuse_link(folder / OTHERS)
+            refuse_link(folder / OTHERS / name)
         return manifest
 
     @classmethod
@@ -150,7 +151,7 @@ class Manifest:
             expected=Expectation.of_json(fields["expected"]),
             fixed=FixedText.of_json(fields["fixed"]),
             wanted=Wanted.parse(_text(fields["wanted"])),
-            others={_number(name): _text(digest) for name, digest in fields["others"].items()},
+            others=tuple(_number(name) for name in fields["others"]),
             files=files,
         )
 

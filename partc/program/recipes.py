@@ -30,9 +30,7 @@ def recipe_of(program: Program) -> Recipe:
     return program.recipe
 
 
-def with_others(
-    program: Program, batches: Sequence[Any], modes: Sequence[str]
-) -> Program:
+def with_others(program: Program, batches: Sequence[Any], modes: Sequence[str]) -> Program:
     """The program with one more for each of these batches in each of these modes.
 
     A batch whose rows data ranks cannot share is computed whole by every rank.

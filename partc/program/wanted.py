@@ -52,17 +52,21 @@ class Wanted:
         of_types = type(replicated) is bool and type(form) is str
         if kind not in WORDS or mode not in get_args(Mode) or not of_types:
             raise ValueError(f"{text!r} is no step of a stage")
-        typed = (
-            (tuple(int(size) for size in shape), getattr(torch, str(dtype)))
-            for shape, dtype in inputs
-        )
-        return cls(kind, mode, tuple(typed), replicated, form)
+        typed = tuple((tuple(int(size) for size in shape), _dtype(name)) for shape, name in inputs)
+        return cls(kind, mode, typed, replicated, form)
 
     def __str__(self) -> str:
         """``step in train mode of (int64[8, 16], int64[8, 16])``."""
         inputs = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in self.inputs)
         alike = ", the same on every rank" if self.replicated else ""
         return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}"
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
 
 
 class Recipe(Protocol):
@@ -82,8 +86,6 @@ class Recipe(Protocol):
         """Why rows that fill up a batch would change loss or gradients; empty if they do not."""
         ...
 
-    def also(
-        self, inputs: Any, loss: Callable[..., Any] | None, first: Program
-    ) -> Program:
+    def also(self, inputs: Any, loss: Callable[..., Any] | None, first: Program) -> Program:
         """A step of another loss, whose parameters are stored as those of ``first``."""
         ...

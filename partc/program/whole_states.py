@@ -8,11 +8,11 @@ rank has the parameters of its own stages, it is the place that the model's orde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partc.errors import LoadError, RunError
 from partc.plan.sharding import dtype_name
@@ -26,11 +26,10 @@ StateDict = dict[str, Any]
 NAMES = "param_names"  # which torch keeps in groups of named parameters
 
 
-class WholeStates:
+class WholeStates(nn.Module):
     """What a Stage does with whole states of optimizers."""
 
     states_of: Callable[[Optimizer], OptimizerStates]
-    named_parameters: Callable[[], Iterable[tuple[str, Tensor]]]
 
     def full_optim_state_dict(self, optimizer: Optimizer) -> StateDict:
         """The state dict of an optimizer over the single-device model, with whole tensors.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
-from partc.errors import RunError
+from partc.errors import LoadError, RunError, UsageError
+from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.runtime import Stage
 from partc.verification.processes import Processes
@@ -103,6 +106,32 @@ def test_twelve_lengths_train_and_evaluate_over_one_set_of_weights(
         strict=True,
     ):
         assert many == alone
+
+
+def test_programs_are_saved_together(tmp_path: Path) -> None:
+    """Saved over an earlier one, and with nothing of it left; what is not partc's stays."""
+    model = language()
+    program = compiled("ddp", tokens(ROWS, 3), model)
+    many = program.for_shapes(tokens(ROWS, 4), tokens(7, 4), modes=("train", "eval"))
+    many.save(tmp_path / "build")
+    loaded = partc.load(tmp_path / "build")
+    assert [each.wanted for each in loaded.others] == [each.wanted for each in many.others]
+    assert [each.sources for each in loaded.others] == [each.sources for each in many.others]
+    assert [each.wanted.replicated for each in loaded.others] == [False, True, False, True]
+    program.save(tmp_path / "build")
+    assert not partc.load(tmp_path / "build").others
+    many.save(tmp_path / "build")
+    (tmp_path / "build/programs/0/notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"notes\.txt, which partc did not write"):
+        many.save(tmp_path / "build")
+    other = compiled("fsdp", tokens(ROWS, 3), model)
+    shutil.copytree(tmp_path / "build", tmp_path / "mixed")
+    shutil.rmtree(tmp_path / "mixed/programs/0")
+    replace(other, mesh=Mesh.of("dp=4"), roles=((4, other.roles[0][1]),)).save(
+        tmp_path / "mixed/programs/0"
+    )
+    with pytest.raises(LoadError, match="a program of another model or mesh"):
+        partc.load(tmp_path / "mixed")
 
 
 def bytes_of_weights(folder: Path) -> int:

@@ -1,0 +1,78 @@
+"""What a stage with several programs refuses, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from partc.errors import RunError
+from partc.program import Program
+from partc.program.wanted import Wanted
+
+
+def no_gradients(first: Program) -> RunError:
+    return RunError(
+        where="stage.step",
+        what="the program computes no gradients",
+        why=f"it was compiled as a forward of {first.model} alone",
+        do="Compile the training step first; stage.eval() then gives forwards over its weights.",
+    )
+
+
+def step_in_eval() -> RunError:
+    return RunError(
+        where="stage.step",
+        what="the stage is in eval mode",
+        why="stage.eval() was called, and a step would train with dropout off and frozen "
+        "statistics",
+        do="Call stage.train() before, or stage.eval_step(...) for the loss alone. To train in "
+        "eval mode compile the model in eval mode, and leave stage.eval() out.",
+    )
+
+
+def ranks_differ(each: Sequence[Wanted]) -> RunError:
+    same: dict[str, list[int]] = {}
+    for rank, wanted in enumerate(each):
+        same.setdefault(str(wanted), []).append(rank)
+    told = "; ".join(f"ranks {_ranges(ranks)}: {text}" for text, ranks in same.items())
+    return RunError(
+        where="the step of all ranks",
+        what=f"ranks differ in what they run: {told}",
+        why="one program computes a step on all ranks together",
+        do='Call the same on every rank; where only lengths differ, program.module(pad={"ids": 0, '
+        '"labels": -100}) fills all up to the longest.',
+    )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return text + ", ..." * (len(ranks) > 8)
+
+
+def not_ignored(wanted: Wanted, why: str) -> RunError:
+    return RunError(
+        where=str(wanted),
+        what="the batch cannot be filled up with rows that the loss ignores",
+        why=why,
+        do='Take partial="replicate", which is right for every loss, or "drop".',
+    )
+
+
+def no_recipe(wanted: Wanted, programs: Mapping[Wanted, Program]) -> RunError:
+    known = "; ".join(str(each) for each in list(programs)[:6]) + "; ..." * (len(programs) > 6)
+    return RunError(
+        where=str(wanted),
+        what="the stage has no program for this",
+        why=f"it has: {known}",
+        do="Compile it ahead by program.for_shapes(...) before program.save, or give the loaded "
+        "program its model, to compile when needed: partc.with_model(program, model, loss).",
+    )
+
+
+def too_many(wanted: Wanted, most: int) -> RunError:
+    return RunError(
+        where=str(wanted),
+        what=f"the stage has {most} programs already",
+        why="each takes seconds to compile",
+        do="Let the data loader pad batches to few lengths, or allow more: "
+        "program.module(most_programs=...).",
+    )
