@@ -128,9 +128,16 @@ def first_result(call: Text) -> str:
 def _method(call: Call) -> Text:
     """``aten.view(x, [2, 3])`` is ``x.view(2, 3)``."""
     arguments = call.arguments(skip=1)
-    if call.name in STARRED and arguments.startswith("("):
-        arguments = arguments.removeprefix("(").removesuffix(")").removesuffix(",")
+    if call.name in STARRED:
+        arguments = _without_brackets(arguments)
     return Text(f"{call.text('self').at(ATOM)}.{call.name}({arguments})")
+
+
+def _without_brackets(sizes: str) -> str:
+    """``(2, 3)`` is ``2, 3``; ``()`` stays, as ``x.view()`` is no call that torch knows."""
+    if not (sizes.startswith("(") and sizes.endswith(")")):
+        return sizes
+    return sizes[1:-1].removesuffix(",") or "()"
 
 
 @spells(*FUNCTIONAL)
@@ -201,7 +208,7 @@ def _t(call: Call) -> Text:
 
 @spells("_unsafe_view")
 def _unsafe_view(call: Call) -> Text:
-    size = ", ".join(map(literal, call.get("size")))
+    size = _without_brackets(str(call.text("size")))
     return Text(f"{call.text('self').at(ATOM)}.view({size})")
 
 
@@ -265,7 +272,7 @@ def _copy(call: Call) -> Text:
         else source
     )
     if fake_of(call.get("src")).shape != fake.shape:
-        text += f".expand({', '.join(map(str, fake.shape))})"
+        text += f".expand({_without_brackets(literal(tuple(fake.shape)))})"
     return Text(f"{text}.clone()")
 
 

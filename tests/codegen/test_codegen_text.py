@@ -49,6 +49,7 @@ def test_remarks_are_aligned() -> None:
 
 
 X = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4) / 7 - 1
+ONE = X[1, 2, 3]  # no dims: its sizes are an empty list
 CASES = [
     (aten.add.Tensor, (X, X), {"alpha": 2}),
     (aten.sub.Tensor, (X, 2.0), {}),
@@ -84,12 +85,58 @@ CASES = [
     (aten._fft_r2c.default, (X, [1], 0, True), {}),
     (aten.split_with_sizes.default, (X, [1, 2], 1), {}),
 ]
+EMPTY = [
+    (aten.reshape.default, (X[:1, 0, 0], []), {}),
+    (aten.view.default, (X[:1, 0, 0], []), {}),
+    (aten._unsafe_view.default, (X[:1, 0, 0], []), {}),
+    (aten.expand.default, (ONE, []), {}),
+    (aten.permute.default, (ONE, []), {}),
+    (aten.repeat.default, (ONE, []), {}),
+    (aten.repeat.default, (X[0, 0, :0], [2]), {}),
+    (aten.copy.default, (ONE, X[:1, 0, 0].reshape([])), {}),
+    (aten.copy.default, (ONE.float(), ONE), {}),
+    (aten.sum.dim_IntList, (X, []), {}),
+    (aten.sum.dim_IntList, (ONE, [], True), {}),
+    (aten.mean.dim, (X, []), {}),
+    (aten.amax.default, (X, []), {}),
+    (aten.amax.default, (X, [], True), {}),
+    (aten.any.dims, (X > 0, []), {}),
+    (aten.all.dims, (X > 0, []), {}),
+    (aten.var.correction, (X, []), {"correction": 0}),
+    (aten.var_mean.correction, (X, []), {"correction": 0, "keepdim": True}),
+    (aten.linalg_vector_norm.default, (X, 2, []), {}),
+    (aten.squeeze.dims, (X[:1], []), {}),
+    (aten.flip.default, (X, []), {}),
+    (aten.roll.default, (X, [5], []), {}),
+    (aten.constant_pad_nd.default, (X, [], -1.0), {}),
+    (aten.full.default, ([], 2.0), {"dtype": torch.float64}),
+    (aten.zeros.default, ([],), {}),
+    (aten.ones.default, ([],), {"dtype": torch.int64}),
+    (aten.new_zeros.default, (X, []), {}),
+    (aten.new_ones.default, (X, []), {}),
+    (aten.new_full.default, (X, [], 3.0), {}),
+    (aten.expand_copy.default, (ONE, []), {}),
+    (aten.as_strided.default, (X, [], []), {}),
+    (aten.unsqueeze.default, (ONE, 0), {}),
+    (aten.cat.default, ([X[0, 0], X[0, 1]],), {}),
+]
+
+
+Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
-def test_spelled_calls_mean_the_op(
-    case: tuple[Any, tuple[Any, ...], dict[str, Any]],
-) -> None:
+def test_spelled_calls_mean_the_op(case: Case) -> None:
+    check_meaning(case)
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=lambda case: str(case[0]))
+def test_empty_sizes_and_dims_are_printed(case: Case) -> None:
+    check_meaning(case)
+
+
+def check_meaning(case: Case) -> None:
+    """The text of a call gives what the call itself gives."""
     target, args, kwargs = case
     graph = fx.Graph()
     values: dict[str, Tensor] = {}
