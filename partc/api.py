@@ -302,8 +302,6 @@ class Job:
         return self._placed(again, mesh, staged)
 
 
-
-
 def _nothing_to_choose(objective: str, plan: Plan) -> PlanError:
     return PlanError(
         where=f"objective {objective!r}",

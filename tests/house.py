@@ -61,7 +61,16 @@ ROOMS = (
 )
 _TOP_MODULES = {
     f"partc.{name}"
-    for name in ("api", "dumps", "lowering", "pass_calls", "printing", "recipe", "traced")
+    for name in (
+        "api",
+        "dumps",
+        "lowering",
+        "pass_calls",
+        "printing",
+        "recipe",
+        "traced",
+        "whole_batch",
+    )  # fmt: skip
 }
 _COMMAND_LINE = {"partc.__main__"}
 _PASSES, _SEARCH = (

@@ -157,8 +157,8 @@ class Manifest:
 
 
 _FIELDS = {
-    "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "results", "fingerprint",
-    "cost", "basis", "draws", "expected", "fixed", "wanted", "others", "files",
+    "schema", "torch", "model", "mesh", "roles", "inputs", "arguments", "returns", "results",
+    "fingerprint", "cost", "basis", "draws", "expected", "fixed", "wanted", "others", "files",
 }  # fmt: skip
 
 

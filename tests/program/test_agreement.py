@@ -210,7 +210,8 @@ def beside_ddp(of: Program) -> tuple[float, float, float]:
     stage.load_full(model)
     ours = stage.step(*pieces)
     grads = {n: p.grad for n, p in model.named_parameters()}
-    found = {n: p.grad.full_tensor() for n, p in stage.named_parameters()}
+    shown: dict[str, Any] = {n: p.grad for n, p in stage.named_parameters()}
+    found = {n: grad.full_tensor() for n, grad in shown.items()}
     worst = max(float((found[n] - g).abs().max()) for n, g in grads.items() if g is not None)
     return float(mean) / 2, float(ours), worst
 

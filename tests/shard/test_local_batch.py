@@ -17,6 +17,7 @@ from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import Sharding, cut
 from partc.program import load, load_edited
+from partc.trace.arguments import Given
 from partc.verification.pieces_of_ranks import whole_batch
 from tests.batches import Case, bag, tokens, views, words
 
@@ -108,7 +109,7 @@ def test_one_ranks_piece_verifies() -> None:
     program = compiled(case, "dp=2", "fsdp", microbatches=2)
     model, batch, loss = case
     partc.verify(program, model, batch, loss=loss).check()
-    whole = whole_batch(program, batch)
+    whole = whole_batch(program, Given.of(model, batch, loss)).tensors
     pieces = [program.role(0).pieces(whole, {"dp": rank}) for rank in (0, 1)]
     assert torch.equal(pieces[0][0], batch[0])
     assert not torch.equal(pieces[1][0], batch[0])

@@ -236,7 +236,8 @@ def test_names_stay_apart() -> None:
 
     def loss_of(model: nn.Module, first: Any, scale: Tensor) -> Tensor:
         out = model([first["a b"], first["a_b"]])
-        return (out * scale).mean() + first[3].mean()
+        total: Tensor = (out * scale).mean() + first[3].mean()
+        return total
 
     x = torch.randn(SIZE, WIDE)
     given = Given.of(detector(), ({"a b": x, "a_b": x, 3: x}, x[:, :1]), loss_of)
@@ -319,7 +320,7 @@ def test_a_value_is_built_of_its_classes_or_refused() -> None:
     with pytest.raises(TreeError, match="no such class"):
         elsewhere.built(tensors)
     copy = filled(value, iter(tensors.values()))
-    assert copy["a"][0] is not value["a"][0]  # type: ignore[index]
+    assert copy["a"][0] is not value["a"][0]
     assert copy["b"].kinds is tensors["b.kinds"]
 
 
@@ -370,7 +371,8 @@ def steps_of(folder: Path) -> None:
     stage.zero_grad()
     loss.backward()
     for name, param in stage.named_parameters():
-        torch.testing.assert_close(param.grad.full_tensor(), model.get_parameter(name).grad)
+        grad: Any = param.grad
+        torch.testing.assert_close(grad.full_tensor(), model.get_parameter(name).grad)
 
 
 @pytest.mark.gloo
