@@ -59,19 +59,17 @@ ROOMS = (
     TOP,
     "partc.cli",
 )
-_TOP_MODULES = {
-    f"partc.{name}"
-    for name in (
-        "api",
-        "dumps",
-        "lowering",
-        "pass_calls",
-        "printing",
-        "recipe",
-        "traced",
-        "whole_batch",
-    )  # fmt: skip
-}
+_TOP_NAMES = [
+    "api",
+    "dumps",
+    "lowering",
+    "pass_calls",
+    "printing",
+    "recipe",
+    "traced",
+    "whole_batch",
+]
+_TOP_MODULES = {f"partc.{name}" for name in _TOP_NAMES}
 _COMMAND_LINE = {"partc.__main__"}
 _PASSES, _SEARCH = (
     "partc.passes",

@@ -248,7 +248,8 @@ def test_bits_show() -> None:
     zero, minus = torch.zeros(3), -torch.zeros(3)
     quiet = torch.tensor([float("nan")])
     other = (quiet.view(torch.int32) + 1).view(torch.float32)
-    for number in (lambda x: hashes_of([x])[0], lambda x: int(on_device(x))):
+    ways: list[Callable[[Tensor], int]] = [lambda x: hashes_of([x])[0], lambda x: int(on_device(x))]
+    for number in ways:
         assert number(zero) != number(minus)
         assert number(quiet) == number(quiet.clone())
         assert number(quiet) != number(other)
