@@ -31,9 +31,8 @@ class Traced:
     Args:
         model: as for ``compile``. Its code and the values of its small buffers must stay as they
             are.
-        inputs: example tensors with the shapes of the global batch.
-        loss: ``loss(model, *inputs)`` gives a scalar; None: what the model returns, or its
-            ``.loss``.
+        inputs: as for ``compile``, with the shapes of the global batch.
+        loss: as for ``compile``; None: what the model returns, or its ``.loss``.
 
     Raises:
         TraceError: the model cannot be traced; or since then a tensor has got another shape or
