@@ -87,11 +87,13 @@ def compile(
         mesh: the axes of ranks: ``"dp=2,tp=2"``, a dict, a Mesh, a torch DeviceMesh or the path of
             a mesh.toml. A mesh that is open (``Mesh.load("dgx-h100", 64)``) leaves its axes to the
             plan.
-        inputs: a tuple of example tensors, real, fake or meta, in the shapes that a step takes: of
-            the global batch, ``f32[8,256]`` for 8 samples on all ranks together, or with
-            ``batch="local"`` of one rank's piece. Values do not matter.
-        loss: ``loss(model, *inputs)`` gives the scalar to train on. None: what the model returns,
-            or its ``.loss``. Under ``torch.no_grad()`` the forward alone is compiled.
+        inputs: example arguments, a tuple by place or a dict by name, nested as you like; tensors
+            real, fake or meta, in the shapes that a step takes: of the global batch, ``f32[8,256]``
+            for 8 samples on all ranks together, or with ``batch="local"`` of one rank's piece.
+            Their values do not matter, all else becomes part of the program.
+        loss: ``loss(model, *inputs)``, or ``**inputs`` of a dict, gives the scalar to train on, or
+            ``(loss, extras)``. None: what the model returns, or its ``.loss``; under
+            ``torch.no_grad()`` the forward alone is compiled.
         plan: ``"auto"`` searches for the fastest step that fits; a preset (``"fsdp"``), presets
             joined by ``+`` (``"fsdp+megatron"``), a Plan, a plan's text, or the path of a
             plan.toml, which may leave decisions open. The arguments that follow replace what it

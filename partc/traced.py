@@ -31,9 +31,8 @@ class Traced:
     Args:
         model: as for ``compile``. Its code and the values of its small buffers must stay as they
             are.
-        inputs: example tensors with the shapes of the global batch.
-        loss: ``loss(model, *inputs)`` gives a scalar; None: what the model returns, or its
-            ``.loss``.
+        inputs: as for ``compile``, with the shapes of the global batch.
+        loss: as for ``compile``; None: what the model returns, or its ``.loss``.
         kind: ``"step"`` for forward and backward, ``"loss"`` for the loss without gradients,
             ``"forward"`` for what the model returns; None: a step, unless there is no loss and
             gradients are off.

@@ -91,7 +91,7 @@ def closing_collectives(
     """The collectives of a pipeline after all microbatches, in the order in which ranks run them.
 
     First each stage's gradient reductions: one entry per stage with one member, as they stay among
-    the stage's own ranks. Then the gradients of tied parameters, then the loss.
+    the stage's own ranks. Then the gradients of tied parameters, then the loss with its extras.
     """
     rank_of = schedule.rank_of
     found = [
@@ -105,8 +105,16 @@ def closing_collectives(
         if len(ranks) > 1:
             found.append(Collective(tied_name(one), (), ranks))
     if schedule.ranks > 1:
-        found.append(Collective("loss", (), tuple(range(schedule.ranks))))
+        names = ("loss", *_extras(graphs))
+        found += [Collective(name, (), tuple(range(schedule.ranks))) for name in names]
     return found
+
+
+def _extras(graphs: Sequence[Graph]) -> dict[str, int]:
+    """The bytes of what a training step returns beside its loss, by the name of its broadcast."""
+    trains = any(graph.loss is not None for graph in graphs)
+    found = (each for graph in graphs for each in graph.outputs.results.items() if trains)
+    return {f"extra {name}": int(fake_of(node).nbytes) for name, node in found}
 
 
 def end_collectives(graph: Graph) -> Iterator[fx.Node]:
@@ -132,7 +140,8 @@ def closing_seconds(
         fake = fake_of(graphs[one.stages[0]].params[one.name])
         others = len(one.ranks(schedule)) - 1
         times[tied_name(one)] = others * link.seconds(fake.numel() * fake.element_size())
-    return times | {"loss": link.seconds(0)}
+    extras = {name: link.seconds(size) for name, size in _extras(graphs).items()}
+    return times | {"loss": link.seconds(0)} | extras
 
 
 def gradients_of(stage: int) -> str:
