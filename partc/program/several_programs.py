@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.program import Program
 from partc.program.family import Family
+from partc.program.family_errors import untrained
 from partc.program.loss_backward import loss_with_backward
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
@@ -69,6 +70,8 @@ class SeveralPrograms(nn.Module):
         """
         member = Member.over(program, self._device_mesh, self._tensors)
         for name in member.trained:
+            if name not in self._shown:
+                raise untrained(name)
             self._shown[name].train()
         own = self._own
         self._families.append(
