@@ -20,6 +20,7 @@ from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
 from partc.program.batch_fit import Rows
+from partc.program.holders import Holders
 from partc.program.wanted import Mode, Wanted
 from partc.schedules.csv_form import CSV, read_csv, write_csv
 from partc.trace.arguments import Arguments, Given
@@ -90,7 +91,7 @@ class Recipe:
         """A step of another loss, whose parameters are stored as those of ``first``."""
         mode = first.wanted.mode
         with self.as_wanted(mode, first):
-            plan = Plan.parse(first.plan).changed(inputs={}, notes=(), pieces=1, of_another=True)
+            plan = _kept(first).changed(inputs={})
             step, plan = step_of(self.model, inputs, loss, first.mesh, plan, table())
             made = self.compile(step, first.mesh, plan)
         mine = replace(self, loss=loss)
@@ -224,16 +225,14 @@ def _meta(wanted: Wanted) -> tuple[Tensor, ...]:
 
 def _plan_of(first: Program, wanted: Wanted) -> Plan:
     """The first program's plan for another batch or kind: parameters stay where they are."""
-    plan = Plan.parse(first.plan)
+    plan = _kept(first)
     rows = Rows.of(plan, first.mesh, list(first.inputs))
     before = plan.microbatches
     num = rows.microbatches(wanted, before) if wanted.kind == "step" else 1
     inputs: Mapping[str, Cuts] = {"*": {}} if wanted.replicated else plan.inputs
     if num == 1:
         inputs = {name: _without_microbatches(cuts) for name, cuts in inputs.items()}
-    plan = plan.changed(
-        notes=(), pieces=1, of_another=True, microbatches=num, inputs=inputs
-    )  # fmt: skip
+    plan = plan.changed(microbatches=num, inputs=inputs)
     if wanted.kind == "step" and num == before:
         return plan
     plan = plan.changed(recompute="cheap") if wanted.kind != "step" else plan
@@ -241,6 +240,13 @@ def _plan_of(first: Program, wanted: Wanted) -> Plan:
         return plan.changed(schedule="", order="", chunks=0)
     kinds = "FBIW" if wanted.kind == "step" else "F"
     return plan.changed(schedule=f"part{CSV}", order=_part(first.schedule, kinds, num))
+
+
+def _kept(first: Program) -> Plan:
+    """The first program's plan for another graph; what it does not read is whole on every rank."""
+    plan, aside = Plan.parse(first.plan), Holders.of(first).aside
+    params = {**plan.params, **{name: {} for name in aside}}
+    return plan.changed(params=params, notes=(), pieces=1, of_another=True)
 
 
 def _part(order: str, kinds: str, num: int) -> str:

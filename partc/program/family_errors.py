@@ -76,3 +76,13 @@ def too_many(wanted: Wanted, most: int) -> RunError:
         do="Let the data loader pad batches to few lengths, or allow more: "
         "program.module(most_programs=...).",
     )
+
+
+def untrained(name: str) -> RunError:
+    """The refusal of another loss that trains what the stage keeps for checkpoints alone."""
+    return RunError(
+        where=name,
+        what="this loss trains it, and the stage's first program does not read it",
+        why="the first program decides which tensors are parameters, and how they are sharded",
+        do="Compile first the loss that reads all of the model, or add 0 * of what is missing.",
+    )

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partc.program import Program
 from partc.program.family import Family
+from partc.program.family_errors import untrained
 from partc.program.loss_backward import loss_with_backward, scaled_step
 from partc.program.members import Member
 from partc.program.rank_tensors import RankTensors
@@ -71,6 +72,8 @@ class SeveralPrograms(nn.Module):
         own = self._own
         member = Member.over(program, self._device_mesh, self._tensors, own.guard)
         for name in member.trained:
+            if name not in self._shown:
+                raise untrained(name)
             self._shown[name].train()
         self._families.append(Family(member, self._device_mesh, own.choices, own.guard))
         return SharedProgram(self, self._families[-1])

@@ -419,6 +419,43 @@ def test_a_stage_of_one_program_runs_nothing_else(world: Processes) -> None:
     world.run(only_one, num=2)
 
 
+class TwoHeads(nn.Module):
+    """In eval mode a second head is read, which no training step does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        y: Tensor = self.head(h) if self.training else self.head(h) + self.other(h)
+        return y
+
+
+def second_head() -> None:
+    torch.manual_seed(0)
+    model = TwoHeads().double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    program = partc.compile(model, "dp=2", (x,), loss=squares, plan="fsdp")
+    stage = begun(program, model).eval()
+    close(stage(x), copy.deepcopy(model).eval()(x), "both heads")
+    other, reference = stage.share(program.also(x, loss=other_squares)), copy.deepcopy(model)
+    stage.train()
+    compare_step(stage, reference, other.step(x), other_squares(reference, x))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.as_tensor(model(x).square().mean())
+
+
+def other_squares(model: TwoHeads, x: Tensor) -> Tensor:
+    return model.other(model.body(x)).square().mean()
+
+
+def test_what_the_first_program_does_not_read_others_may(world: Processes) -> None:
+    world.run(second_head, num=2)
+
+
 # several losses, backwards and optimizers ----------------------------------------------------
 def train_gan(mesh: str, plan: str) -> None:
     """Two losses over one set of weights, an optimizer for each half of the model."""
