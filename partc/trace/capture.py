@@ -43,12 +43,15 @@ from partc.trace.draw_sites import Sites
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.overwritten import overwrites_named
+from partc.trace.own_grads import grads_unread
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
 from partc.trace.python_random import quiet_python_random
 from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
+from partc.trace.step_objects import StepObjects
+from partc.trace.untouched import untouched
 
 Objective = Callable[..., Any]
 SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compiling
@@ -217,13 +220,21 @@ class _Step:
         weights = dict(zip(names.params, params, strict=True))
         copy_hooks(names.params, weights, self.idle)
         held |= {alias: held[name] for alias, name in names.aliases.items()}
-        with _reparametrize_module(self.model, held), torch.set_grad_enabled(self.train), watch:
+        with (
+            _reparametrize_module(self.model, held),
+            torch.set_grad_enabled(self.train),
+            watch,
+            grads_unread(names.params, weights),
+        ):
+            objects = StepObjects(self.model, held, names.params)
             with own:
                 outcome = named_results(self.objective(self.model, *inputs))
+            objects.check()
             self.results = list(outcome)
             if not self.with_own:
                 check_own(outcome.values(), contents, names.by_id(held))
             grads = self._grads(outcome, held, weights) if self.train else []
+            objects.check()  # as a hook may do the same in the backward
         return list(outcome.values()), grads, [held[name] for name in names.buffers]
 
     def _grads(
@@ -241,9 +252,10 @@ class _Step:
 
 @contextmanager
 def _no_warning() -> Iterator[None]:
-    """Let fakes of a tensor with a history be made, which looks at its ``.grad``."""
+    """Let fakes of a tensor with a history be made, which looks at its ``.grad``, and be copied."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
 
 
@@ -263,7 +275,9 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        vars(fake).update(vars(tensor))  # what the user has noted on it
+        return fake
     return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -315,25 +329,6 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(enter(path), prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore every attribute that a run sets on a module: no fake tensor may stay in a model."""
-    tables = ("_parameters", "_buffers", "_modules")
-    before = [
-        (module, dict(vars(module)), [dict(vars(module)[table]) for table in tables])
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for table, content in zip(tables, contents, strict=True):
-                vars(module)[table].clear()
-                vars(module)[table].update(content)
 
 
 class _Origins(TorchDispatchMode):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partc.amounts import amount
 from partc.errors import TraceError
@@ -71,7 +72,7 @@ def check_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) ->
             by_memory.setdefault(storage_of(tensor), []).append((name, tensor))
     for sharing in by_memory.values():
         for (name, one), (other, two) in combinations(sharing, 2):
-            if (one.requires_grad or two.requires_grad) and _overlap(one, two):
+            if (one.requires_grad or two.requires_grad) and overlap(one, two):
                 raise TraceError(
                     where=other,
                     what=f"it shares memory with {name}, and one is trained",
@@ -164,7 +165,7 @@ def _found(outside: Outside, places: Iterable[Place]) -> str:
     return f"{name} ({outside.source})" if name and outside.source else name or outside.source
 
 
-def _overlap(one: Tensor, two: Tensor) -> bool:
+def overlap(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors over one memory have an element in common."""
     if one.numel() == 0 or two.numel() == 0:
         return False
@@ -174,13 +175,15 @@ def _overlap(one: Tensor, two: Tensor) -> bool:
         return False
     if one.dtype != two.dtype:
         return True
-    taken = torch.zeros(max(end, other_end) // one.element_size(), dtype=torch.bool, device="cpu")
-    for each in (one, two):
-        there = taken.as_strided(each.shape, each.stride(), each.storage_offset())
-        if each is two and bool(there.any()):
-            return True
-        there.fill_(True)
-    return False
+    with _disable_current_modes():  # the two may be fakes; their memory is looked at alone
+        size = max(end, other_end) // one.element_size()
+        taken = torch.zeros(size, dtype=torch.bool, device="cpu")
+        first_there, there = (
+            taken.as_strided(each.shape, each.stride(), each.storage_offset())
+            for each in (one, two)
+        )
+        first_there.fill_(True)
+        return bool(there.any())
 
 
 def _end(tensor: Tensor) -> int:

@@ -39,12 +39,12 @@ from partc.trace.capture import (
     named_results,
     names_of,
     quiet_generator,
-    untouched,
 )
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
+from partc.trace.untouched import untouched
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
@@ -233,12 +233,12 @@ def _run(
             untouched(model),
             restored(Reach.of(model, objective)),
             skipping(model, folds),
-            watch.members(model),
         ):
             stack.enter_context(entered)
+        stack.enter_context(watch.members(model))  # once what is there before is known
         stack.enter_context(_reparametrize_module(model, held))
-        for entered in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
-            stack.enter_context(entered)
+        for mode_of in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
+            stack.enter_context(mode_of)
         results = named_results(objective(model, *fakes))
     watch.close(results)
     _check_backward(results.values())

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from partc.errors import UsageError
 from partc.trace.arguments import Given
-from partc.trace.capture import named_results, untouched
+from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
 from partc.trace.returns import Returns
+from partc.trace.untouched import untouched
 from partc.verification.piece_norms import Key, PieceNorms, Pieces, seen_norms
 from partc.verification.precision import converted, raised_model
 from partc.verification.same_draws import SameDraws

@@ -111,9 +111,12 @@ class Copies:
     def _shape_of(self, draw: fx.Node, reader: fx.Node) -> fx.Node:
         """A tensor for a repeated draw to take its shape from, so that no value is kept for that:
         a gradient that the reader has at hand, or else an empty one.
+
+        A draw that every stage can repeat, as one on a weight, must read no gradient of one stage.
         """
         for operand in tensor_args(reader):
-            if value(operand).phase == "B" and is_tensor(operand) and typed(operand) == typed(draw):
+            is_near = value(operand).phase == "B" and stage_of(operand) == stage_of(draw)
+            if is_near and is_tensor(operand) and typed(operand) == typed(draw):
                 return operand
         fake = fake_of(draw)
         empty = self.graph.fx.call_function(

@@ -159,3 +159,38 @@ def test_pipelines(schedule: str) -> None:
     for first, twin in zip(ranks[::2], ranks[1::2], strict=True):
         for one, other in zip(first[2], twin[2], strict=True):  # the halves of a weight
             assert abs(one + other - first[1]) < 1e-9 * first[1]
+
+
+class DroppedWeight(nn.Module):
+    """A parametrization that drops elements of a weight, or adds noise to it."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, weight: Tensor) -> Tensor:
+        noise = torch.randn_like(weight) if self.noise else nn.functional.dropout(weight, P)
+        return weight + noise
+
+
+class Listed(nn.Module):
+    """Layers in a list, of which one has a random weight."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        drops = DroppedWeight(noise)
+        nn.utils.parametrize.register_parametrization(self.layers[2], "weight", drops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_random_weight_is_made_again_on_its_stage(noise: bool) -> None:
+    model, batch = Listed(noise), (torch.randn(8, 8),)
+    options: Any = {"plan": "ddp", "microbatches": 2, "recompute": "block"}
+    program = partc.compile(model, "pp=2", batch, loss=lambda m, x: m(x).sum(), **options)
+    partc.verify(program, model, batch, loss=lambda m, x: m(x).sum()).check()
