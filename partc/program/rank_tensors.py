@@ -92,8 +92,10 @@ class RankTensors:
         """Each name of a held tensor, its first name, and whether a state dict has the name."""
         saved = set(self.saved_names(self.shards))
         seconds = {n: f for n, f in self.holders.aliases.items() if f in self.held}
-        for name, first in {**{n: n for n in self.shards}, **seconds}.items():
-            yield name, first, name in saved
+        every = {**{n: n for n in self.shards}, **seconds}
+        in_order = [name for name in self._model.tensors if name in every]  # the model's
+        for name in dict.fromkeys([*in_order, *every]):
+            yield name, every[name], name in saved
 
     def first_name(self, name: str) -> str:
         """The name under which a tensor is held; a tied one has other names too."""
