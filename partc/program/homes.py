@@ -63,18 +63,29 @@ class View:
         return View(self.base, (*self.ops, op))
 
 
+class Follower:
+    """Is told the tensor, and its new piece, when ``tensor.data`` is assigned; copies have none."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor], None]) -> None:
+        self.call = call
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
 class HomeTensor(DTensor):
     """A DTensor with its home.
 
     ``parted``: whether its parts are sharded one by one, so that its DTensor tells the places of
     rows wrongly. ``of_gradient``: whether it was computed from a gradient. ``copied_view``: whose
-    view it is, where its memory is a copy.
+    view it is, where its memory is a copy. ``follower``: of a parameter, and of its gradient.
     """
 
     home: Home
     parted: bool
     of_gradient: bool
     copied_view: View | None
+    follower: Follower | None = None
     _plain: DTensor | None = None
 
     @classmethod
@@ -125,6 +136,46 @@ class HomeTensor(DTensor):
         if self._plain is None:
             self._plain = DTensor(self._local_tensor, self._spec, requires_grad=False)
         return self._plain
+
+
+def lie_alike(one: HomeTensor, other: Tensor) -> bool:
+    """Whether each rank has the same part of both, laid out alike, in memory of its own."""
+    if not isinstance(other, DTensor) or other.placements != one.placements:
+        return False
+    parts: object = ()
+    if isinstance(other, HomeTensor):
+        if other.copied_view is not None:
+            return False
+        parts = other.home.shard.cuts if other.parted else ()
+    return (
+        other.shape == one.shape
+        and other.device_mesh == one.device_mesh
+        and parts == (one.home.shard.cuts if one.parted else ())
+        and _memory_kind(other._local_tensor) == _memory_kind(one._local_tensor)
+    )
+
+
+def _memory_kind(piece: Tensor) -> tuple[object, ...]:
+    return type(piece), piece.stride(), piece.dtype, piece.device, piece.is_inference()
+
+
+@torch.no_grad()
+def give_memory(tensor: HomeTensor, value: Tensor) -> bool:
+    """Give a tensor the memory of another, as ``tensor.data = value`` does; whether it is shared.
+
+    Where the two do not lie alike, the tensor gets new memory with the values. What was read from
+    ``tensor.data`` before keeps the memory that the tensor had.
+    """
+    shared = lie_alike(tensor, value)
+    if shared:
+        piece = value._local_tensor.detach()  # type: ignore[attr-defined]
+    else:
+        piece = torch.empty_like(tensor._local_tensor)
+        tensor.of(piece, tensor._spec, tensor.home, parted=tensor.parted).copy_(value)
+    tensor._local_tensor, tensor._plain, tensor.copied_view = piece, None, None
+    if tensor.follower is not None:
+        tensor.follower.call(tensor, piece)
+    return shared
 
 
 def replicated(whole: Tensor, like: DTensor) -> DTensor:

@@ -41,7 +41,8 @@ class OnPieces:
         return shown.piece
 
     def leave(self, shown: Shown) -> None:
-        """The program reads the same memory."""
+        """The program reads the same memory; a fused GradScaler has unscaled the gradient."""
+        shown.write_back()
 
 
 class OnWhole:

@@ -168,7 +168,10 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
         params = [(held[s.name], self.is_first_copy(s)) for s in self._role.params]
         groups = list(self._tensors.groups.values())
         zero = self._tensors.zero()
-        return clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite, zero=zero)
+        norm = clip_gradients(params, groups, max_norm, norm_type, error_if_nonfinite, zero=zero)
+        for shown in self._shown.values():
+            shown.write_back()
+        return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; the program's gradients are gone too, not only when a step begins."""

@@ -7,13 +7,15 @@ gradient (sets it to None, scales it, writes another) is read before the next st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from partc.errors import RunError
+from partc.program.homes import Follower, HomeTensor, lie_alike
+from partc.program.outside import Outside, check_in_pipeline
 from partc.program.role import Shard
 
 
@@ -38,8 +40,10 @@ class Shown:
         self.trained = piece.requires_grad  # whether the program computes its gradient
         self.param = self._made()
         self._grads: tuple[Tensor | None, Tensor | None] = (None, None)  # as last seen
+        self._outside = Outside()
         self._storage = self.param.untyped_storage()
         self._aside: Tensor | None = None  # the gradient of one that was frozen since
+        self.was_assigned = False  # to its data, since the last step
 
     @property
     def is_frozen(self) -> bool:
@@ -63,8 +67,41 @@ class Shown:
         if both and not (shown is None and piece is None):
             raise _two_gradients(self.shard)
         if shown is not last_shown:
-            self.piece.grad = None if shown is None else self._piece_of(shown)
+            self._take(shown)
+        elif piece is not None and piece is last_piece and self._outside.is_at(shown):
+            if self._outside.misses(piece):
+                raise _two_gradients(self.shard)
+            self._outside.read(self._over(piece), piece)
         self.show()
+
+    @torch.no_grad()
+    def _take(self, shown: Tensor | None) -> None:
+        """Take a gradient that the user has set: its memory, if that is as the program's own."""
+        self._outside = Outside()
+        if shown is None or self._lies_as_own(shown):
+            self.piece.grad = None if shown is None else self.layouts.piece(self.shard, shown)
+            return
+        if isinstance(self.param, HomeTensor) and self.param.home.in_pipeline:
+            check_in_pipeline(shown, self.shard.name)
+        self._outside = Outside(shown)
+        piece = self.piece.grad = torch.empty_like(self.piece, dtype=shown.dtype)
+        self._outside.read(self._over(piece), piece)
+        self._grads = shown, piece
+
+    def _lies_as_own(self, shown: Tensor) -> bool:
+        if isinstance(self.param, HomeTensor):
+            return lie_alike(self.param, shown)
+        return shown.stride() == self.piece.stride()
+
+    def _over(self, piece: Tensor) -> Tensor:
+        return self.layouts.gradient(self.shard, piece)
+
+    def write_back(self) -> None:
+        """Write the program's gradient into the tensor that the user has set as the gradient."""
+        shown, piece = self.param.grad, self.piece.grad
+        if piece is not None and self._outside.is_at(shown):
+            self._outside.write(self._over(piece), piece)
+            self._grads = shown, piece
 
     @torch.no_grad()
     def show(self) -> None:
@@ -77,8 +114,30 @@ class Shown:
                 piece.stride() != self.piece.stride()
             ):  # as autograd sees to; fused kernels rely on it
                 piece = self.piece.grad = torch.empty_like(self.piece).copy_(piece)
-            self.param.grad = self.layouts.gradient(self.shard, piece)
+            shown = self.param.grad = self._over(piece)
+            if isinstance(shown, HomeTensor):
+                shown.follower = Follower(self._grad_moved)
         self._grads = self.param.grad, piece
+
+    def _grad_moved(self, shown: Tensor, piece: Tensor) -> None:
+        """The user has assigned other memory to the data of a gradient that was shown."""
+        if self.param.grad is shown:
+            self.piece.grad = piece
+            self._grads = shown, self.piece.grad
+
+    @torch.no_grad()
+    def _accumulated(self) -> None:
+        """Autograd has added to the gradient, perhaps in a tensor of its own making."""
+        made, before = self.param.grad, self._grads[0]
+        if made is None or made is before or made.requires_grad:
+            self.read()
+        elif before is not None:  # which the user may hold
+            self.param.grad = before.copy_(made)
+            self.read()
+        else:
+            self._take(made)
+            self._outside, self._grads = Outside(), (None, None)
+            self.show()
 
     def begin(self) -> None:
         """Before a step: read the gradient, and set that of a frozen parameter aside."""
@@ -95,6 +154,7 @@ class Shown:
         if self.trained:
             if self.is_frozen:
                 self._aside, self.piece.grad = None, self._aside
+            self.write_back()
             self.show()
 
     def like_param(self, grad: Tensor) -> Tensor:
@@ -110,6 +170,13 @@ class Shown:
             raise _data_assigned(self.shard)
 
     # memory ----------------------------------------------------------------------------------
+    def _moved(self, param: Tensor, piece: Tensor) -> None:
+        """The user has assigned other memory to the parameter's data."""
+        if param is self.param:
+            self.piece.data = self._local = piece
+            torch.autograd.graph.increment_version(self.piece)  # as any write
+            self.was_assigned = True
+
     def renew(self, piece: nn.Parameter) -> None:
         """Show another piece (``.to()`` may have moved it) by the same nn.Parameter as before."""
         if piece is self.piece and _memory(piece) == _memory(self._local):
@@ -123,17 +190,18 @@ class Shown:
     def _made(self) -> nn.Parameter:
         self._local = self.piece.detach()
         param = nn.Parameter(self.layouts.parameter(self.shard, self._local), self.trained)
+        if isinstance(param, HomeTensor):
+            param.follower = Follower(self._moved)
         if self.trained:
-            param.register_post_accumulate_grad_hook(lambda _: self.read())
+            param.register_hook(lambda _: self.read())  # what is added to it comes next
+            param.register_post_accumulate_grad_hook(lambda _: self._accumulated())
         return param
 
-    def _piece_of(self, grad: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.layouts.piece(self.shard, grad)
 
-
-def begin_all(shown: Iterable[Shown]) -> None:
+def begin_all(shown: Collection[Shown]) -> None:
     """Before a step: read all gradients."""
+    if any(each.was_assigned for each in shown):
+        _check_memory(shown)
     for each in shown:
         each.begin()
 
@@ -162,6 +230,17 @@ def register_at(root: nn.Module, name: str, tensor: Tensor, saved: bool) -> None
         root._non_persistent_buffers_set.add(leaf)
 
 
+def _check_memory(shown: Iterable[Shown]) -> None:
+    """RunError if two parameters have the same memory, after assignments to their data."""
+    last, end = None, 0
+    for each in sorted(shown, key=lambda each: each.piece.data_ptr()):
+        begin = each.piece.data_ptr()
+        if last is not None and begin < end and each.piece.numel():
+            raise _shared_memory(last.shard, each.shard)
+        last, end = each, begin + each.piece.numel() * each.piece.element_size()
+        each.was_assigned = False
+
+
 def _memory(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
@@ -175,11 +254,21 @@ def _two_gradients(shard: Shard) -> RunError:
     )
 
 
+def _shared_memory(one: Shard, other: Shard) -> RunError:
+    return RunError(
+        where=f"{other.name}.data",
+        what=f"is the memory of {one.name}",
+        why="the program was compiled for two parameters, each with memory of its own",
+        do=f"Write parameter.copy_(values) under torch.no_grad(), or tie {one.name} and "
+        f"{other.name} in the model and compile again.",
+    )
+
+
 def _data_assigned(shard: Shard) -> RunError:
     return RunError(
         where=f"{shard.name}.data",
         what="was assigned another tensor",
-        why="a DTensor then keeps its old values, whatever it is given",
+        why="a program without a mesh keeps the memory that it had",
         do="Write parameter.copy_(values) under torch.no_grad().",
     )
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
 from partc.program.chunks import write_items
-from partc.program.homes import HomeTensor, replicated, whole_of
+from partc.program.homes import HomeTensor, give_memory, replicated, whole_of
 from partc.program.stage_ops import run_op
 
 
@@ -22,7 +22,7 @@ class StageTensor(HomeTensor):
     view) are called by all ranks together.
     """
 
-    assigned: tuple[Tensor, int] | None = None  # to ``data``, and its version then
+    assigned: tuple[Tensor, int] | None = None  # whose copy ``data`` is, and its version then
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -65,7 +65,11 @@ class StageTensor(HomeTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its history; what is assigned is written to its memory."""
+        """The tensor without its history.
+
+        As of any tensor, what is assigned becomes its memory, and what was read before keeps the
+        old one. A tensor that lies otherwise on the ranks, or is plain, is copied.
+        """
         detached: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return detached
 
@@ -73,9 +77,8 @@ class StageTensor(HomeTensor):
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise _other_data(self, value)
-        with torch.no_grad():
-            self.detach().copy_(value)
-        self.assigned = value, value._version
+        shared = give_memory(self, value)
+        self.assigned = None if shared or value.is_inference() else (value, value._version)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.parted:

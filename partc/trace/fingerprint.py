@@ -28,7 +28,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The tensors of a model by name; a tied tensor stands under each of its names."""
+    """The tensors of a model by name; a tied tensor stands under each of its names.
+
+    Their order is that in which ``named_parameters``, ``named_buffers`` and ``state_dict`` of the
+    model have them.
+    """
 
     tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
 
@@ -36,7 +40,7 @@ class Fingerprint:
     def of(cls, model: nn.Module) -> Fingerprint:
         """The fingerprint of a model, which may be on the meta device."""
         tensors, saved = named_tensors(model), model.state_dict(keep_vars=True)
-        in_order = [*(n for n in saved if n in tensors), *(n for n in tensors if n not in saved)]
+        in_order = _in_order(model, [name for name in saved if name in tensors])
         return cls({name: _spec(tensors[name], name in saved) for name in in_order})
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -58,6 +62,23 @@ def _spec(tensor: Tensor, saved: bool) -> TensorSpec:
     if isinstance(tensor, nn.Parameter):
         kind = "param"
     return TensorSpec(kind, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def _in_order(model: nn.Module, saved: list[str]) -> list[str]:
+    """The names of all tensors in the model's order: a module's own before those of its parts.
+
+    Where the model's state dict has an order of its own, the rest stands behind that.
+    """
+    names = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for table_of in (module._parameters, module._buffers)
+        for name, tensor in table_of.items()
+        if tensor is not None
+    ]
+    if [name for name in names if name in set(saved)] == saved:
+        return names
+    return [*saved, *(name for name in names if name not in set(saved))]
 
 
 def table(lines: list[str], most: int = 20) -> str:
