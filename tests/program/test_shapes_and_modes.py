@@ -449,7 +449,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def other_squares(model: TwoHeads, x: Tensor) -> Tensor:
-    return model.other(model.body(x)).square().mean()
+    return torch.as_tensor(model.other(model.body(x)).square().mean())
 
 
 def test_what_the_first_program_does_not_read_others_may(world: Processes) -> None:
