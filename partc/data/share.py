@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from partc.errors import UsageError
 from partc.plan import Cuts, Plan
-from partc.plan.mesh import MICROBATCH_AXIS, PP, TP, Mesh
+from partc.plan.batch import MODEL_AXES
+from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.plan.sharding import Layout, Sharding, cut
 
-MODEL_AXES = (PP, TP, "cp", "ep")  # ranks that differ on these alone read the same rows
+_ALONE = {*MODEL_AXES} - {MICROBATCH_AXIS}  # ranks that differ on these alone read the same rows
 Batch = Literal["local", "global"]
 Inputs = Mapping[str, tuple[tuple[int, ...], str]]  # whole shape and dtype, by name
 
@@ -118,7 +119,7 @@ def rows_per_step(plan: Plan, inputs: Inputs) -> int:
     It is the size of the dim that data axes and microbatches cut, else that of dim 0.
     """
     dims = {name: _row_dim(plan.inputs.get(name, {})) for name in inputs}
-    divided = [name for name in inputs if {*plan.inputs.get(name, {})} - {*MODEL_AXES}]
+    divided = [name for name in inputs if {*plan.inputs.get(name, {})} - _ALONE]
     names = divided or [name for name, (shape, _) in inputs.items() if shape]
     sizes = {name: inputs[name][0][dims[name]] for name in names}
     if len(set(sizes.values())) == 1:
@@ -134,10 +135,10 @@ def rows_per_step(plan: Plan, inputs: Inputs) -> int:
 
 def _row_dim(cuts: Cuts) -> int:
     """The dim of an input that counts the rows of the batch."""
-    return next((layout.dim for axis, layout in cuts.items() if axis not in MODEL_AXES), 0)
+    return next((layout.dim for axis, layout in cuts.items() if axis not in _ALONE), 0)
 
 
 def _row_cuts(cuts: Cuts) -> dict[str, Layout]:
     """The cuts of an input's rows over ranks, as cuts of dim 0."""
-    in_space = (axis for axis in cuts if axis not in (*MODEL_AXES, MICROBATCH_AXIS))
+    in_space = (axis for axis in cuts if axis not in MODEL_AXES)
     return {axis: cut(0, cuts[axis].outer) for axis in in_space}

@@ -50,15 +50,9 @@ def rows_of(
     """
     program.role_of(rank)  # refuses a rank that the mesh has not
     plan = Plan.parse(program.plan)
-    batch = batch or _batch_of(plan)
+    batch = batch or plan.batch
     per_step = rows_per_step(plan, program.inputs) if per_step is None else per_step
     return Division.of(plan, program.mesh).share(rank, per_step, batch)
-
-
-def _batch_of(plan: Plan) -> Batch:
-    """What a step takes: each rank's piece of the batch, or the whole."""
-    batch: Batch = getattr(plan, "batch", "global")
-    return batch
 
 
 def sampler_of(
