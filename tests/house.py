@@ -59,7 +59,8 @@ ROOMS = (
     "partc.cli",
 )
 _TOP_MODULES = {
-    f"partc.{name}" for name in ("api", "dumps", "lowering", "pass_calls", "printing", "traced")
+    f"partc.{name}"
+    for name in ("api", "dumps", "lowering", "pass_calls", "printing", "traced", "whole_batch")
 }
 _COMMAND_LINE = {"partc.__main__"}
 _PASSES, _SEARCH = (
