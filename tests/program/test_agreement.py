@@ -198,6 +198,11 @@ def test_dtensors(world: Processes) -> None:
         assert "it is a DTensor with placements" in said
 
 
+def whole(x: Any) -> Tensor:
+    full: Tensor = x.full_tensor()
+    return full
+
+
 def beside_ddp(of: Program) -> tuple[float, float, float]:
     """The mean of DDP's losses, the program's loss, and the largest difference of a gradient."""
     model, batch, loss = tokens(8)
@@ -210,8 +215,7 @@ def beside_ddp(of: Program) -> tuple[float, float, float]:
     stage.load_full(model)
     ours = stage.step(*pieces)
     grads = {n: p.grad for n, p in model.named_parameters()}
-    shown: dict[str, Any] = {n: p.grad for n, p in stage.named_parameters()}
-    found = {n: grad.full_tensor() for n, grad in shown.items()}
+    found = {n: whole(p.grad) for n, p in stage.named_parameters()}
     worst = max(float((found[n] - g).abs().max()) for n, g in grads.items() if g is not None)
     return float(mean) / 2, float(ours), worst
 
@@ -248,8 +252,11 @@ def test_bits_show() -> None:
     zero, minus = torch.zeros(3), -torch.zeros(3)
     quiet = torch.tensor([float("nan")])
     other = (quiet.view(torch.int32) + 1).view(torch.float32)
-    ways: list[Callable[[Tensor], int]] = [lambda x: hashes_of([x])[0], lambda x: int(on_device(x))]
-    for number in ways:
+    numbers: list[Callable[[Tensor], int]] = [
+        lambda x: hashes_of([x])[0],
+        lambda x: int(on_device(x)),
+    ]
+    for number in numbers:
         assert number(zero) != number(minus)
         assert number(quiet) == number(quiet.clone())
         assert number(quiet) != number(other)
