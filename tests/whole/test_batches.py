@@ -221,8 +221,9 @@ def test_a_dict_is_given_by_name(kind: Any) -> None:
 
 def test_a_dict_of_a_loss_is_given_by_name_too() -> None:
     def loss_of(model: nn.Module, **batch: Tensor) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
+        found = model(**batch).loss
+        assert isinstance(found, Tensor)
+        return found
 
     torch.manual_seed(2)
     model = Labelled()
@@ -235,7 +236,7 @@ def test_names_stay_apart() -> None:
     """Of two keys that spell alike, and of an input that is named as a tensor of the model is."""
 
     def loss_of(model: nn.Module, first: Any, scale: Tensor) -> Tensor:
-        out = model([first["a b"], first["a_b"]])
+        out: Tensor = model([first["a b"], first["a_b"]])
         return (out * scale).mean() + first[3].mean()
 
     x = torch.randn(SIZE, WIDE)
@@ -306,7 +307,7 @@ def test_other_data_describes_nothing(data: Any) -> None:
 
 
 def test_a_value_is_built_of_its_classes_or_refused() -> None:
-    value = {"a": [batch_of(), None], "b": Boxes(torch.ones(1), torch.ones(2))}
+    value: dict[str, Any] = {"a": [batch_of(), None], "b": Boxes(torch.ones(1), torch.ones(2))}
     tree = tree_of(value, "", Names(), "")
     tensors = dict(zip(tree.names(), tensors_of(value), strict=True))
     again = Tree.of_json(tree.as_json())
@@ -319,7 +320,7 @@ def test_a_value_is_built_of_its_classes_or_refused() -> None:
     with pytest.raises(TreeError, match="no such class"):
         elsewhere.built(tensors)
     copy = filled(value, iter(tensors.values()))
-    assert copy["a"][0] is not value["a"][0]  # type: ignore[index]
+    assert copy["a"][0] is not value["a"][0]
     assert copy["b"].kinds is tensors["b.kinds"]
 
 
@@ -370,7 +371,8 @@ def steps_of(folder: Path) -> None:
     stage.zero_grad()
     loss.backward()
     for name, param in stage.named_parameters():
-        torch.testing.assert_close(param.grad.full_tensor(), model.get_parameter(name).grad)
+        grad: Any = param.grad
+        torch.testing.assert_close(grad.full_tensor(), model.get_parameter(name).grad)
 
 
 @pytest.mark.gloo

@@ -95,6 +95,34 @@ def test_auto_plans_and_compiled_functions_have_extras_too() -> None:
     verify(program, classifier(), images(), classified).check(1e-12)
 
 
+class Deep(nn.Module):
+    """Equal blocks, and an embedding that the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, FEATURES)
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(8))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states = [self.table(ids)]
+        for block in self.blocks:
+            states.append(states[-1] + block(states[-1]).tanh())
+        return states[-1] @ self.table.weight.T, states
+
+
+@pytest.mark.parametrize("which", [[8], [1, 5], range(9)])
+def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
+    def of_states(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
+        scores, states = model(ids)
+        extras = [states[i].square().mean() for i in which]
+        return F.cross_entropy(scores, ids), (extras, ids > 3, model.table.weight.square().sum())
+
+    torch.manual_seed(6)
+    model, ids = Deep(), torch.arange(BATCH) % CLASSES
+    program = partc.compile(model, "pp=4", (ids,), loss=of_states, plan="ddp", microbatches=4)
+    verify(program, model, (ids,), of_states).check(1e-12)
+
+
 def test_a_plan_says_what_comes_out_and_replays_to_the_same_text() -> None:
     made = [
         partc.compile(classifier(), "dp=2", images(), loss=classified, plan=plan, microbatches=2)
