@@ -236,8 +236,9 @@ def test_names_stay_apart() -> None:
     """Of two keys that spell alike, and of an input that is named as a tensor of the model is."""
 
     def loss_of(model: nn.Module, first: Any, scale: Tensor) -> Tensor:
-        out: Tensor = model([first["a b"], first["a_b"]])
-        return (out * scale).mean() + first[3].mean()
+        out = model([first["a b"], first["a_b"]])
+        found: Tensor = (out * scale).mean() + first[3].mean()
+        return found
 
     x = torch.randn(SIZE, WIDE)
     given = Given.of(detector(), ({"a b": x, "a_b": x, 3: x}, x[:, :1]), loss_of)

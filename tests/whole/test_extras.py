@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,11 +16,15 @@ from torch.nn import functional as F
 
 import partc
 from partc.audit.audit import audit
-from partc.errors import PlanError, TraceError
+from partc.errors import PlanError, RunError, TraceError
 from partc.plan import Plan
 from partc.program import Program, load
+from partc.program.arguments import Returned
+from partc.trace.returns import LOSS
+from partc.trace.trees import Tree
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
+from tests.patience import patience
 
 BATCH, FEATURES, CLASSES, STEPS = 8, 12, 6, 4
 LAYOUTS = (
@@ -216,6 +222,22 @@ def test_pipelines_of_processes_give_extras(world: Processes) -> None:
         classifier(), "pp=2,dp=2", images(), loss=classified, plan="fsdp", microbatches=2
     )
     verify(program, classifier(), images(), classified, processes=True).check(1e-12)
+
+
+def test_the_script_of_a_saved_program_prints_the_loss_alone(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    partc.compile(classifier(), "dp=1", images(), loss=classified, plan="ddp").save(made)
+    run = [sys.executable, str(made / "run.py"), "--steps", "1", "--device", "cpu"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=patience(), check=True)
+    assert "step 0  loss " in done.stdout
+
+
+def test_a_class_that_a_process_lacks_is_named() -> None:
+    loss, rows = Tree("tensor", name=LOSS), Tree("tensor", name="rows")
+    extras = Tree("fields", entries=(("rows", rows),), of="train_script:Metrics")
+    returned = Returned(Tree("tuple", entries=((0, loss), (1, extras))))
+    with pytest.raises(RunError, match="the loss returns a Metrics.*Import train_script before"):
+        returned.whole(returned.loss((torch.ones(()), {"rows": torch.ones(2)})))
 
 
 # a state that goes on -----------------------------------------------------------------------------
