@@ -236,7 +236,7 @@ def test_a_class_that_a_process_lacks_is_named() -> None:
     loss, rows = Tree("tensor", name=LOSS), Tree("tensor", name="rows")
     extras = Tree("fields", entries=(("rows", rows),), of="train_script:Metrics")
     returned = Returned(Tree("tuple", entries=((0, loss), (1, extras))))
-    with pytest.raises(RunError, match="the loss returns a Metrics.*Import train_script before"):
+    with pytest.raises(RunError, match=r"the loss returns a Metrics.*Import train_script before"):
         returned.whole(returned.loss((torch.ones(()), {"rows": torch.ones(2)})))
 
 
