@@ -14,12 +14,20 @@ from torch import fx
 
 from partc.graph import Graph, Outputs, Phase, set_like, update, value
 from partc.graph.folds import RepeatedBlocks, StageLike
+from partc.passes.canonical.dedupe_layers import Unfolded
 
 
 def repeat_stages(compiled: Sequence[Graph], whole: Graph) -> list[Graph]:
-    """One graph per stage; ``whole`` is the local graph that the compiled ones were cut from."""
+    """One graph per stage; ``whole`` is the local graph that the compiled ones were cut from.
+
+    Unfolded if several stages would give the same result of the step, as only one of them does.
+    """
     if whole.kept is None:
         return list(compiled)
+    given = [n for like in whole.kept.stages for n in compiled[like.number].outputs.results]
+    if len(given) > len({*given}):
+        raise Unfolded(f"{given[0]} is a result of one stage")
+    assert {*given} == {*whole.outputs.results}, "a result is of no stage"
     graphs = [
         _moved(compiled[like.number], like, number, whole)
         for number, like in enumerate(whole.kept.stages)
@@ -42,7 +50,7 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
         name = like.moved(known.name) if known.kind in ("param", "buffer") else known.name
         site = like.moved(known.site)
         update(copy, name=name, module=like.moved(known.module), stage=number, site=site)
-    nodes.output(_outputs(graph.outputs, like, copies, like.number == number).as_dict())
+    nodes.output(_outputs(graph.outputs, like, copies).as_dict())
     names = {value(copy).name for copy in copies.values() if copy.op == "placeholder"}
     return replace(
         graph,
@@ -54,11 +62,7 @@ def _moved(graph: Graph, like: StageLike, number: int, whole: Graph) -> Graph:
     )
 
 
-def _outputs(
-    outputs: Outputs, like: StageLike, copies: dict[fx.Node, fx.Node], first: bool
-) -> Outputs:
-    """The outputs of a copy; ``first``: of the stage itself, which alone gives its results."""
-
+def _outputs(outputs: Outputs, like: StageLike, copies: dict[fx.Node, fx.Node]) -> Outputs:
     def copied(table: dict[str, fx.Node]) -> dict[str, fx.Node]:
         return {like.moved(name): copies[node] for name, node in table.items()}
 
@@ -66,7 +70,7 @@ def _outputs(
         loss=copies[outputs.loss] if outputs.loss is not None else None,
         grads=copied(outputs.grads),
         buffers=copied(outputs.buffers),
-        results={n: copies[node] for n, node in outputs.results.items() if first},
+        results={name: copies[node] for name, node in outputs.results.items()},
         sent={name: copies[node] for name, node in outputs.sent.items()},
     )
 

@@ -221,8 +221,9 @@ def test_a_dict_is_given_by_name(kind: Any) -> None:
 
 def test_a_dict_of_a_loss_is_given_by_name_too() -> None:
     def loss_of(model: nn.Module, **batch: Tensor) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
+        found = model(**batch).loss
+        assert isinstance(found, Tensor)
+        return found
 
     torch.manual_seed(2)
     model = Labelled()
@@ -236,8 +237,8 @@ def test_names_stay_apart() -> None:
 
     def loss_of(model: nn.Module, first: Any, scale: Tensor) -> Tensor:
         out = model([first["a b"], first["a_b"]])
-        total: Tensor = (out * scale).mean() + first[3].mean()
-        return total
+        found: Tensor = (out * scale).mean() + first[3].mean()
+        return found
 
     x = torch.randn(SIZE, WIDE)
     given = Given.of(detector(), ({"a b": x, "a_b": x, 3: x}, x[:, :1]), loss_of)
@@ -307,7 +308,7 @@ def test_other_data_describes_nothing(data: Any) -> None:
 
 
 def test_a_value_is_built_of_its_classes_or_refused() -> None:
-    value = {"a": [batch_of(), None], "b": Boxes(torch.ones(1), torch.ones(2))}
+    value: dict[str, Any] = {"a": [batch_of(), None], "b": Boxes(torch.ones(1), torch.ones(2))}
     tree = tree_of(value, "", Names(), "")
     tensors = dict(zip(tree.names(), tensors_of(value), strict=True))
     again = Tree.of_json(tree.as_json())

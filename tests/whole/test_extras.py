@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,11 +16,15 @@ from torch.nn import functional as F
 
 import partc
 from partc.audit.audit import audit
-from partc.errors import PlanError, TraceError
+from partc.errors import PlanError, RunError, TraceError
 from partc.plan import Plan
 from partc.program import Program, load
+from partc.program.arguments import Returned
+from partc.trace.returns import LOSS
+from partc.trace.trees import Tree
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
+from tests.patience import patience
 
 BATCH, FEATURES, CLASSES, STEPS = 8, 12, 6, 4
 LAYOUTS = (
@@ -93,6 +99,34 @@ def test_extras_are_the_single_device_values(mesh: str, plan: str, microbatches:
 def test_auto_plans_and_compiled_functions_have_extras_too() -> None:
     program = partc.compile(classifier(), "dp=2,tp=2", images(), loss=classified)
     verify(program, classifier(), images(), classified).check(1e-12)
+
+
+class Deep(nn.Module):
+    """Equal blocks, and an embedding that the head shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, FEATURES)
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(8))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states = [self.table(ids)]
+        for block in self.blocks:
+            states.append(states[-1] + block(states[-1]).tanh())
+        return states[-1] @ self.table.weight.T, states
+
+
+@pytest.mark.parametrize("which", [[8], [1, 5], range(9)])
+def test_blocks_that_are_left_out_give_no_extra_twice(which: list[int]) -> None:
+    def of_states(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
+        scores, states = model(ids)
+        extras = [states[i].square().mean() for i in which]
+        return F.cross_entropy(scores, ids), (extras, ids > 3, model.table.weight.square().sum())
+
+    torch.manual_seed(6)
+    model, ids = Deep(), torch.arange(BATCH) % CLASSES
+    program = partc.compile(model, "pp=4", (ids,), loss=of_states, plan="ddp", microbatches=4)
+    verify(program, model, (ids,), of_states).check(1e-12)
 
 
 def test_a_plan_says_what_comes_out_and_replays_to_the_same_text() -> None:
@@ -188,6 +222,22 @@ def test_pipelines_of_processes_give_extras(world: Processes) -> None:
         classifier(), "pp=2,dp=2", images(), loss=classified, plan="fsdp", microbatches=2
     )
     verify(program, classifier(), images(), classified, processes=True).check(1e-12)
+
+
+def test_the_script_of_a_saved_program_prints_the_loss_alone(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    partc.compile(classifier(), "dp=1", images(), loss=classified, plan="ddp").save(made)
+    run = [sys.executable, str(made / "run.py"), "--steps", "1", "--device", "cpu"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=patience(), check=True)
+    assert "step 0  loss " in done.stdout
+
+
+def test_a_class_that_a_process_lacks_is_named() -> None:
+    loss, rows = Tree("tensor", name=LOSS), Tree("tensor", name="rows")
+    extras = Tree("fields", entries=(("rows", rows),), of="train_script:Metrics")
+    returned = Returned(Tree("tuple", entries=((0, loss), (1, extras))))
+    with pytest.raises(RunError, match=r"the loss returns a Metrics.*Import train_script before"):
+        returned.whole(returned.loss((torch.ones(()), {"rows": torch.ones(2)})))
 
 
 # a state that goes on -----------------------------------------------------------------------------
