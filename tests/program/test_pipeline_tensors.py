@@ -89,7 +89,8 @@ def of_one_parameter(path: Path) -> None:
             if isinstance(module, Stage):
                 module.step(*batch_of(seed))
             else:
-                loss_of(module, *batch_of(seed)).backward()
+                loss: Tensor = loss_of(module, *batch_of(seed))
+                loss.backward()
             named = nn.Module.named_parameters(module)
             each.append({name: p.grad.clone() for name, p in named if p.grad is not None})
     for name in grads[0][0]:
