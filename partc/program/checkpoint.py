@@ -30,6 +30,7 @@ from partc.program.holders import exchange_texts
 from partc.program.optimizers import check_of_stage
 from partc.program.role import Shard, dtype_of
 from partc.program.runtime import Stage
+from partc.program.same_optimizer import CLASS, PLAIN, check_same_optimizer
 from partc.program.tensorfile import TensorFile, write_tensors
 
 MANIFEST = "checkpoint.json"
@@ -108,11 +109,14 @@ def load_checkpoint(
         The number of the step.
 
     Raises:
-        LoadError: there is no checkpoint, a file is damaged, or it is of another model or data.
+        LoadError: there is no checkpoint, a file is damaged, or it is of another model, other data
+            or another optimizer.
     """
     saved = Saved.read(latest(folder))
     saved.verify(stage.device)
     _check_model(saved, stage)
+    if optimizer is not None:
+        check_same_optimizer(saved.path, optimizer, saved.groups)
     if loader is not None:
         loader.load_state_dict(saved.data or {})
     for key, (shard, piece) in _model(stage).items():
@@ -234,7 +238,8 @@ def _groups(stage: Stage, optimizer: Optimizer | None) -> list[dict[str, Any]]:
     names = {param: name for name, param in _trained(stage, optimizer).items()}
     groups = []
     for group in optimizer.param_groups if optimizer is not None else []:
-        plain = {k: v for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)}
+        plain = {k: v for k, v in group.items() if isinstance(v, PLAIN)}
+        plain[CLASS] = type(optimizer).__name__
         groups.append({**plain, "params": [names[p] for p in group["params"] if p in names]})
     return groups
 
@@ -297,7 +302,7 @@ def _load_optimizer(saved: Saved, stage: Stage, optimizer: Optimizer) -> None:
                 optimizer.state[param][field] = states.from_piece(field, name, wanted, piece)
     for group, plain in zip(optimizer.param_groups, saved.groups, strict=True):
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}
-        group.update({k: v for k, v in values.items() if k != "params"})
+        group.update({k: v for k, v in values.items() if k not in ("params", CLASS)})
 
 
 def _trained(stage: Stage, optimizer: Optimizer | None) -> dict[str, Tensor]:

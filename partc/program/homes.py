@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from partc.errors import RunError
 from partc.plan.mesh import PP
 from partc.program.chunks import Chunk
 from partc.program.role import Shard
@@ -26,7 +27,8 @@ class Home:
 
     ``shard``: the parameter and its cuts. ``chunks``: where this rank's piece lies in the whole.
     ``groups``: the process groups of all mesh axes. ``join`` makes the whole of the pieces of all
-    ranks, ``take`` gives this rank's piece of a whole.
+    ranks, ``take`` gives this rank's piece of a whole. ``rank_elements``: of all parameters that
+    the ranks with the same stages have.
     """
 
     shard: Shard
@@ -35,6 +37,7 @@ class Home:
     join: Callable[[Tensor], Tensor]
     take: Callable[[Tensor], Tensor]
     in_pipeline: bool
+    rank_elements: int
 
     @property
     def sharers(self) -> list[Any]:
@@ -78,13 +81,16 @@ class HomeTensor(DTensor):
 
     ``parted``: whether its parts are sharded one by one, so that its DTensor tells the places of
     rows wrongly. ``of_gradient``: whether it was computed from a gradient. ``copied_view``: whose
-    view it is, where its memory is a copy. ``follower``: of a parameter, and of its gradient.
+    view it is, where its memory is a copy. ``joined``: whether it was computed from several
+    parameters of a pipeline rank, whose values are of its own stages alone. ``follower``: of
+    a parameter, and of its gradient.
     """
 
     home: Home
     parted: bool
     of_gradient: bool
     copied_view: View | None
+    joined: bool = False
     follower: Follower | None = None
     _plain: DTensor | None = None
 
@@ -206,3 +212,14 @@ def write_whole(value: DTensor, whole: Tensor) -> None:
     else:
         piece = replicated(whole, value).redistribute(placements=value.placements)._local_tensor
     value._local_tensor.copy_(piece)
+
+
+def check_read(value: HomeTensor) -> None:
+    """RunError for the value of what joins parameters, of which a pipeline rank has its own."""
+    if value.joined:
+        raise RunError(
+            where=f"a value of {value.home.shard.name} and other parameters",
+            what="is of this pipeline rank's parameters alone",
+            why="the other ranks hold those of the model's other stages",
+            do="Read them by name from stage.full_state_dict(), or each parameter by itself.",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ class RankTensors:
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
+        params = [s for n, s in self.shards.items() if self._model.tensors[n].kind == "param"]
+        self._num_elements = sum(math.prod(shard.shape) for shard in params)
         self._dtensors = _dtensors(program.mesh, mesh, self.coords, self.shards.values())
 
     @property
@@ -214,6 +217,7 @@ class RankTensors:
             lambda piece: shard.join(piece, self.gather),
             lambda whole: shard.take(whole, self.mesh, self.coords),
             self.pipeline is not None,
+            self._num_elements,
         )
 
     def gather(self, piece: Tensor, axis: str) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from partc.errors import RunError
-from partc.program.homes import HomeTensor, View, whole_of
+from partc.program.homes import HomeTensor, View, check_read, whole_of
 from partc.program.op_facts import Op, home_tensors
 from partc.program.whole_ops import reshape_in_place, run_on_whole, view_of
 
@@ -38,8 +38,20 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _check_finite(*args)
     if func is _NUMBER:
         return _number(args[0])
-    if given[0].home.in_pipeline:
-        _check_joins(op, args, given)
+    if not given[0].home.in_pipeline:
+        return _run(op, args, kwargs, given)
+    _check_joins(op, args, given)
+    result = _run(op, args, kwargs, given)
+    if not op.is_per_tensor and (_join(args, given) or any(x.joined for x in given)):
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, HomeTensor) and all(x is not each for each in given):
+                x.joined = True
+    return result
+
+
+def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[HomeTensor]) -> Any:
+    """The result of an op that may be computed on this rank's tensors."""
+    func = op.func
     if op.writes:
         _adopt_written(op, args, kwargs, given[0])
     if op.reshapes_in_place:
@@ -175,6 +187,7 @@ def _number(value: HomeTensor) -> Any:
     """A tensor's one element as a number of Python."""
     if value.of_gradient and value.home.in_pipeline:
         raise _number_of_one_rank(value)
+    check_read(value)
     return whole_of(value).item()
 
 
@@ -183,9 +196,18 @@ def _check_joins(op: Op, args: Sequence[Any], given: Sequence[HomeTensor]) -> No
     gradients = [x for x in given if x.of_gradient]
     if op.is_per_tensor or not gradients:
         return
-    listed = any(isinstance(x, list | tuple) and x and isinstance(x[0], Tensor) for x in args)
-    if listed or len({x.home.shard.name for x in gradients}) > 1:
+    if _join(args, gradients):
         raise _of_one_rank(op.func, gradients)
+
+
+def _join(args: Sequence[Any], given: Sequence[HomeTensor]) -> bool:
+    """Whether an op joins tensors of several parameters.
+
+    A list of one (``stack`` of all norms, where a rank has one parameter) counts: other ranks may
+    have more.
+    """
+    list_of_one = args and isinstance(args[0], list | tuple) and len(args[0]) == 1
+    return bool(list_of_one) or len({x.home.shard.name for x in given}) > 1
 
 
 def _operands(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
 from partc.program.chunks import write_items
-from partc.program.homes import HomeTensor, give_memory, replicated, whole_of
+from partc.program.homes import HomeTensor, check_read, give_memory, replicated, whole_of
 from partc.program.stage_ops import run_op
 
 
@@ -38,16 +38,19 @@ class StageTensor(HomeTensor):
 
     def tolist(self) -> Any:
         """The whole tensor's elements, in lists of lists."""
+        check_read(self)
         return whole_of(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor as an array, which is read-only: it is no memory of the ranks."""
+        check_read(self)
         array = whole_of(self).numpy(force=force)
         array.setflags(write=False)
         return array
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor on every rank."""
+        check_read(self)
         if not self.parted and self.copied_view is None:
             return super().full_tensor(grad_placements=grad_placements)
         apply: Any = _Joined.apply
@@ -77,8 +80,16 @@ class StageTensor(HomeTensor):
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
             raise _other_data(self, value)
+        if self.home.in_pipeline and not isinstance(value, DTensor):
+            self._check_place(value)
         shared = give_memory(self, value)
         self.assigned = None if shared or value.is_inference() else (value, value._version)
+
+    def _check_place(self, value: Tensor) -> None:
+        """RunError for a part of a vector of more than this pipeline rank's parameters."""
+        elements = value.untyped_storage().nbytes() // value.element_size()
+        if elements > max(self.home.rank_elements, value.numel()):
+            raise _whole_vector(self, elements)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.parted:
@@ -158,6 +169,17 @@ def _other_data(tensor: StageTensor, value: Tensor) -> RunError:
         f"and is {tensor.dtype}{list(tensor.shape)}",
         why="the program was compiled for one shape, and its tensors have one dtype",
         do="Convert all of them by stage.to(dtype), or write parameter.copy_(values).",
+    )
+
+
+def _whole_vector(tensor: StageTensor, elements: int) -> RunError:
+    return RunError(
+        where=f"{tensor.home.shard.name}.data",
+        what=f"was assigned a part of {elements} elements, and this pipeline rank's parameters "
+        f"have {tensor.home.rank_elements}",
+        why="what goes through the parameters of the whole model by position finds those of this "
+        "rank's stages alone, and takes the wrong parts",
+        do="Go by name: stage.load_full(state_dict). If the part is right, assign its .clone().",
     )
 
 

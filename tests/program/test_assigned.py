@@ -249,21 +249,6 @@ def test_assigned_gradients_get_what_the_step_adds(world: Processes, programs: l
     world.run(compared, [*programs, None], GRADIENTS, num=2)
 
 
-def plain_in_a_pipeline(path: Path) -> None:
-    stage = stage_of(path)
-    param = next(stage.parameters())
-    param.grad = torch.zeros_like(param)
-    stage.step(*batch_of())
-    param.grad = torch.zeros(param.shape)
-    with pytest.raises(RunError, match="grad: was set to a plain tensor, in a pipeline"):
-        stage.step(*batch_of())
-
-
-def test_plain_gradients_in_a_pipeline_are_refused(world: Processes, tmp_path: Path) -> None:
-    path = save_program(tmp_path / "stages", "pp=2", "ddp", microbatches=2)
-    world.run(plain_in_a_pipeline, path, num=2)
-
-
 # the model's order ---------------------------------------------------------------------------
 class Later(nn.Module):
     """A list of blocks that runs behind what was made later; tied weights; buffers of all kinds."""

@@ -115,6 +115,49 @@ def test_an_optimizer_of_other_tensors_is_refused(world: Processes, tmp_path: Pa
     world.run(foreign, tmp_path, num=2)
 
 
+OTHERS = {"SGD": {"momentum": 0.9}, "NAdam": {}, "RMSprop": {}}
+
+
+def into_others(folder: Path) -> None:
+    """States of AdamW, which names itself in new checkpoints and not in old ones."""
+    stage, adamw = begin(1, 2, seed=0)
+    train(stage, adamw, 1)
+    path = save_checkpoint(folder, stage, adamw, step=1)
+    save_checkpoint(folder / "alone", stage, step=1)
+    params = [p for p in stage.parameters() if p.requires_grad]
+    before = stage.full_state_dict()
+    stage.load_full(example_model(1))
+    mine = stage.full_state_dict()
+    for named in (True, False):
+        for name, options in OTHERS.items():
+            other = getattr(torch.optim, name)(params, lr=0.1, **options)
+            if named or name != "NAdam":  # it has one hyperparameter more, as later versions may
+                with pytest.raises(LoadError, match=rf"not of {name}"):
+                    load_checkpoint(path, stage, other)
+                assert not other.state
+                assert other.param_groups[0]["lr"] == 0.1
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        with pytest.raises(LoadError, match="1 groups of parameters, the AdamW has 2"):
+            load_checkpoint(path, stage, torch.optim.AdamW(groups))
+        with pytest.raises(LoadError, match="0 groups of parameters"):
+            load_checkpoint(folder / "alone", stage, adamw)
+        for key, tensor in stage.full_state_dict().items():
+            assert torch.equal(tensor, mine[key])  # nothing was loaded
+        dist.barrier()
+        if dist.get_rank() == 0:
+            manifest = path / "checkpoint.json"
+            manifest.write_text(manifest.read_text().replace('"optimizer": "AdamW"', '"x": 1'))
+            manifest.write_text(manifest.read_text().replace('"x": 1,', ""))
+        dist.barrier()
+    load_checkpoint(path, stage, torch.optim.Adam(params))  # the same states
+    for key, tensor in stage.full_state_dict().items():
+        assert torch.equal(tensor, before[key])
+
+
+def test_states_of_another_optimizer_are_refused(world: Processes, tmp_path: Path) -> None:
+    world.run(into_others, tmp_path, num=2)
+
+
 def save_twice(folder: Path) -> None:
     stage, _ = begin(1, 2, seed=0)
     save_checkpoint(folder, stage, step=1)
