@@ -176,7 +176,11 @@ class Family:
         )
 
     def _values(self, wanted: Wanted) -> list[float | None]:
-        """The number with which each input is filled up."""
+        """The number with which each input is filled up; of a forward, whose inputs have names of
+        their own, and whose result would be longer, none.
+        """
+        if wanted.kind == "forward":
+            return [None] * len(wanted.inputs)
         names = list(self.first.program.inputs)
         names += [""] * (len(wanted.inputs) - len(names))
         return [self.choices.pad.get(name) for name, _ in zip(names, wanted.inputs, strict=False)]
@@ -193,6 +197,8 @@ class Family:
             raise uneven_error(wanted, uneven)
         if self.choices.partial == "replicate":
             return alone
+        if self.choices.partial == "pad" and wanted.kind == "forward":
+            return alone  # results of more rows are not what the model returns
         if self.choices.partial == "drop":
             self._note("partc leaves out %s: %d rows for %d data ranks", wanted, *uneven[0])
             return None
