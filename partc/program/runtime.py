@@ -338,7 +338,7 @@ class Stage(UserModules, WholeStates):
         """Before a step of any kind: every tensor has values, and the model is as it was."""
         check_world_stands(self._world)
         self.check_modules(self._checks.num_steps)
-        self._loaded.check(self._tensors.held)
+        self._loaded.check(self._tensors.held, self.device)
         self._raw.begin_step()
 
     def _counted(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
