@@ -44,18 +44,19 @@ class Loaded:
         self.watch(held, [name for name in unchanged if _is_spoilt(held[name])])
         return list(self._versions)
 
-    def check(self, held: Mapping[str, Tensor]) -> None:
+    def check(self, held: Mapping[str, Tensor], device: torch.device) -> None:
         """RunError on every rank if some rank has a tensor without values that the step reads.
 
-        All ranks call this together; once all tensors have values it costs nothing.
+        ``device`` is that of this rank's tensors, of which it may have none. All ranks call this
+        together; once all tensors have values it costs nothing.
         """
         if self._found_all:
             return
         missing = [name for name in self.missing(held) if name in self._read]
-        any_missing = torch.tensor(int(bool(missing)), device=_device(held))
+        any_missing = torch.tensor(int(bool(missing)), device=device)
         dist.all_reduce(any_missing, dist.ReduceOp.MAX)
         if any_missing.item():
-            raise _not_loaded(missing, _device(held))
+            raise _not_loaded(missing, device)
         self._found_all = True
 
 
@@ -75,16 +76,11 @@ def _is_spoilt(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).all())
 
 
-def _device(held: Mapping[str, Tensor]) -> torch.device | None:
-    return next((tensor.device for tensor in held.values()), None)
-
-
-def _not_loaded(missing: list[str], device: torch.device | None) -> RunError:
+def _not_loaded(missing: list[str], device: torch.device) -> RunError:
     """The error of all ranks, which names the tensors of each."""
     more = f" and {len(missing) - FEW} more" if len(missing) > FEW else ""
     mine = ", ".join(missing[:FEW]) + more
-    group, here = dist.group.WORLD, device or torch.device("cpu")
-    texts = exchange_texts(mine, group, here)
+    texts = exchange_texts(mine, dist.group.WORLD, device)
     if len(set(texts)) == 1:
         what = f"{mine} have no values"
     else:

@@ -66,7 +66,7 @@ class RawModel:
         params = {name: own[name] for name in shown if name in own}
         self._params = {name: ref(param) for name, param in params.items()}  # the script's
         self._flags = {name: param.requires_grad for name, param in params.items()}
-        taken = {n: x for n, x in own.items() if n in tensors.shards and _has_values(x)}
+        taken = {name: param for name, param in params.items() if _has_values(param)}
         self._taken = {name: (ref(value), value._version) for name, value in taken.items()}
         for name, param in params.items():
             _STAGES.setdefault(param, []).append((ref(self), name))
@@ -109,12 +109,13 @@ class RawModel:
     def _check_weights(self) -> None:
         """RunError if the model was given other weights than the stage has, before its first step.
 
-        Scripts that load a checkpoint into the model mean what is trained.
+        Scripts that load a checkpoint into the model mean what is trained. One that trains the
+        model itself, as the gradients show, does not.
         """
         with torch.no_grad():
             for name, (weak, version) in self._taken.items():
                 value = weak()
-                if value is None or value._version == version:
+                if value is None or value._version == version or value.grad is not None:
                     continue
                 mine = self._tensors.piece(self._tensors.shards[name], value.detach())
                 held = self._tensors.held[name]

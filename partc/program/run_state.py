@@ -65,4 +65,4 @@ class Guard:
         held = self.tensors.held
         self.agreement.compare(role, inputs, held, self.state.seed, self.tensors.device)
         if inputs is not None:
-            self.loaded.check(held)
+            self.loaded.check(held, self.tensors.device)

@@ -1,8 +1,8 @@
 """``random="single-device"``: the whole value is drawn on every rank, which takes its piece.
 
-``dropout_mask(x, p)`` -> ``dropout_mask(full(sizes of x), p)``: no axis cuts what a draw reads, so
-none cuts what it gives, and its key has no place and no microbatch. The numbers of the whole value
-are then the same under every plan.
+``dropout_mask(x, p)`` -> ``dropout_mask(expand(0, sizes of x), p)``: no axis cuts what a draw
+reads, so none cuts what it gives, and its key has no place and no microbatch. The numbers of the
+whole value are then the same under every plan.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def draw_whole(graph: Graph) -> None:
         if not node.all_input_nodes or not reads_shape_alone(node):
             continue
         read = first_operand(node)
-        if is_call(read, aten.full.default) and not read.all_input_nodes:
-            continue
+        if is_call(read, aten.expand.default) and is_call(read.args[0], aten.full.default):
+            continue  # by an earlier run
         dtype, device = fake_of(read).dtype, fake_of(read).device
-        sizes = list(shape_of(read))
-        whole = call_before(node, aten.full.default, sizes, 0, dtype=dtype, device=device)
+        zero = call_before(node, aten.full.default, [], 0, dtype=dtype, device=device)
+        whole = call_before(node, aten.expand.default, zero, list(shape_of(read)))  # no memory
         node.replace_input_with(read, whole)
     drop_dead(graph)

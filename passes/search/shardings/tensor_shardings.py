@@ -182,6 +182,7 @@ def _on_tensor_ranks(pins: Plan) -> Plan:
         gather=_only_tp(pins.gather),
         scatter=_only_tp(pins.scatter),
         batch_norm=pins.batch_norm,
+        random=pins.random,
     )
 
 
