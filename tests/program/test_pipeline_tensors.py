@@ -95,11 +95,12 @@ def of_one_parameter(path: Path) -> None:
             each.append({name: p.grad.clone() for name, p in named if p.grad is not None})
     for name in grads[0][0]:
         ours, theirs = ([each[name] for each in side] for side in grads)
-        for use in (
+        uses: list[Callable[[list[Tensor]], Tensor]] = [
             lambda each: torch.stack(each).mean(0),
             lambda each: torch.cat([x.flatten() for x in each]).sort()[0],
             lambda each: largest(each[0]),
-        ):
+        ]
+        for use in uses:
             torch.testing.assert_close(whole(use(ours)), use(theirs), msg=name)
 
 
