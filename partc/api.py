@@ -5,49 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from partc.checks.draws import drawn_by
+from partc.assemble import program_of
 from partc.collecting import no_collecting
 from partc.cost.memory_limit import check_memory, fits, memory_limits
-from partc.cost.prediction import Work, trained_bytes
+from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
 from partc.errors import MemoryLimitError, PlanError
-from partc.graph import Graph, value
-from partc.graph.folds import likes_of
 from partc.graph.graph_edits import copied
 from partc.lowering import staged_plan, table, to_local_graph
 from partc.machines.objective import Objective, objective_of
 from partc.passes.canonical.dedupe_layers import Unfolded
 from partc.passes.overlap.order_step import order_step
 from partc.passes.overlap.prefetch import prefetches
-from partc.passes.own_passes import check_replay, passes_noted
+from partc.passes.own_passes import check_replay
 from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.choose_plan import AUTO_PLAN, Choice, can_search
 from partc.passes.search.plans.infeasible import too_large
 from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
-from partc.passes.stages.schedule_stages import Stages, stage_ways
+from partc.passes.stages.schedule_stages import stage_ways
 from partc.plan import Plan
-from partc.plan.batch import Dealt, dealt
-from partc.plan.mesh import MICROBATCH_AXIS, PP, Mesh, MeshLike
+from partc.plan.mesh import Mesh, MeshLike
 from partc.plan.plan_text import check_words
-from partc.plan.sharding import dtype_name
 from partc.printing import in_pieces
 from partc.program import Program
-from partc.program.basis import Basis
 from partc.program.check_complete import check_complete, trained
 from partc.program.origin import Origin
 from partc.recipe import made_by
-from partc.reports.pipeline_cost import trained_bytes_of
-from partc.schedules.csv_form import write_csv
 from partc.trace.fingerprint import Fingerprint
-from partc.trace.frozen_numbers import FrozenNumbers
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
 from partc.whole_batch import step_of
@@ -345,61 +336,6 @@ def compile_pipeline(state: State) -> Iterator[State]:
         each.made["staged"] = stages
         each.plan = in_pieces(state.plan, stages.pieces, each.stages)
         yield run(each, "check", "cost_pipeline")
-
-
-def program_of(state: State) -> Program:
-    """What was printed, with all that is known of it."""
-    plan, made = state.plan.changed(**passes_noted(state)), state.made
-    graph: Graph = made["joint"]
-    staged: Stages | None = made.get("staged")
-    order = staged.step.schedule if staged else None
-    files, mesh = made["files"], state.mesh
-    at = [files[coords.get(PP, 0)] for coords in mesh.all_coords()]
-    return Program(
-        plan=str(plan),
-        mesh=mesh,
-        basis=_basis(state),
-        sources=made["sources"],
-        roles=tuple((len(list(same)), name) for name, same in groupby(at)),
-        cost=made["cost"],
-        model=graph.model,
-        fingerprint=made["fingerprint"],
-        constants=graph.constants,
-        numbers=state.made.get("numbers", FrozenNumbers()),
-        inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
-        dealt=dealt(plan, graph.inputs),
-        arguments=made["source"].given.arguments,
-        returns=made["source"].returns.tree,
-        results=_own_rows(state),
-        schedule=write_csv(order) if order else "",
-        draws=drawn_by(state.stages or [state.graph], graph),
-    )
-
-
-def _own_rows(state: State) -> dict[str, Dealt]:
-    """How the results are cut of which every rank has its own rows."""
-    found = {}
-    for graph in state.stages or [state.graph]:
-        for name, node in graph.outputs.results.items():
-            lies = value(node).sharding.without([MICROBATCH_AXIS], graph.mesh)
-            cuts = lies.cuts()
-            found[name] = tuple((a, x.dim, lies.local_outer(a, graph.mesh)) for a, x in cuts)
-    return {name: cuts for name, cuts in found.items() if cuts}
-
-
-def _basis(state: State) -> Basis:
-    """What the program's predictions rest on."""
-    hardware, tapes = str(state.mesh.hardware), state.made["tapes"]
-    if not state.stages:
-        (tape,) = tapes.values()
-        tape = replace(tape, prefetch=state.plan.prefetch)
-        return Basis(hardware, (tape,), (trained_bytes(state.graph),))
-    order = state.made["staged"].step.schedule
-    return Basis(
-        hardware,
-        tuple(tapes[number] for number in likes_of(state.graph.kept, len(state.stages))),
-        tuple(trained_bytes_of(state.stages, order.stages_of(rank)) for rank in range(order.ranks)),
-    )
 
 
 def read_plan(plan: str | Path | Plan) -> Plan:

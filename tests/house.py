@@ -61,6 +61,7 @@ ROOMS = (
 )
 _TOP_NAMES = [
     "api",
+    "assemble",
     "dumps",
     "lowering",
     "pass_calls",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from partc.graph.draws import Draw
 from partc.plan.batch import Dealt
 from partc.plan.mesh import PP, Mesh
 from partc.program import manifest as manifests
+from partc.program import reads_rows
 from partc.program.basis import Basis
 from partc.program.choices import MOST_PROGRAMS, Choices, Pad, Partial, check_partial
 from partc.program.expected import Expectation
@@ -32,6 +33,7 @@ from partc.program.manifest import OTHERS, Manifest, sha256
 from partc.program.origin import Origin
 from partc.program.recipes import recipe_of, with_others
 from partc.program.role import Role, dtype_of
+from partc.program.saved_cost import Cost, SavedCost
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.wanted import Recipe, Wanted
 from partc.quoting import docstring
@@ -45,33 +47,10 @@ from partc.trace.trees import Tree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from partc.data.order import Last
-    from partc.data.sampler import RowSampler
-    from partc.data.share import Batch
     from partc.program.runtime import Stage
 
 PLAN, RUN, CONSTANTS = "plan.toml", "run.py", "constants.safetensors"
 SCHEDULE = "schedule.csv"  # of a pipeline
-
-
-class Cost(Protocol):
-    """The predicted cost of a program: ``str`` is a table, ``as_json`` the numbers."""
-
-    def as_json(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class SavedCost:
-    """A cost as it was printed when the program was compiled."""
-
-    text: str = ""
-    data: Any = None
-
-    def __str__(self) -> str:
-        return self.text
-
-    def as_json(self) -> Any:
-        return self.data
 
 
 @dataclass(frozen=True)
@@ -234,62 +213,9 @@ class Program:
         check_partial(partial)
         return start_stage(self, device, mesh, Choices(partial, pad or {}, most_programs))
 
-    # data ------------------------------------------------------------------------------------
-    @property
-    def data_world(self) -> int:
-        """The number of pieces that the plan cuts the batch into: DistributedSampler's
-        ``num_replicas``.
-        """
-        from partc.program.reading import division_of
-
-        return division_of(self).world
-
-    def data_rank(self, rank: int) -> int:
-        """The number of the piece that a rank computes: DistributedSampler's ``rank``.
-
-        Ranks that differ along ``tp`` or ``pp`` have the same.
-        """
-        from partc.program.reading import division_of
-
-        self.role_of(rank)
-        return division_of(self).rank(rank)
-
-    def sampler(
-        self,
-        dataset: Any,
-        rank: int | None = None,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        last: Last = "drop",
-        batch: Batch | None = None,
-        rows_per_step: int | None = None,
-    ) -> RowSampler:
-        """The rows that one rank reads in each step, for a DataLoader's ``batch_sampler``.
-
-        With workers, take ``Stage.loader``: it knows which batches the script has taken.
-
-        Args:
-            dataset: or the number of its rows.
-            rank: None: this process's.
-            seed: of the order; the same on all ranks.
-            shuffle: whether every epoch has an order of its own.
-            last: ``"drop"``, ``"partial"`` or ``"next"``: rows that fill no step at the end of an
-                epoch are left out, are a smaller step, or begin the next epoch.
-            batch: ``"local"``: the rank's piece of the batch; ``"global"``: all of it; None: what
-                the program's step takes.
-            rows_per_step: rows of all data ranks together; None: as many as were compiled.
-
-        Raises:
-            UsageError: the dataset is smaller than one step, or the rows cannot be divided among
-                the ranks.
-        """
-        from partc.program.reading import sampler_of
-
-        return sampler_of(
-            self, dataset, rank, seed=seed, shuffle=shuffle, last=last, batch=batch,
-            rows_per_step=rows_per_step,
-        )  # fmt: skip
+    data_world = property(reads_rows.data_world)
+    data_rank = reads_rows.data_rank
+    sampler = reads_rows.sampler
 
     def digests(self) -> dict[str, str]:
         """The sha256 of sources, plan and mesh, which must be equal on all ranks of a run."""

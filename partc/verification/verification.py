@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from partc.errors import CheckError
 from partc.plan import Plan
-from partc.program import Program, SavedCost
+from partc.program import Program
 from partc.program.cpp_compiler import check_compiler
 from partc.program.role import RankMesh, Role, Shard
+from partc.program.saved_cost import SavedCost
 from partc.trace.arguments import Given
 from partc.verification.piece_norms import Pieces
 from partc.verification.pieces_of_ranks import whole_batch

@@ -15,8 +15,9 @@ import torch
 from partc.audit.edits import accept_edits
 from partc.errors import LoadError, UsageError
 from partc.plan.mesh import Mesh
-from partc.program import SavedCost, load
+from partc.program import load
 from partc.program.role import Role
+from partc.program.saved_cost import SavedCost
 from partc.program.tensorfile import TensorFile, TensorFiles, write_tensors
 from partc.trace.fingerprint import Fingerprint
 from tests.example_program import example_model, example_program

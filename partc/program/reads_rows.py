@@ -1,0 +1,69 @@
+"""What a program says of the data that its ranks read: methods of ``Program``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from partc.data.order import Last
+    from partc.data.sampler import RowSampler
+    from partc.data.share import Batch
+    from partc.program import Program
+
+
+def data_world(program: Program) -> int:
+    """The number of pieces that the plan cuts the batch into: DistributedSampler's
+    ``num_replicas``.
+    """
+    from partc.program.reading import division_of
+
+    return division_of(program).world
+
+
+def data_rank(program: Program, rank: int) -> int:
+    """The number of the piece that a rank computes: DistributedSampler's ``rank``.
+
+    Ranks that differ along ``tp`` or ``pp`` have the same.
+    """
+    from partc.program.reading import division_of
+
+    program.role_of(rank)
+    return division_of(program).rank(rank)
+
+
+def sampler(
+    program: Program,
+    dataset: Any,
+    rank: int | None = None,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    last: Last = "drop",
+    batch: Batch | None = None,
+    rows_per_step: int | None = None,
+) -> RowSampler:
+    """The rows that one rank reads in each step, for a DataLoader's ``batch_sampler``.
+
+    With workers, take ``Stage.loader``: it knows which batches the script has taken.
+
+    Args:
+        dataset: or the number of its rows.
+        rank: None: this process's.
+        seed: of the order; the same on all ranks.
+        shuffle: whether every epoch has an order of its own.
+        last: ``"drop"``, ``"partial"`` or ``"next"``: rows that fill no step at the end of an
+            epoch are left out, are a smaller step, or begin the next epoch.
+        batch: ``"local"``: the rank's piece of the batch; ``"global"``: all of it; None: what
+            the program's step takes.
+        rows_per_step: rows of all data ranks together; None: as many as were compiled.
+
+    Raises:
+        UsageError: the dataset is smaller than one step, or the rows cannot be divided among
+            the ranks.
+    """
+    from partc.program.reading import sampler_of
+
+    return sampler_of(
+        program, dataset, rank, seed=seed, shuffle=shuffle, last=last, batch=batch,
+        rows_per_step=rows_per_step,
+    )  # fmt: skip
