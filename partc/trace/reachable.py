@@ -246,7 +246,7 @@ class Walk:
         if id(function) in self.functions:
             return
         self.functions.add(id(function))
-        ours = _is_ours(function)
+        ours = is_ours(function)
         of = of if ours else f" of {function.__name__}".replace("<lambda>", "a lambda")
         self._closed_over(function, of)
         if self._follows(function):
@@ -277,7 +277,7 @@ class Walk:
 
     def _closed_over(self, function: FunctionType, of: str) -> None:
         """The variables of a function from around it; of a library's the functions alone."""
-        ours = _is_ours(function)
+        ours = is_ours(function)
         others = ours or is_library(str(function.__module__))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
@@ -326,9 +326,9 @@ def function_in(value: Any) -> Any:
     return function_in(value.__wrapped__) if wraps else None
 
 
-def _is_ours(function: FunctionType) -> bool:
+def is_ours(function: Any) -> bool:
     """Whether partc has a function; one that ``exec`` made may name no module."""
-    return str(function.__module__).startswith("partc.")
+    return str(getattr(function, "__module__", "")).startswith("partc.")
 
 
 def class_keys(kind: type) -> frozenset[str]:
