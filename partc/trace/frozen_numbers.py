@@ -2,7 +2,8 @@
 
 A program holds them as literals. In the process that compiled, a run looks now and then whether the
 script has changed one, as by ``model.temperature = 0.5``. Looked at like numbers are arrays, sets,
-the lengths of lists, which function an attribute or a variable is, and which modules a model has.
+the lengths of lists, which function an attribute or a variable is, and which modules and hooks a
+model has.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import nn
 
 from partc.trace.owners import ABSENT, getattr_dict, look
 from partc.trace.places import STATELESS, Reach, told
-from partc.trace.reachable import Place, Reads, class_keys
+from partc.trace.reachable import Place, Reads, class_keys, is_ours
 from partc.trace.states import FIXED, FUNCTIONS, Unknown, shown, state_of
+from partc.trace.untouched import hooks_of
 
 NAMED = 3  # numbers of one variable that a note names one by one
 AT_ONCE = 100  # numbers that one step looks at, which takes some 50 us
@@ -87,7 +89,7 @@ class FrozenNumbers:
         root = weakref.ref(model)
         found = [number for place in taken if (number := _number(place)) is not None]
         unseen = (*(_described(place) for place in taken if _is_unseen(place)), *reach.unseen)
-        found += _submodules(model)
+        found += (*_submodules(model), *_hook_sets(model))
         return cls(tuple(found), lambda: _mode(root()), model.training, unseen=unseen)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -192,6 +194,29 @@ def _submodules(model: nn.Module) -> Iterator[Number]:
                 name = f"model.{path}.{key}" if path else f"model.{key}"
                 owner, value = weakref.ref(module), weakref.ref(child)
                 yield Number(name, owner, ("_modules", key), value, SAME, "", "", 1)
+
+
+def _hook_sets(model: nn.Module) -> Iterator[Number]:
+    """Which hooks each module and its parameters have, looked at like a set of numbers."""
+    for path, module in model.named_modules():
+        owner = partial(_hook_set, weakref.ref(module))
+        name = f"the set of hooks of {f'model.{path}' if path else 'model'}"
+        yield Number(name, owner, (0,), ABSENT, state_of(_hook_set(owner.args[0])[0]), "", "", 1)
+
+
+def _hook_set(module: Callable[[], nn.Module | None]) -> Any:
+    """A list of the set of a module's hooks; None once the module is gone."""
+    there = module()
+    if there is None:
+        return None
+    own = there._parameters.items()
+    hooks = hooks_of(there) | {
+        (f"{name} gradient", i): hook
+        for name, param in own
+        for i, hook in (getattr(param, "_backward_hooks", None) or {}).items()
+    }
+    kept = (key for key, hook in hooks.items() if not is_ours(hook))
+    return [frozenset(f"{table} {number}" for table, number in kept)]
 
 
 def _is_unseen(place: Place) -> bool:

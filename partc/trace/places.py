@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -16,9 +17,11 @@ from partc.trace.owners import ABSENT, content, getattr_dict, in_class, look, pu
 from partc.trace.ran import Ran
 from partc.trace.reachable import Place, Reads, Walk, is_library
 from partc.trace.states import FIXED, FUNCTIONS, SAMPLED_BYTES, Unknown, shown, state_of
+from partc.trace.tensor_caches import no_fakes_cached
 
 STATELESS = (type, ModuleType, nn.Module, Tensor, partial, *FUNCTIONS)
 _COPIED = (list, dict, deque, set)
+_WEAK = (WeakKeyDictionary, WeakValueDictionary)
 
 
 class State(NamedTuple):
@@ -88,7 +91,8 @@ def restored(reach: Reach) -> Iterator[None]:
     """
     before = [(place, _held(place.value), _is_inherited(place)) for place in reach.places]
     try:
-        yield
+        with no_fakes_cached():
+            yield
     finally:
         for place, held, inherited in before:
             now = look(place.owner, place.key)
@@ -99,7 +103,9 @@ def restored(reach: Reach) -> Iterator[None]:
 
 
 def _is_inherited(place: Place) -> bool:
-    return isinstance(place.key, str) and in_class(place.owner, place.key) and not _has_slot(place)
+    if not isinstance(place.key, str) or isinstance(place.owner, (*_COPIED, CellType)):
+        return False
+    return in_class(place.owner, place.key) and not _has_slot(place)
 
 
 def _has_slot(place: Place) -> bool:
@@ -107,12 +113,17 @@ def _has_slot(place: Place) -> bool:
 
 
 def _held(value: Any) -> Any:
+    """What a value has inside, to be put back; None where there is nothing to put back."""
     if isinstance(value, _COPIED):
         return content(value)
+    if isinstance(value, _WEAK):
+        return dict(value)
+    if isinstance(value, FunctionType):
+        return dict(vars(value))
     if isinstance(value, (*FIXED, *STATELESS)):
         return None
-    own = getattr_dict(value)
-    return dict(own) if own else _memory(value)
+    memory = _memory(value)
+    return memory if memory is not None else (dict(getattr_dict(value)), dict(slots(value)))
 
 
 def _memory(value: Any) -> bytes | None:
@@ -131,13 +142,22 @@ def _restore(value: Any, held: Any) -> None:
     if isinstance(held, bytes):
         if memoryview(value).tobytes() != held:
             memoryview(value).cast("B")[:] = held
-    elif isinstance(value, _COPIED):
-        if not _is_same(content(value), held):
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(held)
-    elif not _is_same(own := getattr_dict(value), held):
-        own.clear()
-        own.update(held)
+    elif isinstance(held, tuple):
+        _restore(getattr_dict(value), held[0])
+        _restore_slots(value, held[1])
+    else:
+        table = vars(value) if isinstance(value, FunctionType) else value
+        if not _is_same(content(table) if isinstance(table, _COPIED) else dict(table), held):
+            table.clear()
+            (table.extend if isinstance(table, list | deque) else table.update)(held)
+
+
+def _restore_slots(value: Any, held: dict[str, Any]) -> None:
+    for key, now in list(slots(value)):
+        if key not in held:
+            object.__delattr__(value, key)
+        elif held[key] is not now:
+            object.__setattr__(value, key, held[key])
 
 
 def _is_same(now: Any, before: Any) -> bool:

@@ -15,6 +15,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -86,7 +87,7 @@ class Walk:
 
     ``reads``: the attributes that the step has read, if that is known; others are left out then.
     ``ran``: the code that has run, if that is known; functions are not followed into other code
-    then, and else not out of the Python modules that have the model's classes.
+    then.
     ``of`` ends the names of what a function reaches, such as `` of loss_of``. ``unseen``: the names
     of objects in which nothing was looked at, as they lie too deep or are too many.
     """
@@ -94,7 +95,6 @@ class Walk:
     reads: Reads | None = None
     watched: frozenset[type] = frozenset()  # classes of which ``reads`` has every attribute
     ran: Ran | None = None
-    near: set[str] = field(default_factory=set)  # Python modules with the model's functions
     found: list[Place] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=lambda: set(_CALLED))
@@ -112,7 +112,6 @@ class Walk:
         self.seen |= {id(module) for module in model.modules()}
         for path, module in model.named_modules():
             self._module(f"model.{path}" if path else "model", module, None, "")
-        self.near = {type(each).__module__ for each in model.modules()}
         for code, known in (self.ran or {}).items():
             if not is_library(str(known.get("__name__", ""))):
                 self._read_by(code, known, f" of {code.co_name}")
@@ -166,6 +165,8 @@ class Walk:
             self.found.append(place)
             return
         if _is_left(value):
+            if isinstance(value, WeakKeyDictionary | WeakValueDictionary):
+                self.found.append(place)  # a cache; its entries are of no other place
             return
         if id(value) in self.seen:
             if not isinstance(value, nn.Module | type | ModuleType):
@@ -245,7 +246,7 @@ class Walk:
         if id(function) in self.functions:
             return
         self.functions.add(id(function))
-        ours = _is_ours(function)
+        ours = is_ours(function)
         of = of if ours else f" of {function.__name__}".replace("<lambda>", "a lambda")
         self._closed_over(function, of)
         if self._follows(function):
@@ -258,11 +259,7 @@ class Walk:
     def _follows(self, function: FunctionType) -> bool:
         if is_library(str(function.__globals__.get("__name__", ""))):
             return False
-        if self.ran is not None:
-            return function.__code__ in self.ran
-        if not self.codes:
-            self.near.add(function.__module__)  # of the loss
-        return function.__module__ in self.near
+        return self.ran is None or function.__code__ in self.ran
 
     def _partial(self, function: partial[Any]) -> None:
         given: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
@@ -280,7 +277,7 @@ class Walk:
 
     def _closed_over(self, function: FunctionType, of: str) -> None:
         """The variables of a function from around it; of a library's the functions alone."""
-        ours = _is_ours(function)
+        ours = is_ours(function)
         others = ours or is_library(str(function.__module__))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
@@ -329,9 +326,9 @@ def function_in(value: Any) -> Any:
     return function_in(value.__wrapped__) if wraps else None
 
 
-def _is_ours(function: FunctionType) -> bool:
+def is_ours(function: Any) -> bool:
     """Whether partc has a function; one that ``exec`` made may name no module."""
-    return str(function.__module__).startswith("partc.")
+    return str(getattr(function, "__module__", "")).startswith("partc.")
 
 
 def class_keys(kind: type) -> frozenset[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
@@ -42,6 +42,7 @@ from partc.trace.capture import (
 )
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.distribution_checks import unchecked_distributions
+from partc.trace.kept_fakes import passing_mode
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
 from partc.trace.untouched import untouched
@@ -214,7 +215,7 @@ def _run(
     folds: Sequence[RepeatedBlocks],
 ) -> _Forward:  # fmt: skip
     """Run the forward on fake tensors, with the blocks of ``folds`` skipped, and note its calls."""
-    mode, names = FakeTensorMode(allow_non_fake_inputs=True), names_of(model)
+    mode, names = passing_mode(), names_of(model)
     watch = _Watch(_Forward())
     own = {n: as_fake(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
     for name, tensor in (names.params | names.buffers).items():

@@ -19,7 +19,7 @@ from partc.graph.fake_calls import storage_of
 from partc.plan.sharding import DTYPE_NAMES
 from partc.trace.closed_over import overlap
 from partc.trace.param_hooks import place_of
-from partc.trace.untouched import HOOKS
+from partc.trace.untouched import hooks_of
 
 _BY_NAME = "a program has what the model had under this name when it was compiled"
 _RENEW = (
@@ -106,13 +106,6 @@ class StepObjects:
             tied = self.fakes[one] is self.fakes[other] and now[one] is now[other]
             if is_new and not tied and overlap(now[one], now[other]):
                 raise _shares(*((one, other) if now[one] is not self.fakes[one] else (other, one)))
-
-
-def hooks_of(module: nn.Module) -> dict[tuple[str, int], Any]:
-    """The hooks of a module, by table and number."""
-    own = vars(module)
-    tables = ((key, own[key]) for key in HOOKS if key in own)
-    return {(key, number): hook for key, table in tables for number, hook in table.items()}
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 # The tables of a module: parameters, buffers, submodules and hooks. Handles of hooks refer to the
 # table itself, so its content is restored and not the table exchanged.
 TABLES = tuple(key for key, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-HOOKS = tuple(key for key in TABLES if key.endswith("_hooks"))
+_HOOKS = tuple(key for key in TABLES if key.endswith("_hooks"))
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -29,6 +29,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
             _put_back(vars(owner), attributes)
             for table, content in tables:
                 _put_back(table, content)
+
+
+def hooks_of(module: nn.Module) -> dict[tuple[str, int], Any]:
+    """The hooks of a module, by table and number."""
+    own = vars(module)
+    tables = ((key, own[key]) for key in _HOOKS if key in own)
+    return {(key, number): hook for key, table in tables for number, hook in table.items()}
 
 
 def _tables(module: nn.Module) -> list[tuple[Any, Any]]:

@@ -18,6 +18,7 @@ from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
 from partc.trace.returns import Returns
+from partc.trace.tensor_caches import caches_restored
 from partc.trace.untouched import untouched
 from partc.verification.piece_norms import Key, PieceNorms, Pieces, seen_norms
 from partc.verification.precision import converted, raised_model
@@ -141,7 +142,7 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
     """
     tensors = {id(each): each for each in named_tensors(model).values()}.values()
     before = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    with untouched(model), restored(Reach.of(model, loss or model.forward)):
+    with untouched(model), restored(Reach.of(model, loss or model.forward)), caches_restored():
         try:
             for tensor, data, _ in before:
                 tensor.grad = None

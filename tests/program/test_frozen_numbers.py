@@ -93,6 +93,26 @@ def test_a_number_that_the_script_changes_stops_the_step(alone: None) -> None:
     stage.step(*BATCH)
 
 
+def test_hooks_that_the_script_adds_or_removes_stop_the_step(alone: None) -> None:
+    model = Cooled()
+    before = model.linear.register_forward_hook(lambda module, args, result: result * 2)
+    step = partc.compile(model, "dp=1", BATCH, loss=loss_of, plan="ddp")
+    stage = step.module()
+    stage.load_full(model)
+    stage.step(*BATCH)
+    for added in (
+        model.dropout.register_forward_pre_hook(lambda module, args: None),
+        model.linear.weight.register_hook(lambda grad: grad * 0),
+    ):
+        with pytest.raises(RunError, match=r"the set of hooks of model\.(linear|dropout) is not"):
+            stage.step(*BATCH)
+        added.remove()
+    stage.step(*BATCH)
+    before.remove()
+    with pytest.raises(RunError, match=r"the set of hooks of model\.linear is not"):
+        stage.step(*BATCH)
+
+
 def test_numbers_of_a_loss_are_looked_at_too(alone: None) -> None:
     factor, rate = [1.0], 3.0
 

@@ -1,0 +1,82 @@
+"""Refuse to leave fake tensors behind: a cache that still holds one would break the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import CellType, ModuleType
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from partc.errors import TraceError
+from partc.graph.fake_calls import tensors_in
+from partc.trace.owners import getattr_dict
+
+_PASSING = WeakSet[FakeTensorMode]()
+_DEEP = 4  # lists and dicts around a tensor, up to the object or variable that has them
+
+
+def passing_mode() -> FakeTensorMode:
+    """A mode for a run of which nothing is kept, neither by partc."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _PASSING.add(mode)
+    return mode
+
+
+def check_none_kept(mode: FakeTensorMode | None = None, graph: fx.Graph | None = None) -> None:
+    """TraceError if anything but the ``graph`` recorded in ``mode`` holds a fake of a past run."""
+    nodes = graph.nodes if graph else ()
+    own = {id(each) for node in nodes for each in tensors_in(node.meta.get("val"))}
+    if mode is None and not _PASSING:
+        return
+    if not _left(mode, own):
+        return
+    gc.collect()  # what only refers to itself
+    left = _left(mode, own)
+    if left:
+        _PASSING.clear()  # told once
+        fake: Any = left.pop()
+        del left
+        known = sorted(_holders(fake, _DEEP))
+        raise _refusal(fake, known[0][1] if known else "the code that the step runs")
+
+
+def _left(mode: FakeTensorMode | None, own: set[int]) -> list[Tensor]:
+    fakes = [each for each in gc.get_objects() if type(each) is FakeTensor and id(each) not in own]
+    return [each for each in fakes if each.fake_mode is mode or each.fake_mode in _PASSING]
+
+
+def _holders(held: Any, deep: int) -> Iterator[tuple[int, str]]:
+    """The names of what holds an object, ``ropes.CACHE`` or ``an attribute of a Rope``.
+
+    Before each stands how little it says.
+    """
+    for each in gc.get_referrers(held):
+        owner = _owner(each)
+        if isinstance(owner, ModuleType):
+            yield 0, f"{owner.__name__}.{next(k for k, v in vars(owner).items() if v is held)}"
+        elif owner is not None or any(v is held for v in getattr_dict(each).values()):
+            yield 1, f"an attribute of a {type(each if owner is None else owner).__qualname__}"
+        elif isinstance(each, CellType):
+            yield 2, "a variable of a closure"
+        elif deep and isinstance(each, dict | list | tuple):
+            yield from _holders(each, deep - 1)
+
+
+def _owner(table: Any) -> Any:
+    """The object whose attributes a table has; None if it is no such table."""
+    around = gc.get_referrers(table) if type(table) is dict else ()
+    return next((each for each in around if getattr_dict(each) is table), None)
+
+
+def _refusal(fake: Tensor, holder: str) -> TraceError:
+    return TraceError(
+        where=holder,
+        what=f"the step keeps a tensor of shape {tuple(fake.shape)} there",
+        why="while tracing, tensors have no values, and the model would find this one later",
+        do="Clear it, and run the model once before you compile, so that a real tensor is there; "
+        "or keep it as an attribute or buffer of the model.",
+    )
