@@ -231,7 +231,7 @@ class _Job:
             whole.made = {**state.made, **whole.made}
             program = self._fitting(compile_rest(whole), mesh)
         check_complete(names, program)
-        expected = expectation(joint, program.plan, self.step.graph)
+        expected = expectation(joint, program.plan, self.step.graph, program.draws)
         return replace(program, basis=replace(program.basis, find=find), expected=expected)
 
     def _fitting(self, ways: Iterator[State], mesh: Mesh) -> Program:
