@@ -16,7 +16,7 @@ from partc.audit.changed_lines import Changes
 from partc.errors import CheckError, PartcError
 from partc.program import Program
 from partc.program.fixed_text import FixedText
-from tests.audit.bounded import program
+from tests.audit.bounded import Bounded, loss_of, program
 
 
 def changed(pattern: str, new: str) -> Program:
@@ -102,3 +102,15 @@ def test_pieces_draw_what_the_whole_does(mesh: str, options: dict[str, object]) 
 def test_functions_that_move_nothing_are_named() -> None:
     with pytest.raises(CheckError, match=r"dist\.barrier is none of the transfers"):
         audit(changed(r"( +)(finish\(reduced\))", r"\1dist.barrier()\n\1\2"))
+
+
+def test_edits_of_forward_programs_are_compared_too() -> None:
+    with torch.no_grad():
+        batch = (torch.randn(8, 8),)
+        made = partc.compile(Bounded().eval(), "dp=2", batch, loss=loss_of, plan="ddp")
+    ((name, text),) = made.sources.items()
+    wrong = text.replace("-30.0, 30.0)", "-30.0, 31.0)")
+    with pytest.raises(CheckError, match="other numbers than the printed one"):
+        audit(replace(made, sources={name: wrong}))
+    renamed = re.sub(r"\bclamp\b(?!\()", "limited", text)
+    assert "printed and edited text agree" in str(audit(replace(made, sources={name: renamed})))
