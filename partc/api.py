@@ -242,7 +242,7 @@ class Job:
             whole.made = {**state.made, **whole.made}
             program = self._fitting(compile_rest(whole), mesh)
         check_complete(names, program)
-        expected = expectation(joint, program.plan, self.step.graph)
+        expected = expectation(joint, program.plan, self.step.graph, program.draws)
         basis = replace(program.basis, find=find)
         return replace(program, basis=basis, expected=expected, origin=Origin(self.step.model))
 

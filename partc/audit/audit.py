@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from partc.audit.changed_lines import Changes
 from partc.audit.fixed import check_fixed
 from partc.audit.numbers import check_numbers
 from partc.audit.order import check_alike, check_order, within
+from partc.audit.other_numbers import check_other_numbers
 from partc.audit.record import failed, record
-from partc.audit.recording import Record
+from partc.audit.recording import Record, check_names
 from partc.audit.sums import Followed, check_sums, summing_axes
 from partc.audit.tables import check_tables
 from partc.codegen.safety import check_source
@@ -22,6 +24,7 @@ from partc.errors import PartcError
 from partc.graph.fake_calls import quiet_log
 from partc.plan.mesh import PP, Mesh
 from partc.program import Program
+from partc.program.fixed_text import FixedText
 
 FLOATS = re.compile(r"\b(float16|bfloat16|float32|float64)\b")
 RECORDED = 16  # ranks of a mesh that are all recorded; of larger ones the first and last of a role
@@ -61,6 +64,7 @@ def audit(program: Program) -> Audit:
     """
     for name, text in sorted(program.sources.items()):
         check_source(text, name)
+        check_names(text, name)
     with quiet_log():
         return _audited(program)
 
@@ -74,14 +78,31 @@ def _audited(program: Program) -> Audit:
     of_sums, open_sums = _of_sums(sums, program.mesh, expected is not None)
     checked.append(of_sums)
     unchecked = (*open_sums, *_of_dtypes(program))
+    changes = _changes(program)
     if expected is None:
-        return Audit(tuple(checked), (*unchecked, f"numbers: {program.expected.lacking}"))
-    check_numbers(program, expected)
+        unchecked += (f"numbers: {program.expected.lacking}",)
+        if changes:
+            unchecked += (f"edits ({changes}) at bounds, on NaN and in eval mode, without numbers",)
+        return Audit(tuple(checked), unchecked)
+    constant = check_numbers(program, expected, str(changes))
     num = len(expected.tensors)
     checked.append(f"numbers: {num} tensors of all ranks are those of the step on one device")
     if program.draws:
         checked.append(f"draws: {len(program.draws)} sites, each rank and step with its own keys")
+    unchecked += tuple(
+        f"which numbers {name} draws, as constants were drawn" for name in sorted(constant)
+    )
+    if changes:
+        told, open_ones = check_other_numbers(program, expected, changes)
+        checked.append(told)
+        unchecked += tuple(open_ones)
     return Audit(tuple(checked), unchecked)
+
+
+def _changes(program: Program) -> Changes:
+    """What was edited of a program whose printed text is known."""
+    printed = (program.fixed or FixedText()).sources
+    return Changes.of(printed, program.sources) if printed else Changes()
 
 
 def _of_dtypes(program: Program) -> Iterator[str]:

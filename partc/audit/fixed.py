@@ -29,8 +29,8 @@ def _check_file(file: str, text: str, known: Fixed) -> int:
         raise CheckError(
             where=f"{file}:{part.line}, {part.name or part.text}",
             what=f"the edited text decides on {part.reason}",
-            why="the check runs on one processor, in float64 and with constants in place of random "
-            "numbers, and cannot judge that",
+            why="the check runs on one processor, in float64 and with fixed numbers in place of "
+            "random ones, and cannot judge that",
             do="Undo the edit: lines and functions that decide on it have to stand as partc "
             "printed them, at their place. Comments are free.",
         )

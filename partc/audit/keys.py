@@ -7,40 +7,49 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.errors import CheckError
-from partc.graph.draws import seed_of, takes_numbers
+from partc.graph.draws import seed_of
 from partc.plan.mesh import MICROBATCH_AXIS
+from partc.plan.sharding import take_piece
 from partc.program import Program
+from partc.verification.steady_draws import SteadyDraws, whole_chance
 
 Seed = int | None  # of a generator; None: torch's own generator
 
 
-class Drawn(TorchDispatchMode):
-    """Counts the generators from which calls draw while it is open, by their seeds."""
+class Drawn(SteadyDraws):
+    """Counts the generators from which calls draw while it is open, by their seeds.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    What a rank draws is its piece of the whole, found by the seed of the generator.
+    """
+
+    def __init__(self, program: Program, rank: int, seed: int, step: int) -> None:
+        super().__init__()
+        self.program, self.rank, self.at = program, rank, (seed, step)
+        self.known = dict(_keys(program, rank, seed, step))
         self.seeds: Counter[Seed] = Counter()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if takes_numbers(func, args, kwargs):
-            given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
-            self.seeds[given[0].initial_seed() if given else None] += 1
-        return func(*args, **kwargs)
+    def chance(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, torch.Tensor | None]:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+        seed = given[0].initial_seed() if given else None
+        self.seeds[seed] += 1
+        if seed not in self.known:  # `check_keys` says so
+            return "", None
+        site, microbatch = self.known[seed]
+        draw = self.program.draws[site]
+        index = {**self.program.mesh.coords(self.rank), MICROBATCH_AXIS: microbatch}
+        piece = whole_chance(draw)
+        for axis, dim, outer, num in draw.cuts:
+            piece = take_piece(piece, dim, outer, num, index[axis])
+        return draw.name, piece
 
 
-def check_keys(drawn: Drawn, program: Program, rank: int, seed: int, step: int) -> None:
+def check_keys(drawn: Drawn) -> None:
     """CheckError unless a rank drew from keys of its own, in every microbatch alike."""
-    known = dict(_keys(program, rank, seed, step))
+    program, rank, known, (seed, step) = drawn.program, drawn.rank, drawn.known, drawn.at
     counts: dict[str, Counter[int | None]] = defaultdict(Counter)
     for each, num in drawn.seeds.items():
         if each not in known:
@@ -58,7 +67,7 @@ def check_keys(drawn: Drawn, program: Program, rank: int, seed: int, step: int) 
             )  # fmt: skip
 
 
-def _keys(program: Program, rank: int, seed: int, step: int) -> Iterator[tuple[int, Any]]:
+def _keys(program: Program, rank: int, seed: int, step: int) -> Iterator[tuple[Seed, Any]]:
     """The seed of every generator that a rank may use in a step, its site and microbatch."""
     coords = program.mesh.coords(rank)
     for site, draw in program.draws.items():

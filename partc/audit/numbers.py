@@ -8,154 +8,41 @@ too. A step runs twice: its gradients must then be twice as large.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from partc.audit.keys import Drawn, check_keys
-from partc.audit.record import changed, failed
-from partc.errors import CheckError, PartcError
-from partc.plan.mesh import PP, Mesh
+from partc.audit.run_text import Outcome, Piece, Run
+from partc.errors import CheckError
+from partc.plan.mesh import Mesh
 from partc.program import Program
-from partc.program.expected import Expected, Summary, seeded_weight
-from partc.program.role import COMPILES, Role, Shard
-from partc.verification.precision import convert, converted
-from partc.verification.steady_draws import as_on_any_device
-from partc.verification.threads import ThreadMesh, run_ranks
+from partc.program.expected import Expected, Summary
+from partc.verification.threads import run_ranks
 
 TOLERANCE = 1e-8  # in float64; the numbers of a program.json have 12 digits
 NOISE = 1e-10  # a gradient below this part of the largest is zero but for rounding
-SEED, STEPS = 7, 4  # of a third step of programs that draw: the seed, and the steps before it
 TIMEOUT_S = 300.0
-Piece = tuple[Shard, Tensor]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank has after its steps: whole tensors by label, and pieces of others."""
-
-    whole: Mapping[str, Tensor]
-    pieces: Mapping[str, Piece]
-
-
-def check_numbers(program: Program, expected: Expected) -> None:
+def check_numbers(program: Program, expected: Expected, edits: str = "") -> set[str]:
     """CheckError if a rank of the program computes other numbers than the single-device step.
 
-    RunError if ranks wait for each other for ever, or start different collectives.
+    RunError if ranks wait for each other for ever, or start different collectives. Returns the
+    names of draws that had constants in place of numbers of their own. ``edits``: where the text
+    was edited.
     """
-    run = _Run(program, expected)
+    run = Run(program, expected)
     outcomes = run_ranks(program.mesh.num_ranks, run.rank, timeout=TIMEOUT_S)
     differing = [*_disagreements(outcomes, program, expected)]
     if differing:
         raise CheckError(
-            where=", ".join(sorted(program.sources)),
+            where=edits or ", ".join(sorted(program.sources)),
             what="the text computes other numbers than the step on one device",
             why="; ".join(differing[:4]) + f"; {len(differing) - 4} more" * (len(differing) > 4),
-            do="Look for a sum over ranks or microbatches that is missing, doubled or too early.",
+            do="Undo the edit." if edits else "Report it: nobody has edited the text.",
         )
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Runs the text on seeded numbers, on each rank."""
-
-    program: Program
-    expected: Expected
-
-    def rank(self, rank: int, dist: Any) -> Outcome:
-        """Two steps of one rank, or one forward of an inference program."""
-        role = self._role(rank)
-        role.module.__dict__["dist"] = dist
-        try:
-            return self._outcome(role, rank)
-        except PartcError:
-            raise
-        except Exception as error:
-            raise failed(role, rank, error) from error
-
-    def _role(self, rank: int) -> Role:
-        """The rank's role; what it hands to torch.compile runs eagerly, as other modes act then."""
-        role = self.program.role(rank)
-        if not role.compiles:
-            return role
-        name, text = self.program.role_of(rank), self.program.source(rank)
-        place = self.program.mesh.coords(rank).get(PP, 0)
-        return Role.load(text.replace(f"\n{COMPILES}\n", "\n\n"), name, place)
-
-    def _outcome(self, role: Role, rank: int) -> Outcome:
-        step: Any = role.build(ThreadMesh(self.program.mesh, rank))
-        convert(step, torch.float64)
-        loss, results = self._ran(role, step, rank, (0, 1))
-        whole, rows = self._results(results)
-        if loss is None:
-            return Outcome(whole, {**rows, **_buffers(role, step)})
-        pieces = rows | _cloned({**_grads(role, step), **_buffers(role, step)})
-        self._ran(role, step, rank, (0, 2))
-        grads = _cloned(_grads(role, step))
-        twice = {f"accumulated {label}": piece for label, piece in grads.items()}
-        if self.program.draws:  # a third step, of all ranks: stages without draws take part
-            if hasattr(step, "seed"):
-                step.seed(SEED, STEPS)
-            self._ran(role, step, rank, (SEED, STEPS + 1))
-        return Outcome({"loss": loss, **whole}, {**pieces, **twice})
-
-    def _results(self, results: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Piece]]:
-        """Results that every rank has whole, and those of which it has its rows, by label."""
-        whole, rows = {}, {}
-        for name, x in results.items():
-            cuts, mine = self.program.results.get(name), x.detach().clone()
-            if cuts is None:
-                whole[f"result {name}"] = mine
-                continue
-            shape = list(x.shape)
-            for axis, dim, _ in cuts:
-                shape[dim] *= self.program.mesh.size(axis)
-            rows[f"result {name}"] = Shard("", name, tuple(shape), x.dtype, cuts), mine
-        return whole, rows
-
-    def _ran(self, role: Role, step: Any, rank: int, at: tuple[int, int]) -> Any:
-        """What a step on the seeded numbers returns; ``at``: the seed and the step's number."""
-        batch = self.expected.seeds.batch({x.name: (x.shape, x.dtype) for x in role.batch})
-        inputs = role.pieces([*batch.values()], role.mesh.coords(rank))
-        self._fill(role, step, rank)
-        before = {name: p.detach().clone() for name, p in step.named_parameters()}
-        with as_on_any_device(), Drawn() as drawn:
-            result = role.run(step, inputs)
-        check_keys(drawn, self.program, rank, *at)
-        for name, param in step.named_parameters():
-            if not torch.equal(param, before[name]):
-                raise changed(role, rank, name)
-        return result
-
-    @torch.no_grad()
-    def _fill(self, role: Role, step: nn.Module, rank: int) -> None:
-        """Set this rank's shards to the seeded weights, or to constants."""
-        mesh, constants = self.program.mesh, self.program.constants
-        held = role.tensors(step)
-        for shard in role.shards:
-            whole = constants.get(shard.name)
-            if whole is None or shard in role.params:
-                whole = seeded_weight(shard.name, shard.shape, shard.dtype)
-            piece = shard.take(converted(whole, torch.float64), mesh, mesh.coords(rank))
-            held[shard.name].copy_(piece)
-
-
-def _grads(role: Role, step: nn.Module) -> dict[str, Piece]:
-    held = role.tensors(step)
-    found = {shard: held[shard.name].grad for shard in role.params}
-    return {f"gradient {s.name}": (s, grad) for s, grad in found.items() if grad is not None}
-
-
-def _cloned(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    return {label: (shard, x.clone()) for label, (shard, x) in pieces.items()}
-
-
-def _buffers(role: Role, step: nn.Module) -> dict[str, Piece]:
-    held = role.tensors(step)
-    return {f"buffer {shard.name}": (shard, held[shard.name]) for shard in role.buffers}
+    return {name for each in outcomes for name in each.constant}
 
 
 # comparison ---------------------------------------------------------------------------------------
@@ -178,6 +65,33 @@ def _disagreements(
         if differing:
             yield f"copies of {label} differ between ranks {' and '.join(map(str, differing))}"
     yield from _differences(found, expected, most)
+
+
+def differences(found: Sequence[Outcome], wanted: Sequence[Outcome]) -> Iterator[str]:
+    """What differs between the outcomes of two texts, rank by rank."""
+    for rank, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+        ours, theirs = mine.tensors(), other.tensors()
+        most = max((_most(x) for label, x in theirs.items() if "gradient " in label), default=0.0)
+        for label in sorted(ours.keys() | theirs.keys()):
+            noise = NOISE * most if "gradient " in label else 0.0
+            if not _same_numbers(ours.get(label), theirs.get(label), noise):
+                yield f"{label} differs on rank {rank}"
+
+
+def _same_numbers(one: Tensor | None, other: Tensor | None, noise: float) -> bool:
+    """Whether two tensors agree but for rounding, and are NaN or infinite at the same places."""
+    if one is None or other is None or one.shape != other.shape:
+        return one is other
+    a, b = (x.to(_wide(x)) for x in (one, other))
+    finite = a.isfinite() & b.isfinite()
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
+        return False
+    return _same(a[finite], b[finite], noise)
+
+
+def _most(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _differences(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as c10d
 from torch import Tensor
 
@@ -15,6 +15,10 @@ from partc.errors import CheckError
 from partc.plan.mesh import Mesh
 
 SEND, RECEIVE = "isend", "irecv"
+TRANSFERS = (
+    "all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast",
+    SEND, RECEIVE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,6 @@ class RecordingDist:
         source = src if src is not None else self._ranks(group)[int(group_src or 0)]
         return self._together("broadcast", source, (), (tensor,), group, async_op)
 
-    def barrier(self, group: Any = None, async_op: bool = False) -> Any:
-        return self._together("barrier", "", (), (torch.empty(0),), group, async_op)
-
     # messages --------------------------------------------------------------------------------
     def isend(
         self, tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0,
@@ -229,4 +230,18 @@ class RecordingDist:
                 why=f"{large.dtype}{list(large.shape)} is not {num} times "
                 f"{small.dtype}{list(small.shape)}",
                 do="Give a result of the right size and dtype.",
+            )
+
+
+def check_names(text: str, file: str) -> None:
+    """CheckError for a function of ``torch.distributed`` that is none of the above."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != "dist":
+            continue
+        if node.attr.startswith("_") or not hasattr(RecordingDist, node.attr):
+            raise CheckError(
+                where=f"{file}:{node.lineno}",
+                what=f"dist.{node.attr} is none of the transfers that a program may use",
+                why="the check follows " + ", ".join(TRANSFERS),
+                do="Undo the edit, or use one of these.",
             )

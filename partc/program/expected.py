@@ -83,6 +83,11 @@ class Expected:
     seeds: Seeds
     tensors: Mapping[str, Summary]
 
+    @property
+    def grads(self) -> list[str]:
+        """The labels of gradients."""
+        return [label for label in self.tensors if label.startswith("gradient ")]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "highs": dict(self.seeds.highs), "ignoring": list(self.seeds.ignoring),

@@ -1,7 +1,7 @@
 """The parts of a program's text that have to stay as they were printed.
 
-A text is checked by running it: on one processor, in float64, with constants in place of random
-numbers. That cannot judge what it does on another device, with another library of collectives, in
+A text is checked by running it: on one processor, in float64, with fixed numbers in place of random
+ones. That cannot judge what it does on another device, with another library of collectives, in
 a narrower dtype, or with other random numbers. So a saved program lists the statements that decide
 on these (``Fixed.lines``), and the functions and classes that ask for the device
 (``Fixed.functions``); ``partc/audit/fixed.py`` compares a text with the list. Comments and layout
@@ -14,13 +14,15 @@ import ast
 import hashlib
 import json
 import tomllib
+import zlib
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from partc.program.fixed_words import CALLED, DEVICE, Names, reason_of
+from partc.program.fixed_words import CALLED, DEVICE, LOCALS, Names, reason_of
 
 Json = Mapping[str, Any]
 
@@ -68,7 +70,10 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class FixedText:
-    """What has to stay of a program: as it was saved, or as its sources have it."""
+    """What has to stay of a program: as it was saved, or as its sources have it.
+
+    ``sources``: the text as it was printed, with which an edited one is compared.
+    """
 
     known: Found | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -83,13 +88,28 @@ class FixedText:
 
     def as_json(self) -> dict[str, Any]:
         files = {name: asdict(each) for name, each in sorted(self.found.files.items())}
-        return {"plan": self.found.plan, "files": files}
+        printed = {name: _packed(text) for name, text in sorted(self.sources.items())}
+        return {"plan": self.found.plan, "files": files, "printed": printed}
 
     @classmethod
     def of_json(cls, data: Json) -> FixedText:
         """Read ``as_json``; KeyError and alike where entries are missing or malformed."""
         files = {str(name): _fixed(entry) for name, entry in data["files"].items()}
-        return cls(Found(files, str(data["plan"])))
+        printed = {str(name): _unpacked(str(text)) for name, text in data["printed"].items()}
+        return cls(Found(files, str(data["plan"])), printed)
+
+
+def _packed(text: str) -> str:
+    """A text in a few characters of a JSON file."""
+    return b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _unpacked(packed: str) -> str:
+    """The text of ``_packed``; ValueError for anything else."""
+    try:
+        return zlib.decompress(b64decode(packed, validate=True)).decode()
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
 
 
 def _fixed(entry: Json) -> Fixed:
@@ -124,7 +144,8 @@ def parts_of(text: str) -> Iterator[Part]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not _is_module(node):
             asking = next((p for p in _parts(node, (), names) if p.reason == DEVICE), None)
             if asking is not None:
-                yield Part(DEVICE, asking.line, asking.text, digest_of_code(node), node.name)
+                reason = LOCALS.get(node.name, DEVICE)
+                yield Part(reason, asking.line, asking.text, digest_of_code(node), node.name)
                 continue
         yield from _parts(node, (), names)
 
@@ -148,6 +169,26 @@ def _parts(node: ast.stmt, path: tuple[str, ...], names: Names) -> Iterator[Part
         yield from _doubled(inside, here)
         for each in inside:
             yield from _parts(each, here, names)
+
+
+def statements(
+    node: ast.AST, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, range, list[ast.AST]]]:
+    """Every statement of a text, with what stands around it, its lines and what it says.
+
+    Of a statement that holds others these are the lines in front of them.
+    """
+    for word, body in (("", "body"), ("else of ", "orelse")):
+        inside = [each for each in getattr(node, body, []) if isinstance(each, ast.stmt)]
+        here = (*path, f"{word}{_head(node)[1]}") if isinstance(node, ast.stmt) else path
+        for each in inside:
+            if not _is_text(each):
+                held = getattr(each, "body", None)
+                behind = held[0].lineno if held else (each.end_lineno or each.lineno) + 1
+                head, text = _head(each)
+                test = [ast.If(each.test, [], [])] if isinstance(each, ast.If | ast.While) else []
+                yield "; ".join([*here, text]), range(each.lineno, behind), [*test, *head]
+                yield from statements(each, here)
 
 
 def _doubled(body: list[ast.stmt], path: tuple[str, ...]) -> Iterator[Part]:

@@ -13,11 +13,12 @@ from torch import Tensor, fx
 from partc.cost.flops import total_flops
 from partc.errors import TraceError
 from partc.graph import Graph, value
+from partc.graph.draws import Draw, site_of
 from partc.graph.folds import spread
 from partc.plan import Plan
 from partc.program.expected import Expectation, Expected, Seeds, Summary, seeded_weight
 from partc.verification.run_graph import run_graph
-from partc.verification.steady_draws import as_on_any_device
+from partc.verification.steady_draws import WholeDraws, as_on_any_device
 
 MOST_FLOPS = 5e9  # seconds of one processor, in float64
 MOST_BYTES = 500e6  # of parameters in float64
@@ -32,11 +33,13 @@ CHANGED = "the model had been changed since it was compiled when the program was
 PLURAL = {"grads": "gradient", "buffers": "buffer", "results": "result"}
 
 
-def expectation(joint: Graph, plan: str, retraced: Callable[[], Graph]) -> Expectation:
+def expectation(
+    joint: Graph, plan: str, retraced: Callable[[], Graph], draws: Mapping[str, Draw]
+) -> Expectation:
     """What a program of the plan is to compute, found when it is asked for.
 
     ``joint``: the graph from which the program came. ``retraced`` gives it with all equal blocks;
-    it holds the model, so it is kept for small models alone.
+    it holds the model, so it is kept for small models alone. ``draws``: what the program draws.
     """
     if not is_small(joint):
         return Expectation(lambda: TOO_LARGE)
@@ -48,7 +51,7 @@ def expectation(joint: Graph, plan: str, retraced: Callable[[], Graph]) -> Expec
             return LOCAL_STATISTICS
         try:
             with torch.set_grad_enabled(trains):
-                return expected_of(whole()) or NOT_FINITE
+                return expected_of(whole(), draws) or NOT_FINITE
         except TraceError:
             return CHANGED
 
@@ -61,14 +64,15 @@ def is_small(graph: Graph) -> bool:
     return 8 * held <= MOST_BYTES and total_flops(graph) <= MOST_FLOPS
 
 
-def expected_of(graph: Graph) -> Expected | None:
+def expected_of(graph: Graph, draws: Mapping[str, Draw]) -> Expected | None:
     """The numbers of a graph's step in float64; None where no seeded batch gives finite numbers.
 
-    ``graph`` is the joint graph of the model with all its blocks.
+    ``graph`` is the joint graph of the model with all its blocks, ``draws`` what its program draws.
     """
     if graph.folds:
         raise AssertionError("a graph without some of its blocks computes another step")
-    step = _Step(graph, _seeded(graph.params), {**_seeded(graph.buffers), **graph.constants})
+    buffers = {**_seeded(graph.buffers), **graph.constants}
+    step = _Step(graph, _seeded(graph.params), buffers, draws)
     for plain in (False, True):
         try:
             seeds = step.seeds(plain)
@@ -94,6 +98,7 @@ class _Step:
     graph: Graph
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    draws: Mapping[str, Draw]
 
     def seeds(self, plain: bool) -> Seeds:
         """The largest bounds of integers that the forward takes, found by trying."""
@@ -132,8 +137,13 @@ class _Step:
         last = self.graph.loss if forward else None
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         batch = seeds.batch(inputs)
-        with as_on_any_device():
-            return run_graph(self.graph, self.params, buffers, batch, last=last)
+        chance = WholeDraws(self.draws)
+
+        def named(node: fx.Node) -> None:
+            chance.name = self.graph.sites.get(site_of(node), site_of(node))
+
+        with as_on_any_device(chance):
+            return run_graph(self.graph, self.params, buffers, batch, last=last, before=named)
 
     def summaries(self, seeds: Seeds) -> dict[str, Summary]:
         """The summaries of loss, gradients, changed buffers and results."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ def run_graph(
     inputs: Mapping[str, Tensor],
     *,
     last: fx.Node | None = None,
+    before: Callable[[fx.Node], None] = lambda node: None,
 ) -> dict[str, Any]:
     """One step: ``{"loss": ..., "grads": {...}, "buffers": {...}, "results": {...}}``.
 
     Parameters, buffers and inputs are given by the user's names. Missing buffers are taken from
     ``graph.constants``; each value is freed after its last use. With ``last`` the run ends at that
-    node and gives nothing.
+    node and gives nothing. ``before`` is called before each call.
     """
     given = {"param": params, "buffer": {**graph.constants, **buffers}, "input": inputs}
     dying = _last_uses(graph.fx)
@@ -33,6 +34,7 @@ def run_graph(
             if node.op == "placeholder":
                 env[node] = given[value(node).kind][value(node).name].detach()
             elif node.op == "call_function":
+                before(node)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = node.target(*args, **kwargs)
             if node is last:

@@ -19,6 +19,7 @@ from partc.errors import PlanError
 from partc.graph import (
     Graph,
     collectives,
+    is_backward,
     op_word,
     picked,
     results_of,
@@ -43,8 +44,11 @@ def check_microbatches(local: Graph) -> None:
         if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MICROBATCH_AXIS:
             known = value(node)
             line = known.source.partition(": ")[0]
+            where = f"{known.module or 'loss'} ({line})" if line else known.module or "loss"
+            if is_backward(node) and node.target is collectives.all_reduce:
+                raise _no_sum(where, known.name or node.name)
             raise PlanError(
-                where=f"{known.module or 'loss'} ({line})" if line else known.module or "loss",
+                where=where,
                 what=f"{known.name or node.name} needs the whole batch, not one microbatch",
                 why=f"it would take an {node.target.__name__} over microbatches, which run one "
                 "after the other",
@@ -52,6 +56,22 @@ def check_microbatches(local: Graph) -> None:
                 "what is only returned beside the loss, return its sums and go on with these "
                 "behind the step.",
             )
+
+
+def _no_sum(where: str, name: str) -> PlanError:
+    """The error for a backward that needs the gradient of all microbatches, as no sum of parts.
+
+    A value that is made of weights alone is the same in each microbatch, so its gradient is a sum
+    over them. Most ops pass parts of a sum on as they come; some do not.
+    """
+    return PlanError(
+        where=where,
+        what=f"the backward of this line ({name}) needs the gradient of all microbatches at once",
+        why="it computes with the sum over microbatches, not with the part that each of them "
+        "brings, and programs have no backward behind the last microbatch",
+        do="Use microbatches=1, or another form of this line: torch's orthogonal parametrization, "
+        "for example, has orthogonal_map='householder' and 'cayley'.",
+    )
 
 
 def count_targets(graph: Graph) -> None:

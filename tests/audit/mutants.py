@@ -1,16 +1,18 @@
 """Mistakes in the text of rank programs: one line deleted, doubled or changed.
 
-The lines are those that wait, start a collective, send, receive or add to a gradient.
-``python -m tests.audit.mutants 200`` makes so many over ten plans, and prints what finds each.
+The lines are those that wait, start a collective, send, receive or add to a gradient, those that
+read the mask of a dropout, and those with a bound, a number that is no whole one.
+``python -m tests.audit.mutants 200`` makes so many over eleven plans, and prints what finds each.
 """
 
 from __future__ import annotations
 
 import ast
 import random
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +23,7 @@ from partc.errors import PartcError
 from partc.plan import Plan
 from partc.program import Program
 from partc.verification.verification import verify
+from tests.audit.bounded import case_and_program
 from tests.pipelines import compiled, stages_of_toy, toy
 from tests.zoo import MODELS, Case
 
@@ -29,6 +32,7 @@ STARTS = {
     "isend", "irecv",
 }  # fmt: skip
 ADDS = {"add_", "addmm_", "add_grad", "add_weight_grad", "add_partial", "sum_tied", "sum_grads"}
+MASK = re.compile(r"\bdropout_mask_\d+\b")
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return)
 
 
@@ -53,10 +57,11 @@ class Mutant:
 def mutants(program: Program) -> Iterator[Mutant]:
     """Every mistake that can be made in a program's lines."""
     for file, text in sorted(program.sources.items()):
-        groups = sorted(set(_groups(text)))
+        groups, masks = sorted(set(_groups(text))), sorted(set(MASK.findall(text)))
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, SIMPLE) and _matters(node):
-                for how, statement in _spoiled(node, groups):
+            if isinstance(node, SIMPLE):
+                ways = _changed(node, OF_NUMBERS | dict(_other_masks(masks)))
+                for how, statement in (*ways, *(_spoiled(node, groups) if _matters(node) else ())):
                     yield _mutant(file, text, node, how, statement)
 
 
@@ -82,7 +87,12 @@ def _spoiled(node: ast.stmt, groups: list[str]) -> Iterator[tuple[str, str]]:
     yield "deleted", "return None" if isinstance(node, ast.Return) else "pass"
     if not isinstance(node, ast.Return):
         yield "doubled", f"{text}\n{text}"
-    for how, change in (*CHANGES.items(), *_other_groups(groups)):
+    yield from _changed(node, CHANGES | dict(_other_groups(groups)))
+
+
+def _changed(node: ast.stmt, changes: Mapping[str, Change]) -> Iterator[tuple[str, str]]:
+    text = ast.unparse(node)
+    for how, change in changes.items():
         fresh = ast.parse(text).body[0] if not isinstance(node, ast.Return) else _returned(text)
         if change(fresh):
             yield how, ast.unparse(fresh)
@@ -111,6 +121,15 @@ def _another_number(tree: ast.AST) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and type(node.value) is int:
             node.value += 1
+            return True
+    return False
+
+
+def _another_bound(tree: ast.AST) -> bool:
+    """Double the first number that is no whole one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and type(node.value) is float:
+            node.value = 2 * node.value or 1.0
             return True
     return False
 
@@ -165,6 +184,23 @@ def _other_groups(groups: list[str]) -> Iterator[tuple[str, Change]]:
             yield f"over {group}", partial(_grouped, group)
 
 
+def _masked(mask: str, tree: ast.AST) -> bool:
+    """Read another mask, where one is read and none drawn."""
+    if "dropout_mask(" in ast.unparse(tree):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and MASK.fullmatch(node.id) and node.id != mask:
+            node.id = mask
+            return True
+    return False
+
+
+def _other_masks(masks: list[str]) -> Iterator[tuple[str, Change]]:
+    for mask in masks:
+        yield f"times {mask}", partial(_masked, mask)
+
+
+OF_NUMBERS: dict[str, Change] = {"bound": _another_bound}
 CHANGES: dict[str, Change] = {
     "sent, not received": partial(_renamed, "irecv", "isend"),
     "received, not sent": partial(_renamed, "isend", "irecv"),
@@ -222,6 +258,7 @@ PLANS: dict[str, Callable[[], tuple[Case, Program]]] = {
     "1f1b": partial(_of_toy, "pp=2", "ddp", "1f1b", 8),
     "1f1b tied": partial(_of_toy, "pp=2", "ddp", "1f1b", 4, True),
     "pp x dp": partial(_of_toy, "pp=2,dp=2", "fsdp", "1f1b", 4),
+    "masks and bounds": case_and_program,
     "zb-v": partial(_of_toy, "pp=2", "ddp", "zb-v", 4),
 }
 

@@ -71,9 +71,9 @@ FIXED = [
     ("pipeline", '"head.weight": "embed', '"head.weight": "blocks.0.up', "which tensors are one"),
     ("draws", ', self.dp_rank))', "))", DRAWS),
     ("draws", 'self.rng("drop"', 'self.rng("other"', DRAWS),
-    ("draws", "step + 1, device", "step, device", DEVICE),
+    ("draws", "step + 1, device", "step, device", DRAWS),
     ("draws", "self.rng.step = seed, step", "self.rng.step = seed, 0", DRAWS),
-    ("draws", '{self.seed} {self.step}', "{self.step}", DEVICE),
+    ("draws", '{self.seed} {self.step}', "{self.step}", DRAWS),
     ("draws", "        self.rng.begin(x.device)\n",
      "        if x.shape[0] > 1:\n            self.rng.begin(x.device)\n", DEVICE),
     ("draws", "    @torch.no_grad()\n", "    def seed(self, *x: int) -> None:\n        pass\n\n"

@@ -65,7 +65,21 @@ def test_in_microbatches_a_hook_is_linear_or_refused() -> None:
     program = partc.compile(model, "dp=2", BATCH, **options)
     partc.verify(program, model, BATCH, loss_of).check(1e-12)
     model[2].bias.register_hook(to_length_one)
-    with pytest.raises(PlanError, match="needs the whole batch, not one microbatch"):
+    with pytest.raises(PlanError, match="needs the gradient of all microbatches at once"):
+        partc.compile(model, "dp=2", BATCH, **options)
+
+
+@pytest.mark.parametrize("form", ["matrix_exp", "householder"])
+def test_orthogonal_weights_in_microbatches(form: str) -> None:
+    """One form's backward takes the whole gradient of the weight; the other's any part of it."""
+    model = model_of()
+    nn.utils.parametrizations.orthogonal(model[0], orthogonal_map=form)
+    options: dict[str, Any] = {"loss": loss_of, "plan": "ddp", "microbatches": 2}
+    if form == "householder":
+        program = partc.compile(model, "dp=2", BATCH, **options)
+        partc.verify(program, model, BATCH, loss_of).check(1e-12)
+        return
+    with pytest.raises(PlanError, match="needs the gradient of all microbatches at once"):
         partc.compile(model, "dp=2", BATCH, **options)
 
 
