@@ -28,6 +28,7 @@ from partc.program.whole_ops import reshape_in_place, run_on_whole, view_of
 _CHECK_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default  # DTensor compares over all ranks, also those of other stages
+_HALF = (torch.bfloat16, torch.float16)
 _NO_REFUSAL_OF_DTENSOR = (dist.DistError, torch.OutOfMemoryError)
 
 
@@ -66,6 +67,8 @@ def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Hom
             raise
         return run_on_whole(func, args, kwargs)  # which says what is wrong with the operands
     if isinstance(result, DTensor):
+        if _is_rounded_early(result):
+            return _rounded_once(op, args, kwargs, result.dtype)
         return _Results(op, args, kwargs, given).one(result, 0)
     if isinstance(result, list | tuple):
         results = _Results(op, args, kwargs, given)
@@ -151,6 +154,26 @@ def _finished(value: DTensor) -> DTensor:
         return value
     placements = [Replicate() if each.is_partial() else each for each in value.placements]
     return value.redistribute(placements=placements)
+
+
+def _is_rounded_early(value: DTensor) -> bool:
+    """Whether a value is an unfinished sum in half precision, of which ranks round their parts.
+
+    A device adds up in float32 and rounds once. Muon, which computes in bfloat16, would take other
+    steps.
+    """
+    return value.dtype in _HALF and any(each.is_partial() for each in value.placements)
+
+
+def _rounded_once(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> Any:
+    """The result of an op in half precision, added up in float32 or on whole tensors."""
+    if not op.is_of_all_elements(args, kwargs):
+        return run_on_whole(op.func, args, kwargs)
+    wide = pytree.tree_map_only(HomeTensor, lambda x: x.float(), list(args))
+    sum_in_float = run_op(op.func, wide, {k: v for k, v in kwargs.items() if k != "dtype"})
+    return sum_in_float.to(dtype)
 
 
 def _needs_whole(
