@@ -99,6 +99,8 @@ class Shown:
     def show(self) -> None:
         """Show the program's gradient to the user."""
         shown, piece = self.param.grad, self.piece.grad
+        if piece is not None and self._outside.is_at(shown) and self._outside.misses(piece):
+            self.write_back()
         if piece is None:
             self.param.grad = None
         elif piece is not self._grads[1] or shown is not self._grads[0]:

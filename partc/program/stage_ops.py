@@ -195,12 +195,12 @@ def _is_written_elsewhere(value: Tensor) -> bool:
     return lost or not isinstance(value, DTensor)
 
 
-def _check_finite(grads: Sequence[DTensor], found: Tensor, inverse: Tensor) -> None:
+def _check_finite(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Unscale the gradients; ``found`` becomes 1 on all ranks if one is not finite on any.
 
     torch's own asks only the ranks that share the first gradient's shards.
     """
-    _CHECK_FINITE([grad._local_tensor for grad in grads], found, inverse)
+    _CHECK_FINITE([getattr(grad, "_local_tensor", grad) for grad in grads], found, inverse)
     home = next(grad.home for grad in grads if isinstance(grad, HomeTensor))
     for group in home.groups.values():
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
