@@ -56,7 +56,7 @@ class Shown:
             self.trained = True
             self.piece.requires_grad_(True)
             self.param.requires_grad_(True)
-            self.param.register_post_accumulate_grad_hook(lambda _: self.read())
+            self._watch(self.param)
 
     # gradients -------------------------------------------------------------------------------
     def read(self) -> None:
@@ -107,6 +107,8 @@ class Shown:
     def show(self) -> None:
         """Show the program's gradient to the user."""
         shown, piece = self.param.grad, self.piece.grad
+        if piece is not None and self._outside.is_at(shown) and self._outside.misses(piece):
+            self.write_back()
         if piece is None:
             self.param.grad = None
         elif piece is not self._grads[1] or shown is not self._grads[0]:
@@ -193,9 +195,13 @@ class Shown:
         if isinstance(param, HomeTensor):
             param.follower = Follower(self._moved)
         if self.trained:
-            param.register_hook(lambda _: self.read())  # what is added to it comes next
-            param.register_post_accumulate_grad_hook(lambda _: self._accumulated())
+            self._watch(param)
         return param
+
+    def _watch(self, param: nn.Parameter) -> None:
+        """Follow what autograd adds to the shown gradient."""
+        param.register_hook(lambda _: self.read())  # what is added to it comes next
+        param.register_post_accumulate_grad_hook(lambda _: self._accumulated())
 
 
 def begin_all(shown: Collection[Shown]) -> None:

@@ -28,6 +28,7 @@ from partc.program.whole_ops import reshape_in_place, run_on_whole, view_of
 _CHECK_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _NUMBER = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default  # DTensor compares over all ranks, also those of other stages
+_HALF = (torch.bfloat16, torch.float16)
 _NO_REFUSAL_OF_DTENSOR = (dist.DistError, torch.OutOfMemoryError)
 
 
@@ -66,6 +67,8 @@ def _run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Hom
             raise
         return run_on_whole(func, args, kwargs)  # which says what is wrong with the operands
     if isinstance(result, DTensor):
+        if _is_rounded_early(result):
+            return _rounded_once(op, args, kwargs, result.dtype)
         return _Results(op, args, kwargs, given).one(result, 0)
     if isinstance(result, list | tuple):
         results = _Results(op, args, kwargs, given)
@@ -153,6 +156,26 @@ def _finished(value: DTensor) -> DTensor:
     return value.redistribute(placements=placements)
 
 
+def _is_rounded_early(value: DTensor) -> bool:
+    """Whether a value is an unfinished sum in half precision, of which ranks round their parts.
+
+    A device adds up in float32 and rounds once. Muon, which computes in bfloat16, would take other
+    steps.
+    """
+    return value.dtype in _HALF and any(each.is_partial() for each in value.placements)
+
+
+def _rounded_once(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> Any:
+    """The result of an op in half precision, added up in float32 or on whole tensors."""
+    if not op.is_of_all_elements(args, kwargs):
+        return run_on_whole(op.func, args, kwargs)
+    wide = pytree.tree_map_only(HomeTensor, lambda x: x.float(), list(args))
+    sum_in_float = run_op(op.func, wide, {k: v for k, v in kwargs.items() if k != "dtype"})
+    return sum_in_float.to(dtype)
+
+
 def _needs_whole(
     op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[HomeTensor]
 ) -> bool:
@@ -172,12 +195,12 @@ def _is_written_elsewhere(value: Tensor) -> bool:
     return lost or not isinstance(value, DTensor)
 
 
-def _check_finite(grads: Sequence[DTensor], found: Tensor, inverse: Tensor) -> None:
+def _check_finite(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Unscale the gradients; ``found`` becomes 1 on all ranks if one is not finite on any.
 
     torch's own asks only the ranks that share the first gradient's shards.
     """
-    _CHECK_FINITE([grad._local_tensor for grad in grads], found, inverse)
+    _CHECK_FINITE([getattr(grad, "_local_tensor", grad) for grad in grads], found, inverse)
     home = next(grad.home for grad in grads if isinstance(grad, HomeTensor))
     for group in home.groups.values():
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)

@@ -13,7 +13,7 @@ from partc.graph import Graph, value
 from partc.program.expected import seeded_weight
 from partc.verification.expected_step import expected_of, is_small
 from partc.verification.run_graph import run_graph
-from partc.verification.steady_draws import as_on_any_device
+from partc.verification.steady_draws import WholeDraws, as_on_any_device
 
 TOLERANCE = 1e-9  # in float64, relative to the largest element
 
@@ -26,7 +26,7 @@ def why_not_ignored(whole: Graph, filled: Graph, values: Sequence[float | None])
     """
     if not is_small(filled):
         return "the step is too large to be tried on one device"
-    expected = expected_of(whole)
+    expected = expected_of(whole, {})
     if expected is None:
         return "seeded weights and rows give no finite loss"
     batch = expected.seeds.batch(
@@ -49,7 +49,7 @@ def _outputs(graph: Graph, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Loss, gradients and new values of buffers of a step on seeded weights."""
     params = _seeded(graph.params)
     buffers = {**_seeded(graph.buffers), **{n: x.clone() for n, x in graph.constants.items()}}
-    with as_on_any_device():
+    with as_on_any_device(WholeDraws({})):  # constants, for any number of rows
         found: Mapping[str, Any] = run_graph(graph, params, buffers, batch)
     tables = {kind: found.get(kind) or {} for kind in ("grads", "buffers", "results")}
     named = {f"{kind} {name}": x for kind, table in tables.items() for name, x in table.items()}

@@ -240,8 +240,23 @@ def by_backward(module: nn.Module, step: Step) -> Any:
     return plain, [p.grad for p in trained(module).values()]
 
 
+def unscaled(module: nn.Module, step: Step) -> Any:
+    """GradScaler looks at plain gradients and at others together."""
+    optimizer = torch.optim.SGD(trained(module).values(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    first = next(iter(trained(module).values()))
+    plain = first.grad = torch.ones(first.shape)
+    step()
+    scaler.unscale_(optimizer)
+    now = plain.clone(), [p.grad for p in trained(module).values()]
+    scaler.step(optimizer)
+    return now, plain, step()
+
+
 GRADIENTS: list[Use] = [
     views_of_a_flat_buffer, plain_or_of_another_layout, held_over_autograd, clipped, by_backward,
+    unscaled,
 ]  # fmt: skip
 
 

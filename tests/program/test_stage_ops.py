@@ -146,6 +146,45 @@ def test_reads_and_writes_are_those_of_one_device(world: Processes, sharded: Pat
     world.run(compared, sharded, num=2)
 
 
+HALF: dict[str, Op] = {
+    "gram": lambda x: x @ x.T,
+    "other gram": lambda x: x.T @ x,
+    "product": lambda x: torch.addmm(x.T @ x, x.T, x, beta=0.5, alpha=2.0),
+    "norm": lambda x: x.norm(),
+    "norm, rounded": lambda x: torch.linalg.vector_norm(x.float(), dtype=torch.float32).bfloat16(),
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: x.mean(),
+    "columns": lambda x: x.sum(0),
+    "number": lambda x: x.sum().item(),
+}
+
+
+@torch.no_grad()
+def in_half_precision(path: Path) -> None:
+    for stage, model, name in pairs(path):
+        for dtype in (torch.bfloat16, torch.float16):
+            ours, theirs = (m.get_parameter(name).to(dtype) for m in (stage, model))
+            for why, op in HALF.items():
+                found, expected = whole(op(ours)), op(theirs)
+                if isinstance(found, Tensor):
+                    assert found.dtype == expected.dtype, why
+                torch.testing.assert_close(found, expected, msg=why, rtol=1e-5, atol=0)
+        optimizers, names = [], [n for n, p in model.named_parameters() if p.dim() == 2]
+        for module in (stage, model):
+            for each in names:
+                grad = module.get_parameter(each) * 0.3 + 0.1
+                module.get_parameter(each).grad = grad.sin()
+            optimizers.append(torch.optim.Muon([module.get_parameter(n) for n in names], lr=0.1))
+            optimizers[-1].step()
+        for each in names:
+            found, expected = (whole(m.get_parameter(each)).detach() for m in (stage, model))
+            torch.testing.assert_close(found, expected, msg=f"Muon on {each}")
+
+
+def test_half_precision_is_rounded_as_on_one_device(world: Processes, sharded: Path) -> None:
+    world.run(in_half_precision, sharded, num=2)
+
+
 @torch.no_grad()
 def refused(path: Path) -> None:
     stage = stage_of(path)

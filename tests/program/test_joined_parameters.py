@@ -89,17 +89,16 @@ def of_one_parameter(path: Path) -> None:
             if isinstance(module, Stage):
                 module.step(*batch_of(seed))
             else:
-                loss: Tensor = loss_of(module, *batch_of(seed))
-                loss.backward()
+                loss_of(module, *batch_of(seed)).backward()
             named = nn.Module.named_parameters(module)
             each.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+    uses: list[Callable[[list[Any]], Any]] = [
+        lambda each: torch.stack(each).mean(0),
+        lambda each: torch.cat([x.flatten() for x in each]).sort()[0],
+        lambda each: largest(each[0]),
+    ]
     for name in grads[0][0]:
         ours, theirs = ([each[name] for each in side] for side in grads)
-        uses: list[Callable[[list[Tensor]], Tensor]] = [
-            lambda each: torch.stack(each).mean(0),
-            lambda each: torch.cat([x.flatten() for x in each]).sort()[0],
-            lambda each: largest(each[0]),
-        ]
         for use in uses:
             torch.testing.assert_close(whole(use(ours)), use(theirs), msg=name)
 
