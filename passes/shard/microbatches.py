@@ -32,7 +32,9 @@ def check_microbatches(local: Graph) -> None:
             known = value(node)
             line = known.source.partition(": ")[0]
             raise PlanError(
-                where=f"{known.module or 'loss'} ({line})" if line else known.module or "loss",
+                where=f"{known.module or 'the step'} ({line})"
+                if line
+                else known.module or "the step",
                 what=f"{known.name or node.name} needs the whole batch, not one microbatch",
                 why=f"it would take an {node.target.__name__} over microbatches, which run one "
                 "after the other",
