@@ -17,17 +17,24 @@ from partc.rules.strategy import Strategy
 aten = torch.ops.aten
 VARIANT = "local"  # its running statistics, marked U, keep the first rank's value alone
 FORWARD = aten._native_batch_norm_legit_functional.default
+_PLAIN = aten.native_batch_norm.default  # the same where a module keeps no running statistics
 BACKWARD = aten.native_batch_norm_backward.default
+
+
+def takes_statistics(node: fx.Node) -> bool:
+    """Whether a call is a batch norm that normalises with the statistics of its operand."""
+    return node.target is FORWARD or (node.target is _PLAIN and bool(node.args[5]))
 
 
 def local_batch_norm(node: fx.Node, arriving: Layout) -> Strategy | None:
     """The strategy of a batch norm whose operand is sharded by sample; None for other calls."""
-    if node.target not in (FORWARD, BACKWARD) or arriving != cut(0):
+    forward = takes_statistics(node)
+    if not (forward or node.target is BACKWARD) or arriving != cut(0):
         return None
-    images = 1 if node.target is FORWARD else 2  # operands with a batch: x, or d_y and x
+    images = 1 if forward else 2  # operands with a batch: x, or d_y and x
     ins = tuple(cut(0) if i < images else R for i in range(len(tensor_args(node))))
     # y, mean, rstd, new running mean and variance; or d_x, d_weight, d_bias
-    outs = (cut(0), R, R, U, U) if node.target is FORWARD else (cut(0), U, U)
+    outs = (cut(0), R, R, U, U) if forward else (cut(0), U, U)
     return Strategy(ins, outs[: len(results_of(node))], VARIANT)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from types import CellType, ModuleType
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -26,25 +26,23 @@ def passing_mode() -> FakeTensorMode:
     return mode
 
 
-def check_none_kept(mode: FakeTensorMode | None = None, graph: fx.Graph | None = None) -> None:
-    """TraceError if anything but the ``graph`` recorded in ``mode`` holds a fake of a past run."""
+def check_none_kept(graph: fx.Graph | None = None) -> None:
+    """TraceError if anything but the recorded ``graph`` holds a fake of a past run."""
     nodes = graph.nodes if graph else ()
-    own = {id(each) for node in nodes for each in tensors_in(node.meta.get("val"))}
+    own = {id(each): each for node in nodes for each in tensors_in(node.meta.get("val"))}
+    mode = next((each.fake_mode for each in own.values() if isinstance(each, FakeTensor)), None)
     if mode is None and not _PASSING:
         return
-    if not _left(mode, own):
-        return
-    gc.collect()  # what only refers to itself
+    if _left(mode, own):
+        gc.collect()  # what only refers to itself
     left = _left(mode, own)
-    if left:
-        _PASSING.clear()  # told once
-        fake: Any = left.pop()
-        del left
-        known = sorted(_holders(fake, _DEEP))
-        raise _refusal(fake, known[0][1] if known else "the code that the step runs")
+    _PASSING.clear()  # they are told once
+    for fake in left:
+        for holder in sorted(_holders(fake, _DEEP)):
+            raise _refusal(fake, holder[1])
 
 
-def _left(mode: FakeTensorMode | None, own: set[int]) -> list[Tensor]:
+def _left(mode: FakeTensorMode | None, own: Mapping[int, Tensor]) -> list[Tensor]:
     fakes = [each for each in gc.get_objects() if type(each) is FakeTensor and id(each) not in own]
     return [each for each in fakes if each.fake_mode is mode or each.fake_mode in _PASSING]
 
@@ -52,7 +50,7 @@ def _left(mode: FakeTensorMode | None, own: set[int]) -> list[Tensor]:
 def _holders(held: Any, deep: int) -> Iterator[tuple[int, str]]:
     """The names of what holds an object, ``ropes.CACHE`` or ``an attribute of a Rope``.
 
-    Before each stands how little it says.
+    Before each stands how little it says. Frames, as those of a kept error, are none.
     """
     for each in gc.get_referrers(held):
         owner = _owner(each)
@@ -60,8 +58,6 @@ def _holders(held: Any, deep: int) -> Iterator[tuple[int, str]]:
             yield 0, f"{owner.__name__}.{next(k for k, v in vars(owner).items() if v is held)}"
         elif owner is not None or any(v is held for v in getattr_dict(each).values()):
             yield 1, f"an attribute of a {type(each if owner is None else owner).__qualname__}"
-        elif isinstance(each, CellType):
-            yield 2, "a variable of a closure"
         elif deep and isinstance(each, dict | list | tuple):
             yield from _holders(each, deep - 1)
 

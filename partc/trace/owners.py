@@ -5,6 +5,7 @@ Nothing of the user's runs: properties and ``__getattr__`` are not called.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,7 +73,8 @@ def static(owner: Any, key: str) -> Any:
 def getattr_dict(owner: Any) -> dict[str, Any]:
     """The attributes that an object has of its own, by name; none where it has no such table."""
     try:
-        found = object.__getattribute__(owner, "__dict__")
+        of = threading.local if isinstance(owner, threading.local) else object
+        found = of.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import Tensor, nn
 
 from partc.trace.owners import ABSENT, content, getattr_dict, in_class, look, put, slots
+from partc.trace.process_state import process_restored
 from partc.trace.ran import Ran
 from partc.trace.reachable import Place, Reads, Walk, is_library
 from partc.trace.states import FIXED, FUNCTIONS, SAMPLED_BYTES, Unknown, shown, state_of
@@ -91,7 +92,7 @@ def restored(reach: Reach) -> Iterator[None]:
     """
     before = [(place, _held(place.value), _is_inherited(place)) for place in reach.places]
     try:
-        with no_fakes_cached():
+        with no_fakes_cached(), process_restored():
             yield
     finally:
         for place, held, inherited in before:

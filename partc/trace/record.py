@@ -34,6 +34,7 @@ from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
 from partc.trace.distribution_checks import is_wanted_check
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.kept_fakes import check_none_kept
 from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
@@ -83,6 +84,7 @@ class Source:
                 recording = record(
                     self.model, self.given.tensors, self.objective, self.train, left_out
                 )
+            check_none_kept(recording.module.graph)  # once what skipped blocks return is gone
         except PartcError:
             raise
         except Exception as error:

@@ -25,6 +25,7 @@ from partc.trace.contents import Call, Contents
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.known_numbers import READS
 from partc.trace.places import Reach, State
+from partc.trace.process_state import process_states
 from partc.trace.python_random import Lines, generators
 from partc.trace.ran import Ran
 from partc.trace.reachable import Place, Reads
@@ -104,7 +105,7 @@ class History:
         self.changed = [place.name for place in self._written(behind)]
         self.changed += [name for name in begun if states.get(name, begun[name]) != begun[name]]
         self.changed += self._new(behind)
-        self.states = states
+        self.states, process = states, process_states()
         again, lines = Again(self.contents), Lines()
         try:
             looking = lines.open() if random != self.random else nullcontext()
@@ -124,6 +125,7 @@ class History:
             raise self._differs(again, "")
         behind = self._reach()
         _check_states(states, behind.states())
+        _check_process(process, process_states())
         self.left = [place.name for place in self._written(behind)]
 
     def _new(self, behind: Reach) -> Iterator[str]:
@@ -215,6 +217,14 @@ def _check_states(before: dict[str, State], after: dict[str, State]) -> None:
                 do="A program runs no Python of the model: count in a buffer, or change it outside "
                 "of the step.",
             )
+
+
+def _check_process(before: dict[str, str], after: dict[str, str]) -> None:
+    """TraceError if the second run has left another environment than the first."""
+    for name in {**before, **after}:
+        then, now = before.get(name, "absent"), after.get(name, "absent")
+        if then != now:
+            _check_states({name: State(then, then)}, {name: State(now, now)})
 
 
 def _random(line: str, now: dict[str, Any], before: dict[str, Any]) -> TraceError:

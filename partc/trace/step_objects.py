@@ -45,6 +45,7 @@ class StepObjects:
         self.ids = {id(each) for each in self.modules.values()}
         self.hooks = {name: hooks_of(each) for name, each in self.modules.items()}
         self.states = {name: _state(each) for name, each in self.fakes.items()}
+        self.versions = {name: each._version for name, each in self.fakes.items()}
         self.attributes = {name: _attributes(each) for name, each in params.items()}
 
     def check(self) -> None:
@@ -104,8 +105,16 @@ class StepObjects:
         for one, other in (pair for names in shared.values() for pair in combinations(names, 2)):
             is_new = now[one] is not self.fakes[one] or now[other] is not self.fakes[other]
             tied = self.fakes[one] is self.fakes[other] and now[one] is now[other]
-            if is_new and not tied and overlap(now[one], now[other]):
+            if is_new and not tied and self._matters(one, other) and overlap(now[one], now[other]):
                 raise _shares(*((one, other) if now[one] is not self.fakes[one] else (other, one)))
+
+    def _matters(self, *names: str) -> bool:
+        """Whether tensors must not share memory: one is trained, or a step writes to it in place.
+
+        Two buffers that each step sets anew are the same ever after.
+        """
+        fakes = {name: self.fakes[name] for name in names}
+        return any(id(f) in self.mine or f._version != self.versions[n] for n, f in fakes.items())
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

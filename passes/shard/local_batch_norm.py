@@ -16,7 +16,13 @@ from partc.graph import Graph, tensor_args, value
 from partc.graph.ancestors import ancestors
 from partc.plan.sharding import Layout, R, cut
 from partc.rules import Strategy
-from partc.rules.local_batch_norm import BACKWARD, FORWARD, VARIANT, local_batch_norm
+from partc.rules.local_batch_norm import (
+    BACKWARD,
+    FORWARD,
+    VARIANT,
+    local_batch_norm,
+    takes_statistics,
+)
 
 # Places of the running mean and variance among the operands of a batch norm, and of the new ones
 # among its results.
@@ -44,7 +50,7 @@ def check_statistics(graph: Graph, ranks: int, microbatches: int) -> None:
     pieces = ranks * microbatches
     of = f"{ranks} pieces of each of " if ranks > 1 else ""
     for node in graph.calls():
-        if node.target is not FORWARD:
+        if not takes_statistics(node):
             continue
         known, shape = value(node), value(tensor_args(node)[0]).shape
         if prod(shape) // shape[1] // pieces < 2:
@@ -81,7 +87,7 @@ def check_readers(graph: Graph) -> None:
 def _read_between(reader: fx.Node) -> PlanError:
     known = value(reader)
     return PlanError(
-        where=f"{known.module or 'loss'} ({known.source})",
+        where=f"{known.module or 'the step'} ({known.source})",
         what="it reads what a batch norm keeps: its running statistics, or how often it ran",
         why="each microbatch in turn updates that, so that the step has no one value of it",
         do="Use microbatches=1, or a buffer of your own.",
@@ -90,4 +96,4 @@ def _read_between(reader: fx.Node) -> PlanError:
 
 def has_batch_norm(graph: Graph) -> bool:
     """Whether a graph has a batch norm in training mode."""
-    return any(node.target is FORWARD for node in graph.calls())
+    return any(takes_statistics(node) for node in graph.calls())

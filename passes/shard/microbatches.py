@@ -44,7 +44,7 @@ def check_microbatches(local: Graph) -> None:
         if node.target in collectives.COLLECTIVES and node.kwargs["axis"] == MICROBATCH_AXIS:
             known = value(node)
             line = known.source.partition(": ")[0]
-            where = f"{known.module or 'loss'} ({line})" if line else known.module or "loss"
+            where = f"{known.module or 'the step'} ({line})" if line else known.module or "the step"
             if is_backward(node) and node.target is collectives.all_reduce:
                 raise _no_sum(where, known.name or node.name)
             raise PlanError(

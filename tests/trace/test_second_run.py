@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -307,6 +310,39 @@ def skipped_layer(model: Any, y: Tensor) -> Any:
 def scaled_by_numpy(model: Any, y: Tensor) -> Any:
     scale = float(np.random.rand())
     return y * scale
+
+
+CONTEXT, OF_THREAD = contextvars.ContextVar("count", default=0), threading.local()
+
+
+def in_environment(model: Any, y: Tensor) -> Any:
+    os.environ["PARTC_COUNT"] = str(int(os.environ.get("PARTC_COUNT", 0)) + 1)
+    return y * (1.0 if int(os.environ["PARTC_COUNT"]) < 4 else 2.0)
+
+
+def in_context(model: Any, y: Tensor) -> Any:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return y * (1.0 if CONTEXT.get() < 4 else 2.0)
+
+
+def in_thread(model: Any, y: Tensor) -> Any:
+    OF_THREAD.count = getattr(OF_THREAD, "count", 0) + 1
+    return y * (1.0 if OF_THREAD.count < 4 else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (in_environment, "os.environ['PARTC_COUNT']"),
+        (in_context, "the context variable count"),
+        (in_thread, "OF_THREAD.count of in_thread"),
+    ],
+)
+def test_a_count_in_the_process_is_refused(forward: Forward, name: str) -> None:
+    with pytest.raises(TraceError, match="it changes with every step") as caught:
+        trace(Keeps(forward), (X,))
+    assert caught.value.where == name
+    assert "PARTC_COUNT" not in os.environ
 
 
 @pytest.mark.parametrize(
