@@ -41,7 +41,6 @@ from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.kept_fakes import check_none_kept
 from partc.trace.known_numbers import READS, UnknownNumberError, known_number
 from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
@@ -138,7 +137,6 @@ def record(
     gradients of the trainable parameters (None where the loss does not depend on the parameter) and
     the buffers after the step.
     """
-    check_none_kept()
     every, reach = names_of(model), Reach.of(model, objective)
     check_memory(every.params, every.buffers)
     if train:

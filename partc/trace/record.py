@@ -88,6 +88,7 @@ class Source:
         except PartcError:
             raise
         except Exception as error:
+            check_none_kept()  # a run before may have left what this one has met
             raise _explain(error, self.model) from error
         if self.kind == "loss":
             recording.results = [self.returns.loss_name, *self.returns.names]
