@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ Compile = Callable[[Traced, Mesh, Plan], Program]
 class Recipe:
     """A model and its loss as they were when they were compiled, and what compiles them.
 
-    The model is the script's: when nothing else holds it, its memory is freed, and no further
-    program can be compiled. ``training``: the mode of every module then, in the order of
+    The model is the script's: when nothing else holds it, its memory is freed. ``twin`` is then in
+    its place, a copy without weights. ``training``: the mode of every module then, in the order of
     ``modules()``. ``trained``: which parameters had gradients, in the order of ``parameters()``.
     """
 
@@ -47,6 +48,7 @@ class Recipe:
     compile: Compile
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
+    twin: list[nn.Module] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -60,8 +62,8 @@ class Recipe:
 
     @property
     def model(self) -> nn.Module:
-        """The model; RunError once it is gone."""
-        model = self.held()
+        """The model, or its twin; RunError where it is gone and could not be copied."""
+        model = self.held() or next(iter(self.twin), None)
         if model is None:
             raise RunError(
                 where="a further program of a stage",
@@ -71,6 +73,17 @@ class Recipe:
                 "program.for_shapes(...), or give one by partc.with_model(program, model, loss).",
             )
         return model
+
+    def keep_twin(self) -> None:
+        """Copy the model without its weights, for a script that lets it go."""
+        model = self.held()
+        if model is not None and not self.twin:
+            bare: dict[int, Any] = {
+                id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                for p in model.parameters()
+            }
+            with suppress(Exception):  # of a model that cannot be copied
+                self.twin.append(copy.deepcopy(model, bare))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as None: another process has not got the model."""

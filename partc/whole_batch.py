@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partc.errors import PartcError, PlanError
 from partc.graph import Graph
 from partc.passes.runner import Table
-from partc.passes.shard.find_batch import batch_of, entries, notes_on
+from partc.passes.shard.find_batch import Found, batch_of, entries, notes_on
 from partc.plan import Cuts, Plan
 from partc.plan.batch import BATCH, is_pinned, layout_of, spread_batch
 from partc.plan.mesh import Mesh
@@ -89,7 +89,17 @@ class _Pieces:
         if found is None:
             return None
         found.check(self.plan)
-        return {**usual, **entries({n: x for n, x in found.batch.items() if n not in pins})}
+        new = {n: x for n, x in found.batch.items() if n not in pins and not self._is_row(n, found)}
+        return {**usual, **entries(new)} if new else None
+
+    def _is_row(self, name: str, found: Found) -> bool:
+        """Whether an input that could be whole is taken for one rank's samples all the same: it has
+        as many rows as inputs that are cut, as one side of a contrastive loss has.
+        """
+        given = self.source.given
+        sizes = {n: tuple(x.shape) for n, x in zip(given.names, given.tensors, strict=True)}
+        rows = {sizes[n][x.dim] // x.outer for n, x in found.batch.items() if x != R}
+        return found.batch[name] == R and bool(sizes[name]) and sizes[name][0] in rows
 
     def _planned(self, cuts: Mapping[str, Cuts], notes: Sequence[str]) -> Plan:
         own = {name: each for name, each in cuts.items() if not is_pinned(name, self.plan)}

@@ -65,7 +65,7 @@ def train(program: Program, model: nn.Module, ids: Tensor) -> float:
     stage = program.module()
     stage.load_full(model)
     optimizer = torch.optim.AdamW(stage.parameters())
-    loss = assert_type(stage.step(ids), Tensor)
+    loss: Tensor = stage.step(ids)
     assert_type(stage.clip_grad_norm_(1.0), Tensor)
     optimizer.step()
     return loss.item()

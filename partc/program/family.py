@@ -159,7 +159,8 @@ class Family:
         each = [Wanted.parse(text) for text in texts]
         found = longest(each, self._rows)
         if found is None or not self._may_fill(each, found):
-            raise ranks_differ(each)
+            mine = [self._pieces.mine(one) for one in each]
+            raise ranks_differ(mine, own_rows=bool(self._pieces.of_each))
         return found
 
     def _may_differ(self, wanted: Wanted) -> bool:

@@ -29,7 +29,10 @@ def step_in_eval() -> RunError:
     )
 
 
-def ranks_differ(each: Sequence[Wanted]) -> RunError:
+def ranks_differ(each: Sequence[Wanted], *, own_rows: bool) -> RunError:
+    """The error of all ranks; ``each``: what a rank was given, by rank. ``own_rows``: ranks are
+    given samples of their own.
+    """
     same: dict[str, list[int]] = {}
     for rank, wanted in enumerate(each):
         same.setdefault(str(wanted), []).append(rank)
@@ -38,8 +41,26 @@ def ranks_differ(each: Sequence[Wanted]) -> RunError:
         where="the step of all ranks",
         what=f"ranks differ in what they run: {told}",
         why="one program computes a step on all ranks together",
-        do='Call the same on every rank; where only lengths differ, program.module(pad={"ids": 0, '
-        '"labels": -100}) fills all up to the longest.',
+        do=f"Call the same on every rank.{_what_helps(each, own_rows)}",
+    )
+
+
+def _what_helps(each: Sequence[Wanted], own_rows: bool) -> str:
+    rows = {tuple(shape[:1] for shape, _ in one.inputs) for one in each}
+    if len(rows) > 1 and own_rows:
+        return (
+            " Where numbers of rows differ, as in a last batch, give every rank as many "
+            "(DataLoader(..., drop_last=True), stage.loader(dataset)), or compile with "
+            'batch="global", where program.module(partial="replicate") computes any batch.'
+        )
+    if any(one.kind == "forward" for one in each):
+        return (
+            " A forward is not filled up, as its results would be longer: let the collator pad to "
+            "one length on all ranks, or return the results as extras of the loss, eval_step."
+        )
+    return (
+        ' Where only lengths differ, program.module(pad={"ids": 0, "labels": -100}) fills all up '
+        "to the longest."
     )
 
 

@@ -34,6 +34,8 @@ def start_stage(
     mesh = mesh or device_mesh(program.mesh, here.type)
     if mesh is not None:
         _check_mesh(mesh, program.mesh)
+    if program.recipe is not None:
+        program.recipe.keep_twin()
     return Stage(program, mesh, here, choices)
 
 

@@ -76,6 +76,10 @@ class Recipe(Protocol):
         """A program whose parameters are stored as those of ``first``."""
         ...
 
+    def keep_twin(self) -> None:
+        """Copy the model without its weights, for a script that lets it go."""
+        ...
+
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> Given:
         """What the model's forward is given by a call."""
         ...

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from partc.errors import UsageError
 from partc.plan.mesh import Mesh
 from partc.plan.sharding import cut, join_pieces
 from partc.program import Program
-from partc.program.role import Shard
+from partc.program.role import Role, Shard
 from partc.trace.arguments import Given
 
 
@@ -21,10 +22,24 @@ def whole_batch(program: Program, given: Given) -> Given:
     """
     role = program.role(0)
     shapes = [tuple(x.shape) for x in given.tensors]
-    if not program.dealt or shapes != [shape for shape, _ in role.inputs.values()]:
+    if shapes == [each.shape for each in role.batch]:
         return given
+    if shapes != [shape for shape, _ in role.inputs.values()]:
+        raise _other_shapes(shapes, role)
     pairs = zip(given.tensors, role.batch, strict=True)
     return given.with_tensors([_whole(x, of, program.mesh) for x, of in pairs])
+
+
+def _other_shapes(shapes: Sequence[tuple[int, ...]], role: Role) -> UsageError:
+    whole = [list(each.shape) for each in role.batch]
+    piece = [list(shape) for shape, _ in role.inputs.values()]
+    pieces = "" if piece == whole else f", and one rank's piece {piece}"
+    return UsageError(
+        where="verify",
+        what=f"the inputs have the shapes {[list(shape) for shape in shapes]}",
+        why=f"the program was compiled for a whole batch of {whole}{pieces}",
+        do="Pass a batch of these shapes.",
+    )
 
 
 def _whole(piece: Tensor, of: Shard, mesh: Mesh) -> Tensor:

@@ -245,14 +245,23 @@ def test_another_model_than_the_compiled_one_is_refused(world: Processes) -> Non
     assert "head.weight" in told
 
 
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo: object) -> Uncopied:
+        raise TypeError("no copies")
+
+
 def without_a_model() -> str:
     stage = begun(compiled("ddp", tokens(ROWS, 4)), language())
+    model, batch = language(), tokens(ROWS, 5)
+    compare_step(stage, model, stage.step(*batch), language_loss(model, *batch))
+    x = torch.randn(ROWS, 4)
+    stage = partc.compile(Uncopied(4, 4), "dp=2", (x,), loss=squares, plan="ddp").module()
     with pytest.raises(RunError) as error:
-        stage.step(*tokens(ROWS, 5))
+        stage.step(x[:2])
     return str(error.value)
 
 
-def test_a_model_that_is_gone_is_named(world: Processes) -> None:
+def test_a_model_that_is_gone_has_a_copy_without_weights(world: Processes) -> None:
     assert "the model is no longer there" in world.run(without_a_model, num=2)[0]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import partc
+from partc.errors import UsageError
 
 
 class Net(nn.Module):
@@ -61,3 +62,30 @@ def test_results_of_a_forward_are_the_ranks_own_rows() -> None:
         program = partc.compile(model, "dp=2,tp=2", (x,), plan="fsdp+megatron", batch="local")
         partc.verify(program, model, (x,)).check()
     assert program.results == {"result": (("dp", 0, 1),)}
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.EmbeddingBag(50, 8, mode="mean")
+        self.item = nn.EmbeddingBag(60, 8, mode="mean")
+
+
+def contrasted(model: Towers, user: Tensor, item: Tensor) -> Tensor:
+    scores = model.user(user) @ model.item(item).T
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def test_both_sides_of_a_contrastive_loss_are_the_ranks_own_rows() -> None:
+    torch.manual_seed(0)
+    model, user, item = Towers(), torch.randint(50, (8, 5)), torch.randint(60, (8, 4))
+    program = partc.compile(
+        model, "dp=2", (user[:4], item[:4]), loss=contrasted, plan="ddp", batch="local"
+    )
+    assert program.inputs == {"user": ((8, 5), "int64"), "item": ((8, 4), "int64")}
+    for batch in ((user, item), (user[:4], item[:4])):
+        partc.verify(program, model, batch, loss=contrasted).check()
+    with pytest.raises(
+        UsageError, match=r"verify: the inputs have the shapes \[\[2, 5\], \[2, 4\]\]"
+    ):
+        partc.verify(program, model, (user[:2], item[:2]), loss=contrasted)
