@@ -1,9 +1,9 @@
 """Compare what ranks must hold alike: batch, weights, buffers, and the seed of random numbers.
 
 A program gives plausible losses on ranks that were given different batches, so that nobody would
-notice. At the first step, and at every ``every``-th after it, each rank makes a number of all that
-it has (``tensor_hash.py``), and one small collective over the default group shows every rank the
-numbers of all. Where they differ a second one finds the tensors, and all ranks raise.
+notice. At the first step of each program, and at every ``every``-th step, each rank makes a number
+of all that it has (``tensor_hash.py``), and one small collective over the default group shows every
+rank the numbers of all. Where they differ a second one finds the tensors, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class Agreement:
     """Compares the ranks of a run now and then.
 
     Attributes:
-        every: how many steps lie between two comparisons; 0 compares at the first step alone. It
-            has to be the same on all ranks. A comparison reads all weights once.
+        every: how many steps lie between two comparisons; 0 compares at the first step of each
+            program alone. It has to be the same on all ranks. A comparison reads all weights once.
     """
 
     def __init__(self, holders: Holders, *, draws: bool) -> None:
         self.every, self.num_steps = EVERY, 0
         self._holders, self._draws = holders, draws
+        self._seen: dict[int, Role] = {}  # of the programs that have run
 
     def compare(
         self, role: Role, inputs: Sequence[Tensor] | None, held: Mapping[str, Tensor],
@@ -79,9 +80,12 @@ class Agreement:
             RunError: on every rank, if ranks differ in what they must hold alike.
         """
         number, self.num_steps = self.num_steps, self.num_steps + 1
-        due = number == 0 or (self.every > 0 and number % self.every == 0)
+        new = id(role) not in self._seen
+        self._seen[id(role)] = role
+        due = new or (self.every > 0 and number % self.every == 0)
         if due and role.mesh.num_ranks > 1:
-            _Comparison(self, role, inputs, held, drawn, device).run(first=number == 0)
+            comparison = _Comparison(self, role, inputs, held, drawn, device)
+            comparison.run(first=number == 0, new=new)
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -115,7 +119,7 @@ class _Comparison:
     drawn: tuple[int, int]
     device: torch.device
 
-    def run(self, *, first: bool) -> None:
+    def run(self, *, first: bool, new: bool) -> None:
         """Compare; at the first step weights have to be equal to the bit."""
         said = [joined(self._numbers(each)) for each in self.alike]
         rows = self._exchange([int(self.inputs is None), self._batch(), *said])
@@ -129,7 +133,7 @@ class _Comparison:
         found = [one for each in unlike for one in self._found(each, first)]
         if found:
             raise disagreement(found, self.role)
-        if first:
+        if new:
             self._look_for_equal_pieces([row[1] for row in rows])
 
     @cached_property

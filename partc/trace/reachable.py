@@ -282,9 +282,12 @@ class Walk:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             with suppress(ValueError):  # of a variable that has no value yet
-                if not others or callable(cell.cell_contents):
+                held = cell.cell_contents
+                if ours and isinstance(held, FunctionType) and is_ours(held):
+                    self._function(held, of)  # partc wraps a loss more than once
+                elif not others or callable(held):
                     name = "loss" if ours else f"{name}{of}"
-                    self._later(Place(name, cell.cell_contents, cell, "cell_contents"), of)
+                    self._later(Place(name, held, cell, "cell_contents"), of)
         wrapped = vars(function).get("__wrapped__")
         if wrapped is not None:
             self._function(wrapped, of)

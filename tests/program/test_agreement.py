@@ -150,9 +150,10 @@ def test_a_rank_that_refuses_tells_the_others(world: Processes) -> None:
     assert 'batch="global"' in second
 
 
-def pieces_for_wholes(contract: str, given: str) -> str:
-    _, batch, _ = tokens()
-    stage, _ = started(program("ddp", contract))
+def pieces_for_wholes(contract: str, given: str, most_programs: int = 32) -> str:
+    model, batch, _ = tokens()
+    stage = program("ddp", contract).module(most_programs=most_programs)
+    stage.load_full(model)
     pieces = program("ddp", "local").role(0).pieces(batch, stage.coords)
     return outcome(lambda: stage.step(*(pieces if given == "pieces" else batch)))
 
@@ -160,8 +161,10 @@ def pieces_for_wholes(contract: str, given: str) -> str:
 def test_the_other_contract_is_named(world: Processes) -> None:
     for said in world.run(pieces_for_wholes, "global", "pieces", num=2):
         assert 'compile with batch="local"' in said
-    for said in world.run(pieces_for_wholes, "local", "wholes", num=2):
+    for said in world.run(pieces_for_wholes, "local", "wholes", 1, num=2):
         assert 'compile with batch="global"' in said
+    for said in world.run(pieces_for_wholes, "global", "pieces", 1, num=2):
+        assert 'compile with batch="local"' in said
 
 
 def same_pieces(of: Program) -> list[str]:
