@@ -173,7 +173,7 @@ def test_a_cost_is_read_back_from_what_is_saved() -> None:
         ({"schedule": "zb-v", "chunks": 3}, "does not take 3 stages per pipeline rank"),
         ({"microbatches": 3}, "the batch of 4 cannot be cut by mb=3"),
         ({"microbatches": 4, "mesh": "pp=2,dp=2"}, "the batch of 4 cannot be cut by mb=4"),
-        ({"microbatches": 0}, "0 microbatches"),
+        ({"microbatches": 0}, "microbatches = 0 is no such number"),
         ({"chunks": 20}, "units to cut between"),
         ({"memory_bytes": 10_000}, "no cut fits 10,000 bytes of memory"),
     ],
