@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from partc.errors import RunError
+from partc.errors import PartcError
 from partc.plan import Plan
 from partc.program import Program
 from partc.program.batch_fit import Pieces, Rows, fill, longest, uneven_error
@@ -122,7 +122,7 @@ class Family:
             check_autocast(device)  # under which another program would be compiled
             inputs, form = self._calls.tensors(kind, args, named)
             inputs = plain_inputs(inputs, self.first.role, known=not form)
-        except RunError:
+        except PartcError:
             self._refuse()
             raise
         wanted = self._pieces.whole(Wanted.of(kind, mode, inputs, form))

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from partc.errors import TraceError
 from partc.graph.fake_calls import tensors_in
 from partc.trace.owners import getattr_dict
+from partc.trace.tensor_caches import of_type
 
 _PASSING = WeakSet[FakeTensorMode]()
 _DEEP = 4  # lists and dicts around a tensor, up to the object or variable that has them
@@ -51,7 +52,7 @@ def _young() -> tuple[int, ...]:
 
 def _left(mode: FakeTensorMode | None, own: Mapping[int, Tensor]) -> list[Tensor]:
     young = gc.get_objects(0) + gc.get_objects(1) if _young() else gc.get_objects()
-    fakes = [each for each in young if type(each) is FakeTensor and id(each) not in own]
+    fakes = [each for each in of_type(FakeTensor, young) if id(each) not in own]
     return [each for each in fakes if each.fake_mode is mode or each.fake_mode in _PASSING]
 
 

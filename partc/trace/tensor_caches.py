@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
+from itertools import compress, repeat
+from operator import is_
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _OTHERS = {"torch", "partc"}
 _RECOMPUTED = WeakSet[Any]()  # caches that a trace has filled: programs compute what they hold
+_KNOWN = WeakSet[Any]()  # all caches
+_LOOKED: list[tuple[int, ...]] = []  # the collector's counts at the last look at everything
 _DEEP = 4  # lists, tuples and dicts in one another
 
 
@@ -54,14 +58,33 @@ def caches_restored() -> Iterator[None]:
 
 def _caches() -> list[Any]:
     """The functions with a cache that is in use, wherever they are, without those of torch."""
+    _find_new()
+    used = [each for each in _KNOWN if each.cache_info().currsize]
+    return [each for each in used if not _is_others(str(each.__module__))]
+
+
+def _find_new() -> None:
+    """Add the caches that were made since the last look to those that are known.
+
+    As long as the collector has moved nothing on, all that is new is among the young objects.
+    """
+    moved = tuple(each["collections"] for each in gc.get_stats()[1:])
+    if _LOOKED and _LOOKED[-1] == moved:
+        _KNOWN.update(of_type(_lru_cache_wrapper, gc.get_objects(0) + gc.get_objects(1)))
+        return
+    _LOOKED[:] = [moved]
     # by module and class too, as the collector shows nothing that was there at a gc.freeze()
     modules = [each for name, each in list(sys.modules.items()) if not _is_others(name)]
     own = [vars(each) for each in modules if isinstance(each, ModuleType)]
-    kinds = [vars(each) for table in own for each in list(table.values()) if isinstance(each, type)]
+    inner = [x for table in own for x in list(table.values())]
+    kinds = [vars(each) for each in compress(inner, map(isinstance, inner, repeat(type)))]
     named = [each for table in (*own, *kinds) for each in list(table.values())]
-    every = [each for each in (*named, *gc.get_objects()) if type(each) is _lru_cache_wrapper]
-    used = {id(each): each for each in every if each.cache_info().currsize}
-    return [each for each in used.values() if not _is_others(str(each.__module__))]
+    _KNOWN.update(of_type(_lru_cache_wrapper, [*named, *gc.get_objects()]))
+
+
+def of_type(kind: type, objects: Sequence[Any]) -> Iterator[Any]:
+    """The objects of exactly this type; a loop in Python would take several times as long."""
+    return compress(objects, map(is_, map(type, objects), repeat(kind)))
 
 
 def _is_others(module: str) -> bool:
