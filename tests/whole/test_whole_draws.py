@@ -155,7 +155,7 @@ def test_what_cannot_be_whole_is_refused() -> None:
             Sampled(), "dp=2", batch(), loss=loss_of, plan="ddp", microbatches=2,
             random="single-device",
         )  # fmt: skip
-    with pytest.raises(PlanError, match="there is no such way to draw"):
+    with pytest.raises(PlanError, match="random = 'alike' means nothing"):
         partc.compile(Sampled(), "dp=2", batch(), loss=loss_of, plan="ddp", random="alike")
 
 
