@@ -27,6 +27,7 @@ class SeveralPrograms(nn.Module):
     _shown: dict[str, Shown]
     _tensors: RankTensors
     _device_mesh: DeviceMesh | None
+    check_no_hooks: Callable[[], None]  # of a Stage
 
     # modes and losses ------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Self:
@@ -125,9 +126,6 @@ class SeveralPrograms(nn.Module):
             return None
         shown, half = list(self._shown.values()), family.first.role.is_half
         return ready.whole(loss_with_backward(shown, ready.run, is_half=half))
-
-    def check_no_hooks(self) -> None:
-        raise NotImplementedError
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let all programs follow ``.to()``, once the stage's tensors have."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+import partc
+from partc.program import Program
 from partc.program.runtime import Stage
 
 VOCAB, HIDDEN, ROWS = 12, 8, 8
@@ -145,3 +149,23 @@ def critic_loss(model: Gan, real: Tensor, noise: Tensor) -> Tensor:
 def maker_loss(model: Gan, noise: Tensor) -> Tensor:
     made = model.critic(model.maker(noise))
     return F.binary_cross_entropy_with_logits(made, torch.ones_like(made))
+
+
+# layouts ------------------------------------------------------------------------------------
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ddp": ("dp=2", "ddp", {}),
+    "fsdp": ("dp=2", "fsdp", {}),
+    "tp": ("tp=2", "megatron", {}),
+    "pp": ("pp=2", "ddp", {"microbatches": 2}),
+}
+
+
+def compiled(layout: str, batch: Batch, model: nn.Module | None = None) -> Program:
+    mesh, plan, options = LAYOUTS[layout]
+    return partc.compile(model or language(), mesh, batch, loss=language_loss, plan=plan, **options)
+
+
+def begun(program: Program, model: nn.Module, **choices: Any) -> Stage:
+    stage = program.module(**choices)
+    stage.load_full(model)
+    return stage
