@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from partc.data.loader import Loader, RowLoader
-from partc.data.order import Last, Order
-from partc.data.sampler import RowSampler
+from partc.data.order import Last
 from partc.data.share import Batch, Division, Share, rows_per_step
 from partc.data.streams import OwnStreamLoader, StreamLoader
 from partc.errors import RunError, UsageError
@@ -53,22 +52,6 @@ def rows_of(
     batch = batch or plan.batch
     per_step = rows_per_step(plan, program.inputs) if per_step is None else per_step
     return Division.of(plan, program.mesh).share(rank, per_step, batch)
-
-
-def sampler_of(
-    program: Program,
-    dataset: Any,
-    rank: int | None = None,
-    *,
-    seed: int = 0,
-    shuffle: bool = True,
-    last: Last = "drop",
-    batch: Batch | None = None,
-    rows_per_step: int | None = None,
-) -> RowSampler:
-    """A sampler of one rank; ``Program.sampler`` says what the arguments are."""
-    share = rows_of(program, _rank(rank), batch, rows_per_step)
-    return RowSampler(Order(_num_rows(dataset), share.per_step, shuffle, last), share, seed)
 
 
 def loader(
@@ -125,7 +108,7 @@ def loader(
             loss = stage.step(ids, labels)
     """
     asked = {
-        "rows": None if _is_stream(dataset) else _num_rows(dataset), "seed": index(seed),
+        "rows": None if _is_stream(dataset) else num_rows(dataset), "seed": index(seed),
         "shuffle": shuffle, "last": last, "batch": batch, "rows_per_step": rows_per_step,
         "seed_samples": seed_samples, "split": split,
     }  # fmt: skip
@@ -136,8 +119,8 @@ def loader(
         _check_split(split, share, self._program.data_world)
         stream_loader = OwnStreamLoader if split == "own" else StreamLoader
         return stream_loader(dataset, share, self.device, seed=seed, last=last, **options)
-    rows = sampler_of(
-        self._program, dataset, dist.get_rank(),
+    rows = self._program.sampler(
+        dataset, dist.get_rank(),
         seed=seed, shuffle=shuffle, last=last, batch=batch, rows_per_step=rows_per_step,
     )  # fmt: skip
     return RowLoader(dataset, rows, seed_samples=seed_samples, **options)
@@ -183,7 +166,7 @@ def _check_split(split: Split, share: Share, data_world: int) -> None:
         )
 
 
-def _num_rows(dataset: Any) -> int:
+def num_rows(dataset: Any) -> int:
     """The number of rows of a dataset, or the number itself."""
     if isinstance(dataset, int):
         return dataset
@@ -198,7 +181,7 @@ def _num_rows(dataset: Any) -> int:
     return len(dataset)
 
 
-def _rank(rank: int | None) -> int:
+def rank_or_own(rank: int | None) -> int:
     """A rank, or this process's."""
     if rank is not None:
         return rank

@@ -61,9 +61,9 @@ def sampler(
         UsageError: the dataset is smaller than one step, or the rows cannot be divided among
             the ranks.
     """
-    from partc.program.reading import sampler_of
+    from partc.data.order import Order
+    from partc.data.sampler import RowSampler
+    from partc.program.reading import num_rows, rank_or_own, rows_of
 
-    return sampler_of(
-        program, dataset, rank, seed=seed, shuffle=shuffle, last=last, batch=batch,
-        rows_per_step=rows_per_step,
-    )  # fmt: skip
+    share = rows_of(program, rank_or_own(rank), batch, rows_per_step)
+    return RowSampler(Order(num_rows(dataset), share.per_step, shuffle, last), share, seed)
