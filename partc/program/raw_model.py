@@ -2,13 +2,15 @@
 
 A stage takes its weights, and what scripts do to the model reaches the stage: ``model.zero_grad()``
 and ``requires_grad_``. What cannot reach it is refused: an optimizer over the model's parameters,
-weights that were loaded into the model behind ``.module()``.
+clipping their gradients, weights that were loaded into the model behind ``.module()``.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -137,10 +140,10 @@ def _stages_of(param: Tensor) -> Iterator[tuple[RawModel, str]]:
 
 
 def _watch_torch() -> None:
-    """Let ``zero_grad`` of models and steps of optimizers be seen, once in a process.
+    """Let ``zero_grad`` of models, steps of optimizers and clipping be seen, once in a process.
 
     The method of nn.Module is wrapped, since an attribute of one model would be copied and pickled
-    with it.
+    with it; of ``clip_grad_norm_`` the last part, since scripts import its name before.
     """
     if nn.Module in _WATCHED:
         return
@@ -156,6 +159,34 @@ def _watch_torch() -> None:
     zero_grad.__doc__ = plain.__doc__
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
     register_optimizer_step_post_hook(_check_optimizer)
+    for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+        _check_before(name, [clip_grad, torch.nn.utils])
+
+
+def _check_before(name: str, modules: Sequence[ModuleType]) -> None:
+    """Let a function that clips gradients refuse a model's parameters, wherever it is named."""
+    plain = getattr(modules[0], name)
+
+    @functools.wraps(plain)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owner = _without_gradients(params)
+        if owner:
+            where = "clip_grad_norm_" if name.startswith("_") else name
+            raise _of_model(where, owner, "Clip stage.parameters().")
+        return plain(params, *args, **kwargs)
+
+    for module in modules:
+        if getattr(module, name, None) is plain:
+            setattr(module, name, checked)
+
+
+def _without_gradients(params: Sequence[Tensor]) -> str | None:
+    """One of a trained model's own parameters, by name, if none of them has a gradient."""
+    owners = [(stage, name, param) for param in params for stage, name in _stages_of(param)]
+    trained = any(stage.num_steps for stage, _, _ in owners)
+    unread = trained and all(param.grad is None for _, _, param in owners)
+    return owners[0][1] if unread else None
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -163,21 +194,19 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if _CLEAN.get(optimizer) == len(params):
         return
-    owners = [(stage, name, p) for p in params for stage, name in _stages_of(p)]
-    if not owners:
+    if not any(True for param in params for _ in _stages_of(param)):
         _CLEAN[optimizer] = len(params)
-    trained = [stage for stage, _, _ in owners if stage.num_steps]
-    if trained and all(param.grad is None for _, _, param in owners):
-        raise _of_model(optimizer, owners[0][1])
+    elif owner := _without_gradients(params):
+        do = "Build the optimizer over stage.parameters(), or stage.named_parameters(): the names "
+        raise _of_model(f"{type(optimizer).__name__}.step", owner, do + "are the model's.")
 
 
-def _of_model(optimizer: Optimizer, name: str) -> RunError:
+def _of_model(where: str, param: str, do: str) -> RunError:
     return RunError(
-        where=f"{type(optimizer).__name__}.step",
-        what=f"it has the model's own parameters, such as {name}, which no step trains",
+        where=where,
+        what=f"it has the model's own parameters, such as {param}, which no step trains",
         why="the stage that was compiled from the model has weights of its own, and gradients",
-        do="Build the optimizer over stage.parameters(), or stage.named_parameters(): the names "
-        "are the model's.",
+        do=do,
     )
 
 

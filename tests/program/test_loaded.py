@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from torch.nn.utils import clip_grad_norm_
 
 import partc
 from partc.errors import RunError
@@ -212,15 +213,21 @@ def optimized_by_mistake() -> None:
     stage.step(*batch_of())
     with pytest.raises(RunError, match=r"AdamW.step: it has the model's own parameters, such as"):
         wrong.step()
+    clips = clip_grad_norm_, torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
+    for clip in clips:
+        with pytest.raises(RunError, match=r"clip_grad_\w+_: it has the model's own parameters"):
+            clip((p for p in model.parameters()), 1.0)
+        clip(stage.parameters(), 1.0)
     loss_of(model, *batch_of()).backward()  # this trains the model itself
     wrong.step()
+    assert clip_grad_norm_(model.parameters(), 1.0) > 0
     del stage
     gc.collect()
     wrong.zero_grad()
     wrong.step()
 
 
-def test_an_optimizer_over_the_model_is_refused(world: Processes) -> None:
+def test_an_optimizer_over_the_model_and_clipping_it_are_refused(world: Processes) -> None:
     world.run(optimized_by_mistake)
 
 
