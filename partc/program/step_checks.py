@@ -62,7 +62,7 @@ class StepChecks:
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
-        return plain
+        return tuple(x.contiguous() for x in plain)  # as the program's kernels were given them
 
     def _check_numbers(self) -> None:
         """Look whether the script has changed a number that the model was compiled with.

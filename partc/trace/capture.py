@@ -38,6 +38,7 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.dense import as_fake, check_dense
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.frozen_numbers import FrozenNumbers
@@ -181,6 +182,7 @@ class _Step:
         with sites.inside(self.model), self._alone():
             # with "fake" it would copy every fake
             module = make_fx(first, _allow_non_fake_inputs=True)(*self.fakes())
+            check_dense(module.graph, self.given())
             check_aliases(history.contents, self.names.trained, self.reach.places)
             check_updated(history.contents, self.reach.places)
             history.check_second(
@@ -202,6 +204,11 @@ class _Step:
             cuda_autocast_on_cpu(), unchecked_distributions(), portable_kernels(), mode,
         ):  # fmt: skip
             yield
+
+    def given(self) -> dict[str, Tensor]:
+        """The model's and the script's own tensors by name."""
+        named = {f"input {i}": x for i, x in enumerate(self.inputs)}
+        return {**self.names.params, **self.names.buffers, **named}
 
     def fakes(self) -> list[list[Tensor]]:
         """Fakes of the parameters, the buffers and the inputs."""
@@ -268,17 +275,6 @@ def portable_kernels() -> Iterator[None]:
         yield
     finally:
         mkldnn.enabled = enabled
-
-
-def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on the CPU with a tensor's shape, strides and dtype, whatever its device."""
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        vars(fake).update(vars(tensor))  # what the user has noted on it
-        return fake
-    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:

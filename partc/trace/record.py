@@ -29,6 +29,7 @@ from partc.graph import (
 from partc.graph.draws import set_site
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
+from partc.rules.strides import keep_order
 from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
@@ -186,6 +187,7 @@ def _build(
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
     _describe(graph)
+    keep_order(graph)
     _set_outputs(graph, recording, model, extras)
     graph.frozen = tuple(recording.frozen)
     return graph

@@ -34,13 +34,13 @@ from partc.graph.writes import written_to
 from partc.trace.capture import (
     SMALL_BYTES,
     Objective,
-    as_fake,
     converted_to_themselves,
     named_results,
     names_of,
     quiet_generator,
 )
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.dense import as_fake
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.kept_fakes import passing_mode
 from partc.trace.param_hooks import has_hooks
