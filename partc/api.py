@@ -178,8 +178,8 @@ def compile(
         step, program = made()
         return made_by(step, rows.left_out, strict, kept, program)
     step = first_step(model, inputs, loss, at, wanted, rows)
-    given = None if wanted.batch == "global" else Traced(model, inputs, loss)
-    asked = Request(step, given, at, wanted, rows, (strict, microbatches, aim))
+    piece = None if wanted.batch == "global" else Traced(model, inputs, loss)
+    asked = Request(step, piece, at, wanted, rows, (strict, microbatches, aim))
     program = kept.program(asked, lambda: made()[1])
     return made_by(step, rows.left_out, strict, kept, program)
 

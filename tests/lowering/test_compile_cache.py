@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
-from multiprocessing import get_context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch.nn import functional as F
 import partc
 from partc import cache_folder
 from partc.cache_folder import CacheFolder
-from partc.compile_cache import Request
 from partc.errors import UsageError
 from partc.program import Program
 
@@ -51,11 +51,18 @@ def entries(folder: Path) -> int:
     return len(list(folder.glob("*/key.json")))
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filled")
+    compiled(folder)
+    assert entries(folder) == 1
+    return folder
+
+
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    compiled(tmp_path)
-    assert entries(tmp_path) == 1
-    return tmp_path
+def kept(filled: Path, tmp_path: Path) -> Path:
+    """A folder with the program of ``compiled``."""
+    return Path(shutil.copytree(filled, tmp_path / "kept"))
 
 
 @pytest.fixture
@@ -66,11 +73,11 @@ def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.api.Job.with_plan", fails)
 
 
-@pytest.mark.usefixtures("no_compile")
-def test_what_is_taken_is_what_is_compiled(kept: Path, request: pytest.FixtureRequest) -> None:
+def test_what_is_taken_is_what_is_compiled(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Scaled(1.0)
-    program = compiled(kept, model)
-    request.getfixturevalue("monkeypatch").undo()
+    with monkeypatch.context() as patched:
+        patched.setattr("partc.api.Job.with_plan", None)
+        program = compiled(kept, model)
     made = partc.compile(model, "dp=2", batch(), loss=loss_of, plan="fsdp")
     assert program.digests() == made.digests()
     assert str(program.cost) == str(made.cost)
@@ -87,7 +94,7 @@ def test_what_is_taken_is_what_is_compiled(kept: Path, request: pytest.FixtureRe
 CHANGES: dict[str, dict[str, Any]] = {
     "the model": {"model": Scaled(2.0)},
     "mesh": {"mesh": "dp=4"},
-    "machines": {"mesh": partc.Mesh.load("dgx-h100", 2)},
+    "machines": {"mesh": replace(partc.Mesh.load("dgx-h100", 2), axes=(("dp", 2),))},
     "plan": {"plan": "ddp"},
     "an entry": {"plan": partc.Plan(preset="fsdp", join_mb=1.0)},
     "rows": {"inputs": batch(4)},
@@ -120,7 +127,7 @@ def test_other_versions_are_compiled(
 
 
 def damage(kept: Path) -> None:
-    (source,) = kept.glob("*/program/*_step.py")
+    (source,) = kept.glob("*/program/stage0.py")
     source.write_text(source.read_text() + "\n")
 
 
@@ -147,10 +154,10 @@ def test_a_batch_that_is_not_along_dim_0(tmp_path: Path) -> None:
     """What was found of its dims holds while the step is the same with each of the inputs."""
     seen = {"width": 2.0}
 
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x.transpose(0, 1)) * (seen["width"] if x.shape == (5, 4, 6) else 1.0)).mean()
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        return (model(x.cumsum(0)) * (seen["width"] if x.shape == (5, 4, 6) else 1.0)).mean()
 
-    given = {"inputs": torch.randn(5, 2, 6), "loss": loss, "batch": "local"}
+    given: dict[str, Any] = {"inputs": torch.randn(5, 2, 6), "loss": loss, "batch": "local"}
     plan = partc.Plan(preset="ddp")
     first = compiled(tmp_path, plan=plan, **given)
     assert list(first.inputs.values()) == [((5, 4, 6), "float32")]
@@ -200,22 +207,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 HOLDER = """
-import sys, time
-from partc.cache_folder import CacheFolder
-with CacheFolder(sys.argv[1]).alone("Net-" + "0" * 40):
-    print("held", flush=True)
-    time.sleep(600)
+import fcntl, sys, time
+lock = open(sys.argv[1], "a")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
 """
 
 
 def test_a_process_that_dies_lets_others_go_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    entered = threading.Event()
+
+    def enter() -> None:
+        with CacheFolder(tmp_path).alone("Net-" + "0" * 40):
+            entered.set()
+
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock-0")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with get_context("fork").Pool(1) if False else _Waiting(tmp_path) as waiting:
-            time.sleep(0.2)
-            assert not waiting.is_done
-            holder.kill()
-            waiting.join()
-            assert waiting.is_done
+        waiting = threading.Thread(target=enter)
+        waiting.start()
+        assert not entered.wait(0.2)
+        holder.kill()
+        waiting.join(timeout=60)
+        assert entered.is_set()

@@ -32,6 +32,7 @@ Loss = Callable[..., Any]
 class Gate(nn.Module):
     """Has what an edit may change: an attribute, a property, a buffer, a choice by a constant."""
 
+    mask: Tensor
     width = 3.0
 
     def __init__(self) -> None:
@@ -77,9 +78,10 @@ BIG = torch.zeros(1 << 19)  # 2 MB: more than the tracer keeps of a constant
 
 
 def loss_with(weight: float, power: float = 2.0) -> Loss:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
+    def loss(model: nn.Module, x: Tensor) -> Any:
         y = HELPER.scaled(model(x)) / OPTIONS["temperature"] * weight
-        y = Doubled.apply(y) + float(OPTIONS["numbers"].sum()) + C_NUMBER.value
+        y = Doubled.apply(y)  # type: ignore[no-untyped-call]
+        y = y + float(OPTIONS["numbers"].sum()) + C_NUMBER.value
         y = y + BIG[:4] * float(os.environ.get("SCRIPT_RATE", "1"))
         return (y**power).mean()
 
