@@ -86,7 +86,12 @@ class Meter:
     def log(self, step: int, numbers: Mapping[str, Number]) -> dict[str, float]:
         """Tell the loggers these numbers, and the times of a step since the last call.
 
-        ``step``: how many steps are done. Tensors of one number are read, which waits for the device. Returns what was told.
+        Args:
+            step: how many steps are done.
+            numbers: by name; tensors of one number are read, which waits for the device.
+
+        Returns:
+            What the loggers were told.
         """
         told = {name: float(each) for name, each in numbers.items()}
         now, steps = perf_counter(), max(step - self._since, 1)
