@@ -62,6 +62,8 @@ ROOMS = (
 _TOP_NAMES = [
     "api",
     "assemble",
+    "cache_folder",
+    "compile_cache",
     "dumps",
     "lowering",
     "pass_calls",

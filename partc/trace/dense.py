@@ -25,15 +25,20 @@ def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake.requires_grad_(tensor.requires_grad)
 
 
+def not_dense(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The tensors by name that ranks hold with other strides than the model has."""
+    strided = {name: x for name, x in tensors.items() if x.layout is torch.strided}
+    return [name for name, x in strided.items() if not x.is_contiguous()]
+
+
 def check_dense(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> None:
     """TraceError where a model that has a tensor with other strides reads memory by strides."""
     if all(node.target is not torch.ops.aten.as_strided.default for node in graph.nodes):
         return
-    for name, tensor in tensors.items():
-        if tensor.layout is torch.strided and not tensor.is_contiguous():
-            raise TraceError(
-                where=name,
-                what="it is not contiguous, and the step reads memory with as_strided",
-                why="ranks hold contiguous tensors, in which as_strided would find other numbers",
-                do="Store its .contiguous(), or use views by dims (transpose, unfold, narrow).",
-            )
+    for name in not_dense(tensors):
+        raise TraceError(
+            where=name,
+            what="it is not contiguous, and the step reads memory with as_strided",
+            why="ranks hold contiguous tensors, in which as_strided would find other numbers",
+            do="Store its .contiguous(), or use views by dims (transpose, unfold, narrow).",
+        )

@@ -34,10 +34,8 @@ from partc.graph.writes import written_to
 from partc.trace.capture import (
     SMALL_BYTES,
     Objective,
-    converted_to_themselves,
     named_results,
     names_of,
-    quiet_generator,
 )
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.dense import as_fake
@@ -45,6 +43,7 @@ from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.kept_fakes import passing_mode
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
+from partc.trace.quiet_run import converted_to_themselves, quiet_generator
 from partc.trace.untouched import untouched
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
