@@ -1,8 +1,8 @@
 """A batch of which ranks were given pieces of different sizes: all ranks compute all of its rows.
 
-Of 5 rows for 2 data ranks one may have ``i64[3,16]`` and the other ``i64[2,16]``
-(or none: ``i64[0,16]``). Each rank gathers ``i64[5,16]``, runs a program of the whole batch, and takes
-its own rows of what that returns.
+Of 5 rows for 2 data ranks one may have ``i64[3,16]`` and the other ``i64[2,16]``, or one all and
+the other ``i64[0,16]``. Each rank gathers ``i64[5,16]``, runs a program of the whole batch, and
+takes its own rows of what that returns.
 """
 
 from __future__ import annotations

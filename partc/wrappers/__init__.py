@@ -1,6 +1,6 @@
-"""Training loops of other libraries over partc's programs.
+"""Training loops over partc's programs: those of Accelerate and of the transformers Trainer.
 
-``partc.wrappers.accelerate`` is an ``Accelerator``, ``partc.wrappers.trainer`` a ``Trainer`` of
-transformers, which trains with it. Nothing else of partc imports these libraries. Start:
-``prepared.py``, the model that both train.
+In: a model, and a script for one of these libraries. Out: the same script over a mesh, by a plan.
+Start: ``prepared.py``, the model that both train; ``accelerate.py`` and ``trainer.py`` are what
+users import. Never: an import of these libraries anywhere else in partc, or a rule for one model.
 """

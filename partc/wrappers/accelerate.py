@@ -1,7 +1,6 @@
 """An ``Accelerator`` whose models train under a plan of partc.
 
-``from partc.wrappers.accelerate import Accelerator`` stands where ``from accelerate import
-Accelerator`` stood; it takes the mesh and the plan besides.
+It stands where accelerate's ``Accelerator`` stood, and takes the mesh and the plan besides.
 """
 
 from __future__ import annotations
@@ -10,25 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-import accelerate
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, DynamoBackend, gather_object
-from accelerate.utils.operations import recursively_apply
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from partc.errors import RunError, UsageError
 from partc.plan.mesh import MeshLike
-from partc.wrappers.dealing import DataRanks, dealt, in_one_order
-from partc.wrappers.gathering import gathered, is_of_tensors, of_first
+from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
 from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
+from partc.wrappers.ranks import OnMesh
 
 ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(OnMesh):
     """As accelerate's, with models compiled for a mesh by a plan.
 
     Args:
@@ -59,24 +56,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.ranks = DataRanks.of(mesh)
         self._prepared: WeakSet[Prepared] = WeakSet()
         super().__init__(**named)
-        others = {"distributed_type": self.distributed_type.value}
-        others["torch.compile"] = self.state.dynamo_plugin.backend.value
-        if self.distributed_type not in ALONE or others["torch.compile"] != DynamoBackend.NO.value:
-            raise _other_ways(others)
-
-    @property
-    def num_processes(self) -> int:
-        """How many pieces every batch has; ranks that differ along tp or pp share one."""
-        return self.ranks.world
-
-    @property
-    def data_rank(self) -> int:
-        """The number of this rank's piece of every batch."""
-        return self.ranks.pieces[self.process_index]
-
-    @property
-    def is_last_process(self) -> bool:
-        return bool(self.process_index == self.state.num_processes - 1)
+        backend = self.state.dynamo_plugin.backend
+        if self.distributed_type not in ALONE or backend != DynamoBackend.NO:
+            raise _other_ways(self.distributed_type.value, backend.value)
 
     # prepare ---------------------------------------------------------------------------------
     def prepare(self, *args: Any, **named: Any) -> Any:
@@ -116,8 +98,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader)
         seedable, data_seed = self.use_seedable_sampler, self.dataloader_config.data_seed
-        drawn = torch.initial_seed() if seedable else int(torch.empty((), dtype=int).random_())
-        seed = of_first(drawn, self.device)
+        seed = self.of_first(torch.initial_seed() if seedable else drawn_seed())
         if not seedable:
             in_one_order(data_loader, seed)
         loader = prepare_data_loader(
@@ -146,35 +127,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 return stage.clip_grad_norm_(max_norm, norm_type)
         return super().clip_grad_norm_(given, max_norm, norm_type)
 
-    def gather(self, tensor: Any) -> Any:
-        """The rows of all pieces of the batch, each once; ranks may have different numbers."""
-        return recursively_apply(
-            lambda x: gathered(x, self.ranks), tensor, error_on_other_type=True
-        )
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The rows of all pieces in the order of the dataset, each once."""
-        if not use_gather_object and is_of_tensors(input_data):
-            return super().gather_for_metrics(input_data)
-        each = gather_object([input_data])
-        return [row for rank in self.ranks.firsts for row in each[rank]]
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As accelerate's, over the pieces of the batch."""
-        if reduction != "sum":
-            return super().reduce(tensor, reduction, scale)
-        return recursively_apply(lambda x: gathered(x[None], self.ranks).sum(0), tensor)
-
     def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
         """A prepared model as it is: it has the attributes and the whole state dict of its own."""
         return model if isinstance(model, Prepared) else super().unwrap_model(model, *args, **named)
 
 
-def _other_ways(found: Mapping[str, str]) -> UsageError:
-    told = ", ".join(f"{name} {value}" for name, value in found.items())
+def _other_ways(distributed: str, backend: str) -> UsageError:
     return UsageError(
         where="Accelerator",
-        what=f"it is configured with {told}",
+        what=f"it is configured for {distributed}, and torch.compile by {backend}",
         why="the plan says how tensors are sharded and what is compiled",
         do='Leave these out of accelerate\'s configuration; plan="fsdp" shards as FSDP, '
         'options={"compile": "inductor"} compiles.',

@@ -129,6 +129,11 @@ def dealt(loader: DataLoader[Any], ranks: DataRanks, rank: int, split: bool) -> 
     )
 
 
+def drawn_seed() -> int:
+    """A number of the process's random numbers, as a sampler without a generator draws it."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
 def in_one_order(loader: DataLoader[Any], seed: int) -> None:
     """Let a shuffled loader draw its order from a seed that all ranks have."""
     sampler = getattr(loader.batch_sampler, "sampler", None)

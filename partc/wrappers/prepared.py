@@ -193,7 +193,7 @@ class Prepared(nn.Module):
         return self.module.load_state_dict(state, strict, **named)
 
     def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
-        """As of the model of transformers: whole files, written by one rank. All ranks call this."""
+        """As of a model of transformers: whole files, by one rank; all ranks call this."""
         state = self.state_dict() if state_dict is None else state_dict
         first = not dist.is_initialized() or dist.get_rank() == 0
         named.pop("is_main_process", None)

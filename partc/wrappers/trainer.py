@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from partc.errors import UsageError
 from partc.plan.mesh import MeshLike
 from partc.wrappers.accelerate import Accelerator
-from partc.wrappers.prepared import Prepared
+from partc.wrappers.whole_files import WholeFiles
 
 PADDED = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}  # as collators fill up
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(WholeFiles):
     """As transformers' Trainer, over a mesh by a plan.
 
     The model is compiled at the first batch, with ``compute_loss`` as it is, also where a subclass
@@ -44,8 +44,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *args: Any, mesh: MeshLike, plan: Any = "auto", pad: Mapping[str, float] | None = None,
-        options: Mapping[str, Any] | None = None, **named: Any,
+        self, *args: Any, mesh: MeshLike, plan: Any = "auto",
+        pad: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None,
+        **named: Any,
     ) -> None:  # fmt: skip
         self._how: dict[str, Any] = {"mesh": mesh, "plan": plan, "options": options}
         super().__init__(*args, **named)
@@ -134,28 +135,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not prediction_loss_only:
             _, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
         return loss, logits, labels
-
-    # files -----------------------------------------------------------------------------------
-    def _whole_model(self) -> nn.Module:
-        """What has the weights: the prepared model once it was trained."""
-        trained = isinstance(self.model_wrapped, Prepared) and self.model_wrapped.stage
-        return self.model_wrapped if trained else self.model
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Whole files, written by one rank; all ranks call this together."""
-        state = self._whole_model().state_dict() if state_dict is None else state_dict
-        super()._save(output_dir, state)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.args.should_save:
-            self.optimizer.state_dict()  # gathered by all ranks, for the one that writes
-        super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model or self._whole_model())
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def _rebalanced() -> UsageError:
