@@ -76,10 +76,12 @@ class Prepared(nn.Module):
     def __init__(self, model: nn.Module, how: How, device: str) -> None:
         super().__init__()
         self.module = model
-        object.__setattr__(self, "model", model)  # not registered: the stage takes its place
+        # not registered: the stage takes its place
+        object.__setattr__(self, "model", model)
         self.how, self.device_type = how, device
         self.stage: Stage | None = None
         self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
+        self._seen: list[int] = []  # versions of the model's tensors that it has
         self.moved: list[Callable[[Stage, Mapping[int, str]], None]] = []
         self.draws: tuple[int, int] | None = None  # the stage's seed and number of steps
         self.training = model.training
@@ -182,15 +184,17 @@ class Prepared(nn.Module):
         """Clear the gradients of all programs."""
         self.module.zero_grad(set_to_none)
 
-    def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
+    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own state dict, whole; all ranks call this together."""
         if self.stage is None:
-            return dict(self.model.state_dict(*args, **named))
+            return dict(self.model.state_dict(**named))
         return dict(self.stage.full_state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **named: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Take whole tensors under the model's names."""
-        return self.module.load_state_dict(state, strict, **named)
+        return self.module.load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
         """As of a model of transformers: whole files, by one rank; all ranks call this."""

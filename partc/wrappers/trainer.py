@@ -54,14 +54,15 @@ class Trainer(WholeFiles):
         number = getattr(tokenizer, "pad_token_id", None)
         known = {} if number is None else {"input_ids": number, **PADDED}
         self.accelerator.how.pad = known if pad is None else pad
-        self.args = copy.copy(self.args)
-        self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
-        if self.args.train_sampling_strategy == "batch_rebalance":
+        own: Any = copy.copy(self.args)
+        own.average_tokens_across_devices = False  # a step's loss is that of all ranks
+        self.args = own
+        if own.train_sampling_strategy == "batch_rebalance":
             raise _rebalanced()
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         self._of_accelerator: dict[str, Any] = super()._build_accelerator_args(**named)
-        return self._of_accelerator
+        return dict(self._of_accelerator)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -118,7 +119,7 @@ class Trainer(WholeFiles):
 
     # evaluation ------------------------------------------------------------------------------
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """As transformers'; the loss is that of all ranks' rows."""
         own = type(self).compute_loss is not transformers.Trainer.compute_loss

@@ -16,7 +16,8 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
     def _whole_model(self) -> nn.Module:
         """What has the weights: the prepared model once it was trained."""
         trained = isinstance(self.model_wrapped, Prepared) and self.model_wrapped.stage
-        return self.model_wrapped if trained else self.model
+        found: nn.Module = self.model_wrapped if trained else self.model
+        return found
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Whole files, written by one rank; all ranks call this together."""
