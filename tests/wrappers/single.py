@@ -18,10 +18,11 @@ def as_torchrun() -> Iterator[None]:
     ranks["WORLD_SIZE"] = dist.get_world_size()
     if dist.get_world_size() > 1:
         os.environ.update({name: str(value) for name, value in ranks.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # is asked for, and the group is there already
     try:
         yield
     finally:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
-        for name in ranks:
+        for name in (*ranks, "MASTER_ADDR"):
             os.environ.pop(name, None)
