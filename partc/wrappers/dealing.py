@@ -57,7 +57,7 @@ class DataRanks:
         return max(self.pieces) + 1
 
 
-class DealtRows(BatchSamplerShard):
+class DealtRows(BatchSamplerShard):  # type: ignore[misc]
     """The batches of one data rank: no row is read twice, and none is left out.
 
     Of every ``num_processes`` batches a rank has the one of its number (with ``split_batches`` its
@@ -69,10 +69,11 @@ class DealtRows(BatchSamplerShard):
         self.sampler = getattr(batches, "sampler", None)
 
     def __len__(self) -> int:
-        num = len(self.batch_sampler)
+        num: int = len(self.batch_sampler)
         if self.split_batches:
             return num
-        return num // self.num_processes if self.drop_last else -(-num // self.num_processes)
+        world: int = self.num_processes
+        return num // world if self.drop_last else -(-num // world)
 
     def __iter__(self) -> Iterator[Rows]:
         per_step = 1 if self.split_batches else self.num_processes

@@ -43,6 +43,8 @@ class Trainer(WholeFiles):
         trainer.train()
     """
 
+    args: Any
+
     def __init__(
         self, *args: Any, mesh: MeshLike, plan: Any = "auto",
         pad: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None,
@@ -54,10 +56,9 @@ class Trainer(WholeFiles):
         number = getattr(tokenizer, "pad_token_id", None)
         known = {} if number is None else {"input_ids": number, **PADDED}
         self.accelerator.how.pad = known if pad is None else pad
-        own: Any = copy.copy(self.args)
-        own.average_tokens_across_devices = False  # a step's loss is that of all ranks
-        self.args = own
-        if own.train_sampling_strategy == "batch_rebalance":
+        self.args = copy.copy(self.args)
+        self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
+        if self.args.train_sampling_strategy == "batch_rebalance":
             raise _rebalanced()
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:

@@ -34,10 +34,11 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def rows() -> list[dict[str, Tensor]]:
+def rows() -> Any:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda most, *shape: torch.randint(most, shape, generator=generator)  # noqa: E731
-    return [{"ids": draw(16, 5), "labels": draw(4)} for _ in range(ROWS)]
+    ids = torch.randint(16, (ROWS, 5), generator=generator)
+    labels = torch.randint(4, (ROWS,), generator=generator)
+    return [{"ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
 
 def accelerator_of(mesh: str, plan: str, **named: Any) -> Any:
@@ -61,15 +62,13 @@ def train(
         accelerator = accelerator_of(mesh, plan, outputs=["logits"])
         size = BATCH // accelerator.num_processes
         order = torch.Generator().manual_seed(3)
-        loaders = [
-            DataLoader(rows(), size, shuffle=True, generator=order),
-            DataLoader(rows(), size),
-        ]
+        shuffled: Any = DataLoader(rows(), size, shuffle=True, generator=order)
+        in_order: Any = DataLoader(rows(), size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         steps = accelerator.num_processes * 4
         linear = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
         model, optimizer, loader, held_out, scheduler = accelerator.prepare(
-            model, optimizer, *loaders, linear
+            model, optimizer, shuffled, in_order, linear
         )
         seen: list[Any] = []
         if begin:

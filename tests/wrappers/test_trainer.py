@@ -62,10 +62,11 @@ def trainer_of(mesh: str, plan: str, folder: Path, own_loss: bool, **arguments: 
             loss = F.cross_entropy(logits, inputs["labels"][:, 1:].flatten(), label_smoothing=0.1)
             return (loss, outputs) if return_outputs else loss
 
-    layout = {"mesh": mesh, "plan": plan} if mesh else {}
+    layout: dict[str, Any] = {"mesh": mesh, "plan": plan} if mesh else {}
     size = BATCH // 2 if mesh.startswith("dp=2") else BATCH
     args = transformers.TrainingArguments(
-        output_dir=str(folder), num_train_epochs=2, gradient_accumulation_steps=2, seed=7,
+        output_dir=str(folder), num_train_epochs=1 if own_loss else 2, seed=7,
+        gradient_accumulation_steps=2,
         per_device_train_batch_size=size, per_device_eval_batch_size=size, learning_rate=1e-2,
         weight_decay=0.1, max_grad_norm=0.3, logging_steps=1, report_to=[], use_cpu=True,
         disable_tqdm=True, dataloader_pin_memory=False, **arguments,
@@ -82,6 +83,8 @@ def train(mesh: str, plan: str, folder: Path, own_loss: bool = False, resume: st
     from safetensors.torch import load_file
 
     often = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 1}
+    if own_loss:
+        often = {"eval_strategy": "epoch"}
     with as_torchrun():
         trainer = trainer_of(mesh, plan, folder, own_loss, **({} if resume else often))
         trainer.train(resume_from_checkpoint=resume or None)
