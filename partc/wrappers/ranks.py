@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from typing import Any
 
@@ -22,6 +23,10 @@ class OnMesh(accelerate.Accelerator):  # type: ignore[misc]
     """As accelerate's where every process is a data rank; ranks along tp and pp share a piece."""
 
     ranks: DataRanks
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        atexit.register(_leave)
 
     @property
     def num_processes(self) -> int:
@@ -72,6 +77,12 @@ class OnMesh(accelerate.Accelerator):  # type: ignore[misc]
             raise _other_lengths(shapes)
         found = gather_uneven(x.contiguous(), [shape[0] for shape in shapes])
         return torch.cat([found[rank] for rank in self.ranks.firsts])
+
+
+def _leave() -> None:
+    """End the process group: a process that ends with threads of gloo in it may abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _is_of_tensors(value: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from partc.errors import UsageError
 from partc.wrappers.prepared import Prepared
 
 
@@ -30,7 +31,20 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model or self._whole_model())
+        model = model or self._whole_model()
+        if hasattr(self.model, "peft_config") and model is not self.model:
+            raise _adapters(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _adapters(folder: str) -> UsageError:
+    return UsageError(
+        where=f"load from {folder}",
+        what="a model with adapters is trained already, and its checkpoint has the adapters alone",
+        why="peft loads them into modules, which a stage has not",
+        do="Load before the first step (resume_from_checkpoint), leave load_best_model_at_end out, "
+        "or load the folder in a new process.",
+    )
