@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ class UnevenRows:
     def whole(self, each: Sequence[Wanted]) -> Wanted | None:
         """The batch of all rows, given what every rank has; None if ranks differ in more."""
         mine = [self.pieces.mine(wanted) for wanted in each]
-        dims = self._dims(each[0])
-        first = mine[0]
+        dims, first = self._dims(each), mine[0]
         if any(self._without_rows(m, dims) != self._without_rows(first, dims) for m in mine):
             return None
         shapes = [list(shape) for shape, _ in first.inputs]
@@ -69,7 +69,7 @@ class UnevenRows:
         """The inputs with the rows of all ranks; all ranks call this together."""
         mine = [self.pieces.mine(wanted) for wanted in each]
         joined = []
-        for i, (x, dim) in enumerate(zip(inputs, self._dims(each[0]), strict=True)):
+        for i, (x, dim) in enumerate(zip(inputs, self._dims(each), strict=True)):
             if dim is None:
                 joined.append(x)
                 continue
@@ -81,7 +81,7 @@ class UnevenRows:
     def own_rows(self, run: Callable[[], Any], each: Sequence[Wanted], cuts: Results) -> Any:
         """What a program of the whole batch returns, of results with rows this rank's alone."""
         mine = [self.pieces.mine(wanted) for wanted in each]
-        i, dim = next((i, d) for i, d in enumerate(self._dims(each[0])) if d is not None)
+        i, dim = next((i, d) for i, d in enumerate(self._dims(each)) if d is not None)
         sizes = [mine[rank].inputs[i][0][dim] for rank in self.firsts]
         begin, num = sum(sizes[: self.own]), sizes[self.own]
 
@@ -100,16 +100,19 @@ class UnevenRows:
     def example(self, wanted: Wanted) -> Wanted:
         """A batch that ranks share, with the arguments of this one."""
         shapes = [list(shape) for shape, _ in wanted.inputs]
-        for i, dim in enumerate(self._dims(replace(wanted, replicated=False))):
+        for i, dim in enumerate(self._dims([replace(wanted, replicated=False)])):
             if dim is not None:
                 shapes[i][dim] = ROWS_OF_EXAMPLE * len(self.firsts)
         pairs = zip(shapes, wanted.inputs, strict=True)
         inputs = tuple((tuple(shape), dtype) for shape, (_, dtype) in pairs)
         return replace(wanted, inputs=inputs, replicated=False)
 
-    def _dims(self, wanted: Wanted) -> list[int | None]:
-        """The dim of each input along which ranks have rows of their own."""
-        return [next(iter(dims), None) for dims in self.pieces.dims(wanted)]
+    def _dims(self, each: Sequence[Wanted]) -> list[int | None]:
+        """The dim of each input along which ranks have rows of their own: that of a rank with the
+        most of them, as one row, or none, does not tell rows from a mask for all.
+        """
+        most = max(each, key=lambda wanted: sum(prod(shape) for shape, _ in wanted.inputs))
+        return [next(iter(dims), None) for dims in self.pieces.dims(most)]
 
     @staticmethod
     def _without_rows(wanted: Wanted, dims: Sequence[int | None]) -> Wanted:

@@ -1,7 +1,4 @@
-"""An ``Accelerator`` whose models train under a plan of partc.
-
-It stands where accelerate's ``Accelerator`` stood, and takes the mesh and the plan besides.
-"""
+"""An ``Accelerator`` whose models train under a plan: accelerate's, with a mesh and a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from partc.wrappers.optimizer import Optimizer, Scheduler
 from partc.wrappers.prepared import How, Prepared
 from partc.wrappers.ranks import OnMesh
 
-ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(OnMesh):
@@ -57,7 +54,7 @@ class Accelerator(OnMesh):
         self._prepared: WeakSet[Prepared] = WeakSet()
         super().__init__(**named)
         backend = self.state.dynamo_plugin.backend
-        if self.distributed_type not in ALONE or backend != DynamoBackend.NO:
+        if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
             raise _other_ways(self.distributed_type.value, backend.value)
 
     # prepare ---------------------------------------------------------------------------------
@@ -102,8 +99,8 @@ class Accelerator(OnMesh):
         if not seedable:
             in_one_order(data_loader, seed)
         loader = prepare_data_loader(
-            dealt(data_loader, self.ranks, self.process_index, self.split_batches),
-            self.device, 1, 0, put_on_device=True, dispatch_batches=False,
+            dealt(data_loader, self.ranks, self.process_index, self.split_batches), self.device,
+            1, 0, put_on_device=True, dispatch_batches=False,
             use_seedable_sampler=seedable, data_seed=seed if data_seed is None else data_seed,
             non_blocking=self.non_blocking, use_stateful_dataloader=self.use_stateful_dataloader,
         )  # fmt: skip
@@ -146,7 +143,6 @@ def _no_gradient() -> RunError:
     return RunError(
         where="accelerator.backward(loss)",
         what="the loss has no gradients",
-        why="the model was called in eval mode, in which from_pretrained returns it, or the loss "
-        "was computed from results of a step",
-        do="Call model.train() before; take the loss that the model returns.",
+        why="the model was called in eval mode, in which from_pretrained returns it",
+        do="Call model.train() before.",
     )
