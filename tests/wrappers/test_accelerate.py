@@ -131,12 +131,18 @@ def refused() -> None:
     with as_torchrun():
         batch = {name: torch.stack([row[name] for row in rows()[:4]]) for name in ("ids", "labels")}
         accelerator = accelerator_of("dp=1", "ddp", outputs=["logits"])
-        model = accelerator.prepare(Classifier())
+        raw = Classifier()
+        model = accelerator.prepare(raw)
         with pytest.raises(RunError, match=r"Call model\.train\(\) before"):
             accelerator.backward(model.eval()(**batch)["loss"])
         outputs = model.train()(**batch)
         with pytest.raises(RunError, match="to train on it, give loss=fn"):
             accelerator.backward(outputs.loss + outputs["logits"].sum())
+        accelerator.backward(model(**batch).loss)
+        assert raw.head.weight.is_meta  # it would have weights that are trained no more
+        assert all(p.grad is not None for p in model.parameters())
+        raw.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
         with pytest.raises(RunError, match=r"outputs\['hidden'\]"):
             assert outputs.hidden
         with pytest.raises(UsageError, match="have no numbers"):
