@@ -187,7 +187,8 @@ class Program:
             device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL.
             mesh: a DeviceMesh with the program's axes that exists already; None makes one.
             partial: what happens with a batch whose rows data ranks cannot share:
-                ``"replicate"`` computes all of it on every rank, ``"drop"`` leaves it out,
+                ``"replicate"`` computes all of it on every rank, also where ranks were given
+                different numbers of rows, ``"drop"`` leaves it out,
                 ``"pad"`` fills it up with rows that the loss is shown to ignore. None: an error.
             pad: the number with which an input may be filled up, by the input's name
                 (``{"ids": 0, "labels": -100}``): to the longest of all ranks, and for ``"pad"``.
