@@ -57,6 +57,7 @@ ROOMS = (
     "partc.audit",
     "partc.measure",
     TOP,
+    "partc.wrappers",
     "partc.cli",
 )
 _TOP_NAMES = [
