@@ -282,7 +282,8 @@ class Program:
         )  # the output is Python source, so there is nothing to escape for HTML
         return environment.from_string(template).render(
             model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
-            compiles=self.role(0).compiles, extras=bool(extras_in(self.returns)),
+            compiles=self.role(0).compiles,
+            extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
         )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ class Family:
     def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """What the model returns."""
         found = self._ready("forward", self.mode_now, args, named, device)
-        return None if found is None else results_of(found[1]())
+        return None if found is None else results_of(found[1](), found[0].program.returns)
 
     # chosen ----------------------------------------------------------------------------------
     def _ready(

@@ -72,7 +72,8 @@ class Source:
         kind = kind or kind_of(loss)
         loss = None if kind == "forward" else loss
         given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
-        objective = given.function if kind == "forward" else returns.objective(given.function)
+        of = returns.forward if kind == "forward" else returns.objective
+        objective = of(given.function)
         return cls(model, given, objective, kind, returns)
 
     def recorded(self, left_out: Sequence[RepeatedBlocks]) -> tuple[Graph, FrozenNumbers]:

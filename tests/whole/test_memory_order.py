@@ -30,7 +30,8 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
-        return self.head(self.tried(x).reshape(x.shape))
+        out: Tensor = self.head(self.tried(x).reshape(x.shape))
+        return out
 
 
 class Pixels(nn.Module):
@@ -42,7 +43,9 @@ class Pixels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.group(x).flatten(2).swapaxes(1, 2)
-        return (rows + self.mix(self.norm(rows))).swapaxes(1, 2)
+        rows = rows + self.mix(self.norm(rows))
+        lying: Tensor = rows.swapaxes(1, 2)
+        return lying
 
 
 def attended(x: Tensor) -> Tensor:
@@ -77,7 +80,8 @@ TRIED: dict[str, Any] = {
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+    loss: Tensor = model(x).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("tried", TRIED)
@@ -100,7 +104,8 @@ def train_in_another_order() -> None:
         stage.zero_grad()
         stage.step(x)
         for name, param in stage.named_parameters():
-            torch.testing.assert_close(param.grad.full_tensor(), wanted[name])
+            grad: Any = param.grad
+            torch.testing.assert_close(grad.full_tensor(), wanted[name])
 
 
 @pytest.mark.gloo
