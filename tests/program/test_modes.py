@@ -264,7 +264,7 @@ class Both(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
-        return y, y.square()
+        return self.form(y, y.square())
 
 
 def first_of(model: nn.Module, x: Tensor) -> Tensor:
