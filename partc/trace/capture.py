@@ -17,7 +17,6 @@ import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.backends import mkldnn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
@@ -46,6 +45,7 @@ from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
+from partc.trace.portable_kernels import noting_padding, padding_notes, portable_kernels
 from partc.trace.python_random import quiet_python_random
 from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
@@ -171,6 +171,7 @@ class _Step:
         """Record the step, and run it again to see that all steps are alike."""
         history, sites = History(self.model, self.objective, self.reach), Sites()
         outcomes: list[Hashable] = []
+        padded: dict[str, None] = {}
 
         def first(*given: list[Tensor]) -> Outcome:
             with noting_code(history.ran):
@@ -178,7 +179,8 @@ class _Step:
             outcomes.append(history.outcome(outcome))
             return outcome
 
-        with sites.inside(self.model), self._alone():
+        padding = nullcontext() if self.train else noting_padding(self.model, padded)
+        with sites.inside(self.model), self._alone(), padding:
             # with "fake" it would copy every fake
             module = make_fx(first, _allow_non_fake_inputs=True)(*self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
@@ -188,7 +190,7 @@ class _Step:
             )
         numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
-        notes += *history.notes(), *idle_notes(self.idle)
+        notes += *history.notes(), *idle_notes(self.idle), *padding_notes(padded)
         return Recording(module, self.names, self.results, notes, numbers)
 
     @contextmanager
@@ -257,17 +259,6 @@ def _no_warning() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-@contextmanager
-def portable_kernels() -> Iterator[None]:
-    """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel."""
-    enabled: Any = mkldnn.enabled
-    mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mkldnn.enabled = enabled
 
 
 def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
