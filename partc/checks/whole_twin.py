@@ -86,8 +86,8 @@ def _literals(
     known = {f: factors.sizes[f] for f in notation.frozen if f in factors.sizes}
     whole = resolve(notation, shapes[: len(notation.operands)], results, known).sizes
     for name, letters in entry.scales.items():
-        known = [letter for letter in letters if letter in whole]
-        times = prod(whole[x] for x in known), prod(factors.sizes[x] for x in known)
+        these = [letter for letter in letters if letter in whole]
+        times = prod(whole[x] for x in these), prod(factors.sizes[x] for x in these)
         if local[name] is not None:
             yield name, _scaled(local[name], *times)
 
