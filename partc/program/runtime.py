@@ -18,6 +18,7 @@ from partc.program.agreement import Agreement
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
+from partc.program.elsewhere import say_elsewhere
 from partc.program.family import Family
 from partc.program.loaded import Loaded
 from partc.program.members import Member
@@ -298,4 +299,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
+        if self._tensors.pipeline is not None:
+            say_elsewhere(self, self._tensors.holders, self.device)
         self.keep_modules()
