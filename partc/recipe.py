@@ -20,6 +20,7 @@ from partc.lowering import table
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
+from partc.program.autocast import within
 from partc.program.batch_fit import Rows
 from partc.program.holders import Holders
 from partc.program.wanted import Mode, Wanted
@@ -122,6 +123,10 @@ class Recipe:
 
     def _given(self, wanted: Wanted, first: Program) -> Given:
         """The arguments of the first program's loss, or of a forward, with tensors of a batch."""
+        given = self._plain(wanted, first)
+        return replace(given, call=within(given.call, wanted.autocast))
+
+    def _plain(self, wanted: Wanted, first: Program) -> Given:
         forward = wanted.kind == "forward"
         arguments = Arguments.of_json(json.loads(wanted.form)) if wanted.form else first.arguments
         if forward and not wanted.form and first.wanted.kind != "forward":

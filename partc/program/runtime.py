@@ -113,9 +113,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             extra is.
 
         Raises:
-            RunError: an input is missing, unknown, or has another shape, dtype or device; autocast
-                is on; the script has changed a number of the model since it was compiled in this
-                process; or ranks differ in what they must hold alike (``agreement.py``).
+            RunError: an input is missing, unknown, or has another shape, dtype or device; the
+                script has changed a number of the model since it was compiled in this process; or
+                ranks differ in what they must hold alike (``agreement.py``).
         """
         scale = self._own.scale_in(named)
         return self._stepped(self._own, inputs, named, scale)
