@@ -40,8 +40,9 @@ from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
+from partc.trace.forward_lines import forward_noted
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.known_values import UnknownValueError, computed, needs_values
 from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
@@ -54,7 +55,6 @@ from partc.trace.step_objects import StepObjects
 from partc.trace.untouched import untouched
 
 Objective = Callable[..., Any]
-SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compiling
 
 
 @dataclass
@@ -112,7 +112,8 @@ class Recording:
     """A raw graph, the module that holds its constants, and what its outputs are called.
 
     ``frozen`` has sentences on what a program of this graph does not follow, ``numbers`` the Python
-    numbers that the step has read.
+    numbers that the step has read, ``decided`` the buffers on whose values it depends what was
+    recorded, each with the line that asked for them.
     """
 
     module: fx.GraphModule
@@ -120,6 +121,7 @@ class Recording:
     results: list[str]  # names of the tensors that stand where the loss would
     frozen: tuple[str, ...]
     numbers: FrozenNumbers
+    decided: dict[str, str]
 
 
 def record(
@@ -189,7 +191,8 @@ class _Step:
         numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
         notes += *history.notes(), *idle_notes(self.idle)
-        return Recording(module, self.names, self.results, notes, numbers)
+        decided = history.contents.known.decided
+        return Recording(module, self.names, self.results, notes, numbers, decided)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -215,7 +218,8 @@ class _Step:
         """Results, gradients of the trainable parameters, and buffers behind the step."""
         names = self.names
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
-        contents.begin({**held, **{f"input {i}": x for i, x in enumerate(inputs)}})
+        given = {f"input {i}": x for i, x in enumerate(inputs)}
+        contents.begin({**held, **given}, names.buffers)
         own = OwnTensors(names.by_id(held)) if self.with_own else nullcontext()
         weights = dict(zip(names.params, params, strict=True))
         copy_hooks(names.params, weights, self.idle)
@@ -344,20 +348,23 @@ class _Origins(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
-        if func in READS:  # an unknown value is left to the op, which raises torch's own error
-            with suppress(UnknownNumberError):
-                number = known_number(func, args)
-                self.contents.answers[self.contents.question(func, args)] = number
-                return number
-        origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         kwargs = kwargs or {}
+        if needs_values(func, args):  # unknown ones are left to the op, which raises torch's error
+            with suppress(UnknownValueError):
+                found = computed(self.contents.known, func, args, kwargs, self._run)
+                self.contents.note_outside([*args, *kwargs.values()], source_here())
+                return found
+        origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
         if takes_numbers(func, args, kwargs):
             origin["site"] = self.sites.of(func, kwargs)
         call = self.contents.before(func, args, kwargs, origin["source"])
-        with provenance.annotate(origin):
+        with provenance.annotate(origin), forward_noted(origin["source"]):
             result = func(*args, **kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
 
 @contextmanager
