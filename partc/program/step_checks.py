@@ -11,6 +11,7 @@ from torch import Tensor
 
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
+from partc.program.decided import Decided
 from partc.program.given import check_inputs, plain_inputs
 from partc.program.role import Role
 from partc.trace.frozen_numbers import FrozenNumbers
@@ -30,11 +31,13 @@ class StepChecks:
     """The checks before each run of a role.
 
     ``numbers``: those of the model's Python in the process that compiled it. ``guard`` looks at
-    everything else on this rank, and compares all ranks now and then.
+    everything else on this rank, and compares all ranks now and then. ``decided``: the buffers
+    whose values decided what the program does.
     """
 
-    def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard) -> None:
+    def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard, decided: Decided) -> None:
         self.role, self.numbers, self.guard, self.num_steps = role, numbers, guard, 0
+        self.decided = decided
 
     def taken(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """What the program takes: the inputs as plain tensors; all ranks call this together.
@@ -62,6 +65,7 @@ class StepChecks:
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
+        self.decided.check()
         return plain
 
     def _check_numbers(self) -> None:

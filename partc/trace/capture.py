@@ -191,8 +191,9 @@ class _Step:
         numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
         notes += *history.notes(), *idle_notes(self.idle)
-        decided = history.contents.known.decided
-        return Recording(module, self.names, self.results, notes, numbers, decided)
+        known = history.contents.known
+        notes += (*known.notes(),)
+        return Recording(module, self.names, self.results, notes, numbers, known.decided)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ aten = torch.ops.aten
 READS = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
 SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compiling
 LARGEST = 1 << 20  # elements of a tensor that is worth computing while tracing
+NAMED = 3  # buffers that notes name one by one
 MASKS = (torch.bool, torch.uint8)
 _INDEX = {aten.index.Tensor}
 _INDEX_PUT = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -133,6 +134,14 @@ class KnownValues:
                 return real(tensor).cpu()
             except Exception as error:  # a kernel that is not there, or a device
                 raise UnknownValueError from error
+
+    def notes(self) -> Iterator[str]:
+        """Sentences on the buffers whose values were asked for; of many the first ones."""
+        for name, line in [*self.decided.items()][:NAMED]:
+            asked = f", asked for at {line.partition(': ')[0]}" if line else ""
+            yield f"frozen at trace time: the value of buffer {name}{asked}"
+        if len(self.decided) > NAMED:
+            yield f"frozen at trace time: the values of {len(self.decided) - NAMED} more buffers"
 
     def _know(self, fake: Tensor) -> None:
         self.known.add(id(fake))
