@@ -57,9 +57,14 @@ class RankTensors:
         self._empty = torch.empty(0, device=device)  # which `.to()` moves
         own = {shard.name: shard for shard in role.shards}
         self.shards = {**own, **self.holders.aside}
-        params = [s for n, s in self.shards.items() if self._model.tensors[n].kind == "param"]
+        params = [shard for name, shard in self.shards.items() if self._is_param(name)]
         self._num_elements = sum(math.prod(shard.shape) for shard in params)
         self._dtensors = _dtensors(program.mesh, mesh, self.coords, self.shards.values())
+
+    def _is_param(self, name: str) -> bool:
+        """Whether a tensor is a parameter of the model, and no buffer or constant of the step."""
+        own = self._model.tensors.get(name)
+        return own is not None and own.kind == "param"
 
     @property
     def all_shards(self) -> Mapping[str, Shard]:
@@ -95,7 +100,7 @@ class RankTensors:
 
     def _as_kept(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that no step reads, as the model has it: a parameter, which gets no gradient."""
-        if self._model.tensors[name].kind != "param" or not tensor.is_floating_point():
+        if not self._is_param(name) or not tensor.is_floating_point():
             return tensor
         return nn.Parameter(tensor)
 
