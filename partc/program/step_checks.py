@@ -13,6 +13,7 @@ from partc.errors import RunError
 from partc.plan.sharding import dtype_name
 from partc.program.decided import Decided
 from partc.program.given import check_inputs, plain_inputs
+from partc.program.rank_tensors import RankTensors
 from partc.program.role import Role
 from partc.trace.frozen_numbers import FrozenNumbers
 
@@ -21,6 +22,9 @@ FIRST_STEPS = 3  # that look at all numbers of the model
 
 class Guard(Protocol):
     """What is looked at before every run, whichever program runs (``run_state.py``)."""
+
+    @property
+    def tensors(self) -> RankTensors: ...
 
     def begin(self) -> None: ...
 
