@@ -103,8 +103,9 @@ class Space:
     def _in_time(self, base: Candidate) -> Iterator[Candidate]:
         """The candidate with every number of microbatches, recomputation and schedule."""
         left = self.dp_divides // base.data_ranks
-        for count in [self.microbatches] if self.microbatches else divisors(left):
-            if left % count or not (self.microbatches or _pays(base.pp, count)):
+        paying = [count for count in divisors(left) if _pays(base.pp, count)]
+        for count in [self.microbatches] if self.microbatches else paying or [1]:
+            if left % count:
                 continue
             for again in self.recompute:
                 yield from self._in_order(replace(base, microbatches=count, recompute=again))

@@ -7,7 +7,7 @@ per tensor preset and recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +18,7 @@ from partc.errors import PartcError
 from partc.graph import Graph
 from partc.machines.objective import Objective, check_price
 from partc.passes.runner import Table
-from partc.passes.search.plans.candidate import RECOMPUTE, Recompute
+from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import WORDS, names_axes
 from partc.passes.search.plans.compare_shardings import compare_shardings
 from partc.passes.search.plans.infeasible import nothing_fits
@@ -51,28 +51,26 @@ class Choice:
 
     def ways(self, graph: Graph, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
         """The mesh and plan of each candidate, the best first; entries of ``plan`` stay."""
+        return [self.way(each.candidate, graph, mesh, plan) for each in self.ranked]
+
+    def way(
+        self, one: Candidate, graph: Graph, mesh: Mesh, plan: Plan, passed: Sequence[str] = ()
+    ) -> tuple[Mesh, Plan]:
+        """The mesh and plan of a candidate; ``passed``: notes on better ones that do not do."""
         knows = mesh.topology is not None and not mesh.topology.is_mixed
         limit = plan.memory_bytes or (round(self.search.limit) if knows else 0)
-        found = []
-        for each in self.ranked:
-            one = each.candidate
-            at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
-            own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
-            if mesh.is_open:
-                own = own.changed(inputs=without_axes(own.inputs))
-            more: dict[str, Any] = (
-                {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
-            )
-            line = self.lines.get(one.tp)
-            found.append((
-                at,
-                own.changed(
-                    preset=one.preset, microbatches=one.microbatches, memory_bytes=limit,
-                    recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
-                    notes=(*plan.notes, self.note(), *([line] if line else [])), **more,
-                ),
-            ))  # fmt: skip
-        return found
+        at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
+        own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
+        if mesh.is_open:
+            own = own.changed(inputs=without_axes(own.inputs))
+        more: dict[str, Any] = {"schedule": one.schedule, "chunks": one.chunks}
+        line = self.lines.get(one.tp)
+        notes = *plan.notes, *(passed or [self.note()]), *([line] if line else [])
+        return at, own.changed(
+            preset=one.preset, microbatches=one.microbatches, memory_bytes=limit, notes=notes,
+            recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
+            **(more if one.pp > 1 else {}),
+        )  # fmt: skip
 
     def note(self) -> str:
         """One line for the plan's notes: how the plan was chosen, and the next best candidates."""
