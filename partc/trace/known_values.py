@@ -198,6 +198,7 @@ def computed(known: KnownValues, func: Any, args: Any, kwargs: Any, run: Run) ->
         whole = run(aten.expand.default, (args[0], list(shape)), {})
         return run(aten.index.Tensor, (whole, [*_selected([mask], values, constant)]), {})
     if func in _INDEX or func in _INDEX_PUT:
+        _check_masks(args[1], args[0])
         places = [*_selected(args[1], values, constant)]
         return run(func, (args[0], places, *args[2:]), kwargs)
     raise UnknownValueError
@@ -214,6 +215,19 @@ def _selected(
         with _disable_current_modes():
             rows = values(place).nonzero().unbind(1)
         yield from map(constant, rows)
+
+
+def _check_masks(places: Iterable[Any], indexed: Tensor) -> None:
+    """The IndexError of torch for a mask of another shape than the dims that it selects from."""
+    at = 0
+    for place in places:
+        num = place.dim() if _is_mask(place) else 1
+        if _is_mask(place) and place.shape != indexed.shape[at : at + num]:
+            raise IndexError(
+                f"The shape of the mask {list(place.shape)} at index {at} does not match the "
+                f"shape of the indexed tensor {list(indexed.shape)} at index {at}"
+            )
+        at += num
 
 
 def _is_mask(place: Any) -> bool:
