@@ -42,11 +42,8 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 def selects(m: Any, h: Tensor) -> Tensor:
     found = [h[:, m.keep], h[:, ~m.plain], h.masked_select(m.keep), h[:, m.times > 5]]
-    found += [
-        h[:, m.times.unique()],
-        h[:, m.keep.nonzero().flatten()],
-        h[:, torch.where(m.times)[0]],
-    ]
+    places = m.times.unique(), m.keep.nonzero().flatten(), torch.where(m.times)[0]
+    found += [h[:, each] for each in places]
     return torch.cat([each.flatten() for each in found])
 
 
@@ -63,14 +60,12 @@ def asks(m: Any, h: Tensor) -> Tensor:
 
 
 def writes(m: Any, h: Tensor) -> Tensor:
-    """Through a view, before and behind the look at it."""
+    """Through a view, behind a first look at it."""
     mask = torch.zeros(4, dtype=torch.bool)
     before = mask.clone()
     mask.view(2, 2)[1].fill_(True)
     assert not before.any()
-    result = h[:, mask]
-    mask.fill_(False)
-    return result
+    return h[:, mask]
 
 
 def contrast(m: Any, h: Tensor) -> Tensor:
@@ -158,16 +153,20 @@ class Selecting(nn.Module):
 
 
 def test_blocks_that_select_alike_are_equal() -> None:
-    model = nn.Sequential(*[Selecting() for _ in range(7)])
-    (fold,) = spare_blocks(model, (torch.randn(2, 4),), square, True)
-    assert fold.num == 4
-    graph = trace(model, (torch.randn(2, 4),), square, fold=True)
+    model = nn.ModuleDict({"blocks": nn.Sequential(*[Selecting() for _ in range(7)])})
+    batch = (torch.randn(2, 4),)
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return square(model["blocks"], x)
+
+    (fold,) = spare_blocks(model, batch, loss_of, True)
+    assert fold.num == 3
+    graph = trace(model, batch, loss_of, fold=True)
     assert graph.folds == (fold,)
-    assert sorted(graph.decided) == [f"{i}.keep" for i in range(7)]
-    other: Any = model[3]
-    other.keep[0] = False
-    other.keep[1] = True
-    assert spare_blocks(model, (torch.randn(2, 4),), square, True) == ()
+    assert sorted(graph.decided) == [f"blocks.{i}.keep" for i in range(7)]
+    other: Any = model["blocks"][3]  # type: ignore[index]
+    other.keep[:2] = torch.tensor([False, True])
+    assert spare_blocks(model, batch, loss_of, True) == ()
 
 
 def test_nothing_is_computed_where_nothing_asks(monkeypatch: pytest.MonkeyPatch) -> None:

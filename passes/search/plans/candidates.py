@@ -103,8 +103,10 @@ class Space:
     def _in_time(self, base: Candidate) -> Iterator[Candidate]:
         """The candidate with every number of microbatches, recomputation and schedule."""
         left = self.dp_divides // base.data_ranks
-        paying = [count for count in divisors(left) if _pays(base.pp, count)]
-        for count in [self.microbatches] if self.microbatches else paying or [1]:
+        counts = [count for count in divisors(left) if _pays(base.pp, count)]
+        if base.given and not counts:
+            counts = [1]  # too few samples for the user's own pipeline
+        for count in [self.microbatches] if self.microbatches else counts:
             if left % count:
                 continue
             for again in self.recompute:
