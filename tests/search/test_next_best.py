@@ -21,7 +21,8 @@ def tower() -> nn.Module:
 def dice(model: nn.Module, x: Tensor) -> Tensor:
     """Of the whole batch: no sum or mean over samples."""
     found, wanted = model(x).sigmoid(), (x > 0).float()
-    return 1 - (2 * (found * wanted).sum() + 1) / (found.sum() + wanted.sum() + 1)
+    loss: Tensor = 1 - (2 * (found * wanted).sum() + 1) / (found.sum() + wanted.sum() + 1)
+    return loss
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def test_where_none_is_left_the_error_says_what_each_has_met(
     monkeypatch.setattr(Job, "with_plan", with_plan)
     with pytest.raises(PlanError, match="best candidates can be compiled") as caught:
         partc.compile(tower(), "dp=2", (torch.randn(4, 8),), loss=square)
-    assert len(tried) == len(set(tried)) == 6  # what is recomputed does not matter
+    assert len(tried) == len(set(tried)) == 3  # what is recomputed does not matter
     assert all(f"{preset} {number}: it is not" in caught.value.why for preset, number in tried)
 
 
