@@ -22,11 +22,11 @@ def read_once() -> Iterator[None]:
 
     def once(
         graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table,
-        inputs: Mapping[str, Cuts],
+        inputs: Mapping[str, Cuts], reading: Reading = READING,
     ) -> ScalingModels:  # fmt: skip
-        key = id(graph.fx), *words, *ways, str(inputs)
+        key = id(graph.fx), *words, *ways, str(inputs), reading
         if key not in known:
-            known[key] = graph, scaling_models_of(graph, words, ways, table, inputs)
+            known[key] = graph, scaling_models_of(graph, words, ways, table, inputs, reading)
         return dict(known[key][1])
 
     with patch("partc.passes.search.plans.choose_plan.scaling_models_of", once):
