@@ -27,6 +27,7 @@ from partc.passes.own_passes import check_replay
 from partc.passes.runner import State, Table, run
 from partc.passes.search.plans.choose_plan import AUTO_PLAN, Choice, can_search
 from partc.passes.search.plans.infeasible import too_large
+from partc.passes.search.plans.next_best import PASSED_OVER, Attempts
 from partc.passes.search.plans.plans_by_hand import by_hand
 from partc.passes.search.plans.search_plans import Taken
 from partc.passes.stages.choose_stages import is_pipeline
@@ -219,7 +220,9 @@ class Job:
     def with_search(
         self, mesh: Mesh, plan: Plan, microbatches: int | None, objective: Objective
     ) -> Program:
-        """Compile the best plan that is found, or the next best where its program is too large."""
+        """Compile the best plan that is found, or the next best where it cannot be compiled or its
+        program is too large.
+        """
         state = self._traced(mesh, plan)
         graph = state.graph
         plan = run(state, "find_batch").plan
@@ -227,15 +230,16 @@ class Job:
             return self.with_plan(mesh.settled(plan.mesh), plan, state)
         state.made |= {"microbatches": microbatches, "objective": objective}
         choice: Choice = run(state, "choose_plan").made["choice"]
-        ways = zip(choice.ways(graph, mesh, plan), choice.ranked, strict=True)
-        for (at, each), taken in ways:
+        attempts = Attempts(choice)
+        for one in attempts:
+            at, each = choice.way(one.candidate, graph, mesh, plan, attempts.notes())
+            taken = Taken(attempts.search, one.candidate, True)
             try:
-                return self.with_plan(at, each, state, Taken(choice.search, taken.candidate, True))
-            except MemoryLimitError:
-                if taken is choice.ranked[-1]:
-                    raise
+                return self.with_plan(at, each, state, taken)
+            except PASSED_OVER as error:
+                attempts.failed(one, error)
                 state = self._traced(mesh, plan)
-        raise AssertionError("a choice has a candidate")
+        raise attempts.error()
 
     def with_plan(
         self, mesh: Mesh, plan: Plan, state: State | None = None, taken: Taken | None = None

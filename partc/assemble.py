@@ -40,6 +40,7 @@ def program_of(state: State) -> Program:
         model=graph.model,
         fingerprint=made["fingerprint"],
         constants=graph.constants,
+        decided=tuple(sorted(graph.decided)),
         numbers=state.made.get("numbers", FrozenNumbers()),
         inputs={n: (value(i).shape, dtype_name(value(i).dtype)) for n, i in graph.inputs.items()},
         dealt=dealt(plan, graph.inputs),

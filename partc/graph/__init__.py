@@ -91,9 +91,10 @@ class Graph:
     block that the graph has. ``untrained`` are trainable parameters that the loss does not depend
     on, so that they have no gradient. ``trained_elsewhere`` are parameters of a stage for which
     other stages alone compute gradients. ``frozen`` has a sentence on each thing outside of the
-    graph that a program does not follow, such as a tensor of a closure. ``sites`` has the site of
-    every random draw that was traced, with the name under which the model draws: another one, where
-    the draw was made between two blocks and named after one of them.
+    graph that a program does not follow, such as a tensor of a closure. ``decided`` has the buffers
+    whose values decided what was traced, each with the line that asked for them. ``sites`` has the
+    site of every random draw that was traced, with the name under which the model draws: another
+    one, where the draw was made between two blocks and named after one of them.
     """
 
     fx: FxGraph
@@ -109,6 +110,7 @@ class Graph:
     untrained: tuple[str, ...] = ()
     trained_elsewhere: frozenset[str] = frozenset()
     frozen: tuple[str, ...] = ()
+    decided: dict[str, str] = field(default_factory=dict)
     sites: dict[str, str] = field(default_factory=dict)
     early: EarlyReduction | None = (
         None  # of a stage's sums over ranks, which begin in its last backward

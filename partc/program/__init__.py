@@ -67,6 +67,7 @@ class Program:
         model: the name of the model's class.
         fingerprint: names, shapes and dtypes of the model's tensors.
         constants: tensors that were known when compiling, such as masks.
+        decided: names of buffers whose values decided what was traced; they must keep them.
         inputs: shape of the global batch and dtype, by the input's name.
         dealt: how a rank's piece of an input is cut, as (axis, dim, outer), where a step takes
             pieces (``batch="local"``); empty where it takes the whole batch.
@@ -95,6 +96,7 @@ class Program:
     model: str = ""
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()
     inputs: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     dealt: Mapping[str, Dealt] = field(default_factory=dict)
     arguments: Arguments = field(default_factory=Arguments)
@@ -272,6 +274,7 @@ class Program:
             cost={"text": str(self.cost), "data": self.cost.as_json()},
             basis=self.basis,
             draws=self.draws,
+            decided=self.decided,
             expected=self.expected,
             fixed=self.fixed or FixedText(),
             wanted=self.wanted,
@@ -289,6 +292,7 @@ class Program:
             model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
             compiles=self.role(0).compiles,
             extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
+            decided=list(self.decided),
         )  # fmt: skip
 
 
@@ -358,6 +362,7 @@ def _program(folder: Path, manifest: Manifest) -> Program:
         schedule=_text(folder / SCHEDULE) if SCHEDULE in manifest.files else "",
         basis=manifest.basis,
         draws=manifest.draws,
+        decided=manifest.decided,
         expected=manifest.expected,
         fixed=manifest.fixed,
         made_for=manifest.wanted,

@@ -55,6 +55,7 @@ class Manifest:
     others: tuple[str, ...]  # the folders of programs of other shapes and modes, in OTHERS
     files: Mapping[str, str]  # name -> sha256
     draws: Mapping[str, Draw] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()  # buffers whose values decided what was traced
     results: Mapping[str, Dealt] = field(default_factory=dict)  # of which a rank has its rows
     dealt: Mapping[str, Dealt] = field(default_factory=dict)  # of inputs given in pieces
 
@@ -89,6 +90,7 @@ class Manifest:
             "others": list(self.others),
             "files": dict(sorted(self.files.items())),
         }
+        fields |= {"decided": list(self.decided)} if self.decided else {}
         return json.dumps({**fields, "sha256": _digest_of(fields)}, indent=1) + "\n"
 
     @classmethod
@@ -126,7 +128,8 @@ class Manifest:
         _need(schema == SCHEMA, f"it has schema {schema!r}, this partc reads {SCHEMA}")
         rest = {key: entry for key, entry in fields.items() if key != "sha256"}
         _need(fields["sha256"] == _digest_of(rest), "its content does not have its digest")
-        _need(set(rest) == _FIELDS, f"its fields differ in {sorted(set(rest) ^ _FIELDS)}")
+        differ = (set(rest) ^ _FIELDS) - {"decided"}
+        _need(not differ, f"its fields differ in {sorted(differ)}")
         _check_torch(*fields["torch"])
         mesh = Mesh(tuple((name, size) for name, size in fields["mesh"]))
         files = {_file_name(name): _text(digest) for name, digest in fields["files"].items()}
@@ -148,6 +151,7 @@ class Manifest:
             cost=_cost(fields["cost"]),
             basis=Basis.of_json(fields["basis"]),
             draws={_text(site): _draw(*entry) for site, entry in fields["draws"].items()},
+            decided=tuple(_text(name) for name in fields.get("decided", ())),
             expected=Expectation.of_json(fields["expected"]),
             fixed=FixedText.of_json(fields["fixed"]),
             wanted=Wanted.parse(_text(fields["wanted"])),

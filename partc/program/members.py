@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import RunError
 from partc.program import Program
 from partc.program.arguments import Returned
+from partc.program.decided import Decided
 from partc.program.rank_tensors import RankTensors
 from partc.program.role import Role, Shard
 from partc.program.step_checks import Guard, StepChecks
@@ -29,7 +30,8 @@ class Member:
         self, program: Program, role: Role, run: Any, own: Mapping[str, Shard], guard: Guard
     ) -> None:
         self.program, self.role, self.run, self.own = program, role, run, own
-        self.checks = StepChecks(role, program.numbers, guard)
+        decided = Decided(program.decided, program.constants, guard.tensors)
+        self.checks = StepChecks(role, program.numbers, guard, decided)
         self.returned = Returned(program.returns)
         self.draws = hasattr(run, "seed")
         self.trained = [name for name, x in role.tensors(run).items() if x.requires_grad]

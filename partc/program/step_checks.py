@@ -11,7 +11,9 @@ from torch import Tensor
 
 from partc.errors import RunError
 from partc.plan.sharding import dtype_name
+from partc.program.decided import Decided
 from partc.program.given import check_inputs, plain_inputs
+from partc.program.rank_tensors import RankTensors
 from partc.program.role import Role
 from partc.trace.frozen_numbers import FrozenNumbers
 
@@ -20,6 +22,9 @@ FIRST_STEPS = 3  # that look at all numbers of the model
 
 class Guard(Protocol):
     """What is looked at before every run, whichever program runs (``run_state.py``)."""
+
+    @property
+    def tensors(self) -> RankTensors: ...
 
     def begin(self) -> None: ...
 
@@ -30,11 +35,13 @@ class StepChecks:
     """The checks before each run of a role.
 
     ``numbers``: those of the model's Python in the process that compiled it. ``guard`` looks at
-    everything else on this rank, and compares all ranks now and then.
+    everything else on this rank, and compares all ranks now and then. ``decided``: the buffers
+    whose values decided what the program does.
     """
 
-    def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard) -> None:
+    def __init__(self, role: Role, numbers: FrozenNumbers, guard: Guard, decided: Decided) -> None:
         self.role, self.numbers, self.guard, self.num_steps = role, numbers, guard, 0
+        self.decided = decided
 
     def taken(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """What the program takes: the inputs as plain tensors; all ranks call this together.
@@ -61,6 +68,7 @@ class StepChecks:
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
+        self.decided.check()
         return tuple(x.contiguous() for x in plain)  # as the program's kernels were given them
 
     def _check_numbers(self) -> None:

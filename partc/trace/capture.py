@@ -40,8 +40,9 @@ from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.dense import as_fake, check_dense
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
+from partc.trace.forward_lines import forward_noted
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.known_numbers import READS, UnknownNumberError, known_number
+from partc.trace.known_values import UnknownValueError, computed, needs_values
 from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
@@ -56,7 +57,6 @@ from partc.trace.untouched import untouched
 
 Objective = Callable[..., Any]
 T = TypeVar("T")
-SMALL_BYTES = 1 << 20  # tensors up to this size are known by value when compiling
 
 
 @dataclass
@@ -114,7 +114,8 @@ class Recording:
     """A raw graph, the module that holds its constants, and what its outputs are called.
 
     ``frozen`` has sentences on what a program of this graph does not follow, ``numbers`` the Python
-    numbers that the step has read.
+    numbers that the step has read, ``decided`` the buffers on whose values it depends what was
+    recorded, each with the line that asked for them.
     """
 
     module: fx.GraphModule
@@ -122,6 +123,7 @@ class Recording:
     results: list[str]  # names of the tensors that stand where the loss would
     frozen: tuple[str, ...]
     numbers: FrozenNumbers
+    decided: dict[str, str]
 
 
 def record(
@@ -174,6 +176,7 @@ class TracedStep:
     reach: Reach
     with_own: bool = False
     results: list[str] = field(default_factory=list)
+    decided: dict[str, str] = field(default_factory=dict)  # buffers whose values were asked for
     idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
@@ -181,7 +184,7 @@ class TracedStep:
         """Record the step, and run it again to see that all steps are alike."""
         module, numbers, notes = self.twice(as_graph, Origins)
         check_dense(module.graph, self.given())
-        return Recording(module, self.names, self.results, notes, numbers)
+        return Recording(module, self.names, self.results, notes, numbers, self.decided)
 
     def twice(
         self, through: Callable[..., T], origins: Callable[[Contents, Sites], TorchDispatchMode]
@@ -212,8 +215,9 @@ class TracedStep:
             )
         numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
+        self.decided = history.contents.known.decided
         notes += *history.notes(), *idle_notes(self.idle), *padding_notes(padded)
-        return result, numbers, notes
+        return result, numbers, (*notes, *history.contents.known.notes())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -244,7 +248,8 @@ class TracedStep:
         """Results, gradients of the trainable parameters, and buffers behind the step."""
         names = self.names
         held = dict(zip((*names.params, *names.buffers), (*params, *buffers), strict=True))
-        contents.begin({**held, **{f"input {i}": x for i, x in enumerate(inputs)}})
+        given = {f"input {i}": x for i, x in enumerate(inputs)}
+        contents.begin({**held, **given}, names.buffers)
         own = OwnTensors(names.by_id(held)) if self.with_own else nullcontext()
         weights = dict(zip(names.params, params, strict=True))
         copy_hooks(names.params, weights, self.idle)
@@ -358,17 +363,20 @@ class Origins(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # autograd asks this of every tensor; it is no op
-        if func in READS:  # an unknown value is left to the op, which raises torch's own error
-            with suppress(UnknownNumberError):
-                number = known_number(func, args)
-                self.contents.answers[self.contents.question(func, args)] = number
-                return number
-        origin = self.origin = {"source": source_here(), "calls": calls_here()}
         kwargs = kwargs or {}
+        if needs_values(func, args):  # unknown ones are left to the op, which raises torch's error
+            with suppress(UnknownValueError):
+                found = computed(self.contents.known, func, args, kwargs, self._run)
+                self.contents.note_outside([*args, *kwargs.values()], source_here())
+                return found
+        origin = self.origin = {"source": source_here(), "calls": calls_here()}
         if takes_numbers(func, args, kwargs):
             origin["site"] = self.sites.of(func, kwargs)
         call = self.contents.before(func, args, kwargs, origin["source"])
-        with provenance.annotate(origin):
+        with provenance.annotate(origin), forward_noted(origin["source"]):
             result = func(*args, **kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.__torch_dispatch__(func, (), args, kwargs)

@@ -19,16 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partc.graph.fake_calls import storage_of, tensors_in
-from partc.graph.writes import write_places, written_to
+from partc.graph.writes import tensors_written
+from partc.trace.known_values import KnownValues
 
 SAMPLED_BYTES = 1 << 20  # of a larger constant, evenly spread elements stand for all
 # Ops whose result does not depend on what the tensor that they write held before.
 _OVERWRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_"}
 # What ``torch.tensor([1, 2])`` calls on the tensor of the numbers that it was given.
 _LITERAL_TENSORS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
-_BATCH_NORMS = {
-    torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default,
-}  # fmt: skip
 _LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.layout)
 
 
@@ -69,7 +67,7 @@ class Contents:
 
     ``outside`` has the tensors that the first run has closed over, by memory: no call made them,
     and they are no parameters, buffers or inputs. ``calls`` has the digests of the first run's
-    calls, ``answers`` the numbers that it asked for.
+    calls. ``known`` has the values of what follows from constants in the latest run.
     """
 
     run: int = 0
@@ -77,13 +75,16 @@ class Contents:
     own: set[int] = field(default_factory=set)  # memory of parameters, buffers and inputs
     outside: dict[int, Outside] = field(default_factory=dict)
     calls: set[str] = field(default_factory=set)
-    answers: dict[Hashable, Any] = field(default_factory=dict)
+    known: KnownValues = field(default_factory=KnownValues)
     alive: list[Any] = field(default_factory=list)  # so that no other memory gets the same number
     drawn: int = 0
 
-    def begin(self, placeholders: Mapping[str, Tensor]) -> None:
-        """Begin a run on these parameters, buffers and inputs."""
+    def begin(self, placeholders: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Begin a run on these parameters, buffers and inputs; ``buffers`` are the model's own."""
         self.run, self.drawn = self.run + 1, 0
+        self.known = KnownValues(decided=self.known.decided)
+        for name, real in buffers.items():
+            self.known.add(name, placeholders[name], real)
         for name, tensor in placeholders.items():
             self._put(tensor, Content(_digest(name), self.run))
             self.own.add(memory_of(tensor))
@@ -93,10 +94,10 @@ class Contents:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: str = ""
     ) -> Call:
         """Describe a call before it runs, as it may write over what it reads."""
-        written = _ids(_written(func, args, kwargs)) if _overwrites(func) else set()
+        written = _ids(tensors_written(func, args, kwargs)) if _overwrites(func) else set()
         written |= _ids(tensors_in(kwargs.get("out")))
         if self.run == 1 and func not in _LITERAL_TENSORS:
-            self._note_outside([*args, *kwargs.values()], source)
+            self.note_outside([*args, *kwargs.values()], source)
         operands = tuple(self._text(each, written) for each in (*args, *sorted(kwargs.items())))
         read = [x for x in tensors_in([*args, *kwargs.values()]) if id(x) not in written]
         runs = [self.content(each).run for each in read]
@@ -112,7 +113,7 @@ class Contents:
         self, call: Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Note what the memory of a call's results, and of what it wrote, holds now."""
-        for i, tensor in enumerate(_written(func, args, kwargs)):
+        for i, tensor in enumerate(tensors_written(func, args, kwargs)):
             before, form = self.content(tensor), form_of(tensor)
             whole = _overwrites(func) and tensor.numel() == _elements(tensor)
             if memory_of(tensor) in self.outside:
@@ -125,6 +126,7 @@ class Contents:
                 self._put(tensor, Content(_digest(call.digest, i), call.run))
         if self.run == 1:
             self.calls.add(call.digest)
+        self.known.note(func, args, kwargs, result)
 
     # tensors -------------------------------------------------------------------------------------
     def content(self, tensor: Tensor) -> Content:
@@ -146,11 +148,8 @@ class Contents:
         age = "stale" if 0 < content.run < self.run else "own" if content.run else "constant"
         return content.digest, age, form_of(tensor)
 
-    def question(self, func: Any, args: Sequence[Any]) -> Hashable:
-        """A call that asks for a number, by what it reads."""
-        return func, tuple(self.described(each) for each in tensors_in(args))
-
-    def _note_outside(self, given: Sequence[Any], source: str) -> None:
+    def note_outside(self, given: Sequence[Any], source: str) -> None:
+        """Note the tensors of the first run that the step closes over."""
         for tensor in tensors_in(given):
             if not isinstance(tensor, FakeTensor) and memory_of(tensor) not in self.at:
                 self.outside[memory_of(tensor)] = Outside(tensor, source)
@@ -193,14 +192,6 @@ def form_of(tensor: Tensor) -> Hashable:
 
 def _digest(*parts: object) -> str:
     return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors into whose memory a call writes."""
-    if func in _BATCH_NORMS and args[5]:  # training; its schema does not say that it writes
-        yield from tensors_in(args[3:5])
-    if write_places(func) and torch.Tag.inplace_view not in func.tags:
-        yield from tensors_in(written_to(func, args, kwargs))
 
 
 @cache

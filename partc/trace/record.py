@@ -32,10 +32,12 @@ from partc.graph.graph_edits import fake_like
 from partc.rules.strides import keep_order
 from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
-from partc.trace.capture import SMALL_BYTES, Objective, Recording, names_of, record
+from partc.trace.capture import Objective, Recording, names_of, record
 from partc.trace.distribution_checks import is_wanted_check
+from partc.trace.forward_lines import forward_of
 from partc.trace.frozen_numbers import FrozenNumbers
 from partc.trace.kept_fakes import check_none_kept
+from partc.trace.known_values import SMALL_BYTES
 from partc.trace.returns import Returns
 from partc.trace.scan_blocks import skipping, spare_blocks
 from partc.trace.source_lines import module_of, source_of
@@ -114,13 +116,29 @@ def kind_of(loss: Objective | None) -> Kind:
 
 
 def keep_known_buffers(graph: Graph, model: nn.Module, left_out: Sequence[RepeatedBlocks]) -> None:
-    """Keep the values of small buffers that the step does not change, as constants of the graph."""
-    changed = graph.outputs.buffers
+    """Keep the values of small buffers that the step does not change, as constants of the graph.
+
+    TraceError if it changes one on whose values it depends what was recorded.
+    """
+    changed, decided = graph.outputs.buffers, dict(graph.decided)
     for name, buffer in names_of(model).buffers.items():
         fits = buffer.numel() * buffer.element_size() <= SMALL_BYTES
         alike = next((fold.twin(name) for fold in left_out if fold.covers(name)), name)
         if fits and alike not in changed and type(buffer) is Tensor and not buffer.is_meta:
             graph.constants[name] = buffer.detach().cpu().clone()
+        if alike in decided and alike in changed:
+            raise _decides_and_changes(name, decided[alike])
+        if alike in decided:
+            graph.decided[name] = decided[alike]
+
+
+def _decides_and_changes(name: str, line: str) -> TraceError:
+    return TraceError(
+        where=f"{name} ({line})" if line else name,
+        what="the step asks for the value of this buffer, and changes it",
+        why="a program does in every step what followed from the value when it was compiled",
+        do="Compute with the tensor itself, without item(), a branch or a selection by it.",
+    )
 
 
 # what is traced ------------------------------------------------------------------------------
@@ -138,7 +156,9 @@ def _check_default_dtype() -> None:
 
 def _explain(error: Exception, model: nn.Module) -> TraceError:
     """An error raised while recording as a TraceError: the user's line, and what to do."""
-    path, source = module_of(error, model) or type(model).__name__, source_of(error)
+    path, source = forward_of(error)
+    path, source = path or module_of(error, model), source or source_of(error)
+    path = path or type(model).__name__
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = type(error).__name__
     what, do = (
@@ -190,7 +210,7 @@ def _build(
     _describe(graph)
     keep_order(graph)
     _set_outputs(graph, recording, model, extras)
-    graph.frozen = tuple(recording.frozen)
+    graph.frozen, graph.decided = tuple(recording.frozen), dict(recording.decided)
     return graph
 
 

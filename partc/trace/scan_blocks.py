@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
@@ -32,7 +30,6 @@ from partc.graph.fake_calls import call_on_fakes, quiet_log, storage_of
 from partc.graph.folds import RepeatedBlocks, list_member
 from partc.graph.writes import written_to
 from partc.trace.capture import (
-    SMALL_BYTES,
     Objective,
     named_results,
     names_of,
@@ -41,19 +38,23 @@ from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.dense import as_fake
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.kept_fakes import passing_mode
+from partc.trace.known_values import (
+    SMALL_BYTES,
+    KnownValues,
+    UnknownValueError,
+    computed,
+    needs_values,
+)
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
 from partc.trace.portable_kernels import portable_kernels
 from partc.trace.quiet_run import converted_to_themselves, quiet_generator
+from partc.trace.unseen_backward import NoHooks, Unequal, check_backward
 from partc.trace.untouched import untouched
 
 Owner = tuple[str, int]  # a member of a list of modules: its path and index
 OUTSIDE: Owner = ("", 0)
 FEWEST = 5  # blocks of a span that skipping is worth it for
-
-
-class _Unequal(Exception):
-    """Blocks may differ in something that a run of the forward does not show."""
 
 
 def spare_blocks(
@@ -220,6 +221,7 @@ def _run(
     own = {n: as_fake(t, mode) for n, t in (*names.params.items(), *names.buffers.items())}
     for name, tensor in (names.params | names.buffers).items():
         watch.name(own[name], name, tensor)
+        watch.known.add(name, own[name], tensor)
     held = own | {alias: own[name] for alias, name in names.aliases.items()}
     fakes = [as_fake(tensor, mode) for tensor in inputs]
     for i, fake in enumerate(fakes):
@@ -233,37 +235,12 @@ def _run(
             stack.enter_context(entered)
         stack.enter_context(watch.members(model))  # once what is there before is known
         stack.enter_context(_reparametrize_module(model, held))
-        for mode_of in (torch.set_grad_enabled(train), _NoHooks(), mode, watch):
+        for mode_of in (torch.set_grad_enabled(train), NoHooks(), mode, watch):
             stack.enter_context(mode_of)
         results = named_results(objective(model, *fakes))
     watch.close(results)
-    _check_backward(results.values())
+    check_backward(results.values())
     return watch.forward
-
-
-class _NoHooks(TorchFunctionMode):
-    """Raises _Unequal where a hook is put on a tensor, as the forward does not show its effect."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if "hook" in getattr(func, "__name__", ""):
-            raise _Unequal
-        return func(*args, **(kwargs or {}))
-
-
-def _check_backward(results: Iterator[Tensor] | Any) -> None:
-    """Raise _Unequal at an autograd Function of the user's, as its backward is unknown."""
-    left = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
-    seen = set(left)
-    while left:
-        node = left.pop()
-        if isinstance(node, BackwardCFunction):
-            raise _Unequal
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                left.append(before)
 
 
 class _Watch(TorchDispatchMode):
@@ -271,7 +248,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, forward: _Forward) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.forward, self.running = forward, OUTSIDE
+        self.forward, self.running, self.known = forward, OUTSIDE, KnownValues()
         self.at: dict[int, _At] = {}
         self.storage: dict[int, Owner] = {}
         self.alive: list[Any] = []  # so that no other tensor gets the same id
@@ -307,7 +284,7 @@ class _Watch(TorchDispatchMode):
 
     def _begin(self, owner: Owner) -> None:
         if self.running != OUTSIDE or owner in self.forward.given:
-            raise _Unequal  # a member that runs inside of another, or a second time
+            raise Unequal  # a member that runs inside of another, or a second time
         self.running = owner
 
     def _end(self, owner: Owner, result: Any) -> None:
@@ -325,6 +302,11 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
+        if needs_values(func, args):
+            with suppress(UnknownValueError):
+                found = computed(self.known, func, args, kwargs, self._run)
+                self.forward.calls[self.running].append((func, *self._read((args, kwargs.items()))))
+                return found
         if func._schema.is_mutable:
             self._check_written(func, args, kwargs)
         operands = self._read(args), self._read(tuple(sorted(kwargs.items())))
@@ -332,7 +314,11 @@ class _Watch(TorchDispatchMode):
         calls = self.forward.calls[self.running]
         self._made(result, len(calls))
         calls.append((func, *operands, _kind(result), torch.is_grad_enabled()))
+        self.known.note(func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _read(self, arg: Any) -> Any:
         """An argument with its tensors as ``_At``; the running member becomes their reader."""
@@ -346,7 +332,7 @@ class _Watch(TorchDispatchMode):
     def _spelled(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             if isinstance(arg, nn.Parameter) and id(arg) not in self.at:
-                raise _Unequal  # one that is in a variable: whose it is does not show
+                raise Unequal  # one that is in a variable: whose it is does not show
             return self.at.get(id(arg)) or _values(arg)
         if isinstance(arg, list | tuple):
             return tuple(map(self._spelled, arg))

@@ -23,7 +23,7 @@ from partc.errors import PartcError, TraceError
 from partc.graph.fake_calls import FakeCalls
 from partc.trace.contents import Call, Contents
 from partc.trace.frozen_numbers import FrozenNumbers
-from partc.trace.known_numbers import READS
+from partc.trace.known_values import UnknownValueError, computed, needs_values
 from partc.trace.places import Reach, State
 from partc.trace.process_state import process_states
 from partc.trace.python_random import Lines, generators
@@ -187,15 +187,17 @@ class Again(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if func in READS:
-            asked = self.contents.question(func, args)
-            if asked in self.contents.answers:
-                return self.contents.answers[asked]
+        if needs_values(func, args):
+            with suppress(UnknownValueError):
+                return computed(self.contents.known, func, args, kwargs, self._run)
         call = self.contents.before(func, args, kwargs)
         self._note(call, func)
         result, _ = _CALLS(func, args, kwargs)
         self.contents.behind(call, func, args, kwargs, result)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.__torch_dispatch__(func, (), args, kwargs)
 
     def _note(self, call: Call, func: Any) -> None:
         if not self.where and call.digest not in self.contents.calls:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partc.graph.folds import RepeatedBlocks
 from partc.trace.capture import (
-    SMALL_BYTES,
     Origins,
     TracedStep,
     as_graph,
@@ -36,6 +35,7 @@ from partc.trace.dense import not_dense
 from partc.trace.draw_sites import Sites
 from partc.trace.fingerprint import Fingerprint
 from partc.trace.frozen_numbers import FrozenNumbers
+from partc.trace.known_values import SMALL_BYTES
 from partc.trace.ran import not_noting_code
 from partc.trace.record import Source
 from partc.trace.scan_blocks import members, skipping

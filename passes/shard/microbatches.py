@@ -38,6 +38,10 @@ from partc.rules import Strategy, strategies_for
 aten = torch.ops.aten
 
 
+class WholeBatchError(PlanError):
+    """The step needs the whole batch at once, so that it cannot be computed in microbatches."""
+
+
 def check_microbatches(local: Graph) -> None:
     """PlanError if a call would need a collective over microbatches: all of them at once."""
     for node in local.calls():
@@ -47,7 +51,7 @@ def check_microbatches(local: Graph) -> None:
             where = f"{known.module or 'the step'} ({line})" if line else known.module or "the step"
             if is_backward(node) and node.target is collectives.all_reduce:
                 raise _no_sum(where, known.name or node.name)
-            raise PlanError(
+            raise WholeBatchError(
                 where=where,
                 what=f"{known.name or node.name} needs the whole batch, not one microbatch",
                 why=f"it would take an {node.target.__name__} over microbatches, which run one "
@@ -64,7 +68,7 @@ def _no_sum(where: str, name: str) -> PlanError:
     A value that is made of weights alone is the same in each microbatch, so its gradient is a sum
     over them. Most ops pass parts of a sum on as they come; some do not.
     """
-    return PlanError(
+    return WholeBatchError(
         where=where,
         what=f"the backward of this line ({name}) needs the gradient of all microbatches at once",
         why="it computes with the sum over microbatches, not with the part that each of them "

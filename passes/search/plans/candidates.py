@@ -103,8 +103,11 @@ class Space:
     def _in_time(self, base: Candidate) -> Iterator[Candidate]:
         """The candidate with every number of microbatches, recomputation and schedule."""
         left = self.dp_divides // base.data_ranks
-        for count in [self.microbatches] if self.microbatches else divisors(left):
-            if left % count or not (self.microbatches or _pays(base.pp, count)):
+        counts = [count for count in divisors(left) if _pays(base.pp, count)]
+        if base.given and not counts:
+            counts = [1]  # too few samples for the user's own pipeline
+        for count in [self.microbatches] if self.microbatches else counts:
+            if left % count:
                 continue
             for again in self.recompute:
                 yield from self._in_order(replace(base, microbatches=count, recompute=again))

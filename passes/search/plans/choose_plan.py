@@ -7,29 +7,31 @@ per tensor preset and recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from partc.cost.prediction import Work
-from partc.errors import PartcError
+from partc.errors import PartcError, ShardingError
 from partc.graph import Graph
 from partc.machines.objective import Objective, check_price
 from partc.passes.runner import Table
-from partc.passes.search.plans.candidate import RECOMPUTE, Recompute
+from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import WORDS, names_axes
 from partc.passes.search.plans.compare_shardings import compare_shardings
 from partc.passes.search.plans.infeasible import nothing_fits
+from partc.passes.search.plans.read_scaling_model import RANKS, READING, Reading
 from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search, scaling_models_of
 from partc.passes.shard.apply_preset import store_cut
 from partc.passes.shard.local_batch_norm import has_batch_norm
 from partc.plan import Cuts, Plan, fits
-from partc.plan.batch import without_axes
-from partc.plan.mesh import Mesh
+from partc.plan.batch import DATA_AXES, without_axes
+from partc.plan.mesh import PP, Mesh
 
 AUTO_PLAN = "auto"
+DATA_RANKS = (2, 3, 5, 7, 11, 13)  # for one of which a batch is partitioned to read it
 KEPT = 5  # candidates that a search returns, and a report names
 # Estimates know the recomputations cheap and block; a plan with any other is estimated as cheap.
 ONLY: tuple[Recompute, ...] = ("cheap",)
@@ -52,28 +54,26 @@ class Choice:
 
     def ways(self, graph: Graph, mesh: Mesh, plan: Plan) -> list[tuple[Mesh, Plan]]:
         """The mesh and plan of each candidate, the best first; entries of ``plan`` stay."""
+        return [self.way(each.candidate, graph, mesh, plan) for each in self.ranked]
+
+    def way(
+        self, one: Candidate, graph: Graph, mesh: Mesh, plan: Plan, passed: Sequence[str] = ()
+    ) -> tuple[Mesh, Plan]:
+        """The mesh and plan of a candidate; ``passed``: notes on better ones that do not do."""
         knows = mesh.topology is not None and not mesh.topology.is_mixed
         limit = plan.memory_bytes or (round(self.search.limit) if knows else 0)
-        found = []
-        for each in self.ranked:
-            one = each.candidate
-            at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
-            own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
-            if mesh.is_open:
-                own = own.changed(inputs=without_axes(own.inputs))
-            more: dict[str, Any] = (
-                {"schedule": one.schedule, "chunks": one.chunks} if one.pp > 1 else {}
-            )
-            line = self.lines.get(one.tp)
-            found.append((
-                at,
-                own.changed(
-                    preset=one.preset, microbatches=one.microbatches, memory_bytes=limit,
-                    recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
-                    notes=(*plan.notes, self.note(), *([line] if line else [])), **more,
-                ),
-            ))  # fmt: skip
-        return found
+        at, entries = one.mesh(mesh.topology), self.entries.get(one.word)
+        own = with_entries(plan, entries, graph, at, one.preset) if entries else plan
+        if mesh.is_open:
+            own = own.changed(inputs=without_axes(own.inputs))
+        more: dict[str, Any] = {"schedule": one.schedule, "chunks": one.chunks}
+        line = self.lines.get(one.tp)
+        notes = *plan.notes, *(passed or [self.note()]), *([line] if line else [])
+        return at, own.changed(
+            preset=one.preset, microbatches=one.microbatches, memory_bytes=limit, notes=notes,
+            recompute=one.recompute if plan.recompute == "cheap" else plan.recompute,
+            **(more if one.pp > 1 else {}),
+        )  # fmt: skip
 
     def note(self) -> str:
         """One line for the plan's notes: how the plan was chosen, and the next best candidates."""
@@ -115,21 +115,45 @@ def choose_plan(
     ways = _RECOMPUTE.get(plan.recompute, ONLY)
     words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
     inputs = without_axes(plan.inputs)
+    models, reading = _read(graph, words, ways, table, inputs, mesh)
     search = Search(
-        mesh=mesh, scaling_models=scaling_models_of(graph, words, ways, table, inputs),
-        memory_bytes=plan.memory_bytes, microbatches=pinned, schedule=plan.schedule, recompute=ways,
-        objective=objective, batch=Work.of(graph).batch,
+        mesh=mesh, scaling_models=models, memory_bytes=plan.memory_bytes, microbatches=pinned,
+        schedule=plan.schedule, recompute=ways, objective=objective, batch=Work.of(graph).batch,
+        reading=reading,
     )  # fmt: skip
     presets = choose(search)
     ranked = presets.ranked if presets else ()
     found = compare_shardings(graph, plan, search, ranked, table) if len(words) > 1 else presets
     if found is None or not found.ranked:
         raise nothing_fits(
-            replace(
-                search, scaling_models=_all_profiles(graph, search.scaling_models, table, inputs)
-            )
+            replace(search, scaling_models=_all_profiles(graph, search, table, inputs))
         )
     return Choice(found.ranked[:KEPT], found.search, found.lines, found.entries)
+
+
+def _read(
+    graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table,
+    inputs: Mapping[str, Cuts], mesh: Mesh,
+) -> tuple[ScalingModels, Reading]:  # fmt: skip
+    """The scaling models, and how they were read.
+
+    Where the mesh has no data axis, for as many data ranks as divide the batch; where it has more
+    stages than the model has blocks, in finer units.
+    """
+    shares = mesh.is_open or any(name in DATA_AXES for name in mesh.names)
+    for number in (RANKS,) if shares else DATA_RANKS:
+        reading = Reading(number)
+        with suppress(ShardingError):
+            models = scaling_models_of(graph, words, ways, table, inputs, reading)
+            break
+    else:  # the error of the usual way
+        reading = READING
+        models = scaling_models_of(graph, words, ways, table, inputs)
+    stages = 1 if mesh.is_open else dict(mesh.axes).get(PP, 1)
+    if len(models["", ways[0]].chain) < stages:
+        reading = replace(reading, fine=True)
+        models = scaling_models_of(graph, words, ways, table, inputs, reading)
+    return models, reading
 
 
 def choose(search: Search) -> Choice | None:
@@ -156,16 +180,18 @@ def with_entries(plan: Plan, entries: Plan, graph: Graph, mesh: Mesh, preset: st
 
 
 def _all_profiles(
-    graph: Graph, known: ScalingModels, table: Table, inputs: Mapping[str, Cuts]
+    graph: Graph, search: Search, table: Table, inputs: Mapping[str, Cuts]
 ) -> ScalingModels:
     """Scaling models for all recomputations and all tensor presets that the model can have.
 
     Also those that the user's pins rule out: an error then says which pin to give up.
     """
-    found = dict(known)
+    known, found = search.scaling_models, dict(search.scaling_models)
     for word in ("", *WORDS):
         missing = [again for again in RECOMPUTE if (word, again) not in known]
         with suppress(PartcError):
             if missing:
-                found.update(scaling_models_of(graph, [word], missing, table, inputs))
+                found.update(
+                    scaling_models_of(graph, [word], missing, table, inputs, search.reading)
+                )
     return found

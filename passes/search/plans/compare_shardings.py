@@ -147,8 +147,9 @@ class _Comparison:
             if each.entries:
                 word = searched_word(each.tp)
                 laws = scaling_models_of_entries(
-                    self.graph, word, each.tp, each.entries, ways, self.table
-                )
+                    self.graph, word, each.tp, each.entries, ways, self.table,
+                    self.presets.reading,
+                )  # fmt: skip
                 found |= {(word, again): law for again, law in zip(ways, laws, strict=True)}
         return found
 

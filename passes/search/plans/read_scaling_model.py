@@ -24,7 +24,7 @@ from partc.cost.products import NONE, Product, product_of
 from partc.cost.roofline import work_of
 from partc.cost.storage import replay
 from partc.graph import Graph, Value, collectives, fake_of, picked, tensor_args, value
-from partc.graph.blocks import blocks_of
+from partc.graph.blocks import blocks_of, prefixes
 from partc.graph.casts import is_cast
 from partc.graph.graph_edits import copied
 from partc.graph.moves import kind_of
@@ -49,6 +49,19 @@ Recompute = Literal["cheap", "none", "attention", "block"] | tuple[str, ...]  # 
 Touched = Callable[[Graph], Mapping[fx.Node, Sequence[fx.Node]]]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a graph is read: for how many data ranks it is partitioned, and whether modules beside
+    the blocks are units of their own (``fine``), for a model of fewer blocks than stages.
+    """
+
+    data_ranks: int = RANKS
+    fine: bool = False
+
+
+READING = Reading()
+
+
 def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
     """Per call the values that it reads from memory or writes there: operands and result."""
     return {node: [*dict.fromkeys(tensor_args(node)), node] for node in local.calls()}
@@ -57,7 +70,7 @@ def touched_values(local: Graph) -> dict[fx.Node, list[fx.Node]]:
 def scaling_models(
     graph: Graph, word: str, ways: Sequence[Recompute], table: Table, *,
     touched: Touched = touched_values, plain: bool = False,
-    inputs: Mapping[str, Cuts] | None = None,
+    inputs: Mapping[str, Cuts] | None = None, reading: Reading = READING,
 ) -> Iterator[ScalingModel]:  # fmt: skip
     """The scaling models of a joint graph, one per recomputation in ``ways`` (``Plan.recompute``).
 
@@ -69,31 +82,32 @@ def scaling_models(
     ``complete`` and ``propagate``.
     """
     preset = Plan(preset="+".join(filter(None, ["ddp", word])), inputs=inputs or {})
-    axes = ((DP, RANKS), (TP, RANKS)) if word else ((DP, RANKS),)
-    yield from _profiles(graph, word, Mesh(axes), preset, ways, table, touched, plain)
+    axes = ((DP, reading.data_ranks), (TP, RANKS)) if word else ((DP, reading.data_ranks),)
+    mesh = Mesh(axes)
+    yield from _profiles(graph, word, mesh, preset, ways, table, touched, plain, reading.fine)
 
 
 def scaling_models_of_entries(
     graph: Graph, word: str, tensor_ranks: int, entries: Plan, ways: Sequence[Recompute],
-    table: Table,
+    table: Table, reading: Reading = READING,
 ) -> Iterator[ScalingModel]:  # fmt: skip
     """The scaling models of searched shardings, ``entries`` of a plan for ``tensor_ranks``."""
-    mesh = Mesh(((DP, RANKS), (TP, tensor_ranks)))
+    mesh = Mesh(((DP, reading.data_ranks), (TP, tensor_ranks)))
     plan = entries.changed(preset="ddp")
-    for found in _profiles(graph, word, mesh, plan, ways, table):
+    for found in _profiles(graph, word, mesh, plan, ways, table, fine=reading.fine):
         yield replace(found, tp_divides=tensor_ranks)
 
 
 def _profiles(
     graph: Graph, word: str, mesh: Mesh, plan: Plan, ways: Sequence[Recompute], table: Table,
-    touched: Touched = touched_values, plain: bool = False,
+    touched: Touched = touched_values, plain: bool = False, fine: bool = False,
 ) -> Iterator[ScalingModel]:  # fmt: skip
     state = _representative(graph, mesh, plan, table.without("fuse_loss") if plain else table)
     for again in ways:
         way = state.copied()
         way.plan = state.plan.changed(recompute=again)
         local = run(way, "recompute").graph
-        yield _Reader(graph, local, word, touched(local), plain).profile()
+        yield _Reader(graph, local, word, touched(local), plain, fine).profile()
 
 
 def _representative(graph: Graph, mesh: Mesh, plan: Plan, table: Table) -> State:
@@ -114,6 +128,7 @@ class _Reader:
     word: str
     touched: Mapping[fx.Node, Sequence[fx.Node]]
     plain: bool
+    fine: bool = False
     units: list[str] = field(default_factory=list)
     unit_of: dict[fx.Node, int] = field(default_factory=dict)
     of_module: dict[str, int] = field(default_factory=dict)
@@ -145,7 +160,7 @@ class _Reader:
         """Find the units in forward order: blocks, and calls before, between and after blocks."""
         self.ran = replay(self.local)
         self.blocks = blocks_of(self.graph)
-        here = "before"
+        here, entered = "before", set[str]()
         for node in self.local.calls():
             module = value(node).module
             if value(node).phase != "F":
@@ -154,6 +169,9 @@ class _Reader:
             block = self._block(module)
             if block or here in self.blocks:
                 here = block or f"after {here}"
+            if self.fine and not block and module not in entered:
+                here = module or here
+            entered.update(prefixes(module))
             if here not in self.units:
                 self.units.append(here)
             self.unit_of[node] = self.units.index(here)

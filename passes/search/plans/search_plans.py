@@ -13,6 +13,7 @@ from functools import cached_property
 from math import inf
 
 from partc.cost.memory_limit import usable
+from partc.errors import PlanError, ShardingError
 from partc.graph import Graph
 from partc.machines.objective import NO_BATCH, Batch, Objective, per_million, price_text
 from partc.machines.topology import Topology
@@ -20,7 +21,7 @@ from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import RECOMPUTE, Candidate, Recompute
 from partc.passes.search.plans.candidates import Space, divisors
 from partc.passes.search.plans.estimate import Estimator
-from partc.passes.search.plans.read_scaling_model import scaling_models
+from partc.passes.search.plans.read_scaling_model import READING, Reading, scaling_models
 from partc.passes.search.plans.scaling_model import ScalingModel
 from partc.passes.search.plans.step_times import Estimate
 from partc.plan import Cuts
@@ -35,15 +36,21 @@ FITS_WELL = 0.9  # share of the memory limit; estimates of memory are a few perc
 
 def scaling_models_of(
     graph: Graph, words: Sequence[str], ways: Sequence[Recompute], table: Table,
-    inputs: Mapping[str, Cuts] | None = None,
+    inputs: Mapping[str, Cuts] | None = None, reading: Reading = READING,
 ) -> ScalingModels:  # fmt: skip
     """The scaling models of a joint graph by tensor preset (word) and recomputation (way).
 
-    ``inputs``: entries of a plan's ``[inputs]`` for any data axes.
+    ``inputs``: entries of a plan's ``[inputs]`` for any data axes. A preset by which the graph
+    cannot be partitioned is left out, unless all are such.
     """
     found: dict[tuple[str, Recompute], ScalingModel] = {}
     for word in words:
-        models = scaling_models(graph, word, ways, table, inputs=inputs)
+        try:
+            models = [*scaling_models(graph, word, ways, table, inputs=inputs, reading=reading)]
+        except (PlanError, ShardingError):
+            if not word or (word == words[-1] and not any(known for known, _ in found)):
+                raise
+            continue
         found |= {(word, again): each for again, each in zip(ways, models, strict=True)}
     return found
 
@@ -87,6 +94,7 @@ class Search:
     recompute: tuple[Recompute, ...] = RECOMPUTE
     objective: Objective = "time"
     batch: Batch = NO_BATCH
+    reading: Reading = READING  # how the scaling models were read
 
     @property
     def devices(self) -> int:
