@@ -12,6 +12,7 @@ from torch import nn
 
 from partc.assemble import program_of
 from partc.collecting import no_collecting
+from partc.compile_cache import Request, cache_of
 from partc.cost.memory_limit import check_memory, fits, memory_limits
 from partc.cost.prediction import Work
 from partc.dumps import check_folder, write_dump
@@ -42,7 +43,7 @@ from partc.recipe import made_by
 from partc.trace.fingerprint import Fingerprint
 from partc.traced import Traced
 from partc.verification.expected_step import expectation
-from partc.whole_batch import step_of
+from partc.whole_batch import first_step, step_of
 
 
 def compile(
@@ -66,6 +67,7 @@ def compile(
     strict: bool = False,
     dump: str | Path | None = None,
     disable: Sequence[str] = (),
+    cache: str | Path | None = None,
 ) -> Program:
     """Compile one training step of a model for a mesh of ranks.
 
@@ -117,6 +119,9 @@ def compile(
             is, such an op is computed whole on every rank, with a warning.
         dump: a folder for the text of the graph behind every pass; an earlier dump is replaced.
         disable: names of passes to leave out; ``partc passes`` lists those that may be.
+        cache: a folder that keeps programs. One that was made of the very same step is taken from
+            it; of several ranks that find none, one compiles while the others wait. Whoever may
+            write there can run code here. With ``dump`` it is not read.
 
     Returns:
         A Program: print its ``plan`` and ``cost``, read ``source(rank)``, ``save`` it.
@@ -168,12 +173,28 @@ def compile(
     if dump is not None:
         check_folder(dump)
     at = Mesh.of(mesh)
-    step, wanted = step_of(model, inputs, loss, at, wanted, rows)
+    made = partial(_made, model, inputs, loss, at, wanted, rows, strict, microbatches, aim, dump)
+    kept = cache_of(cache, model)
+    if kept is None or isinstance(model, Traced) or dump is not None:
+        step, program = made()
+        return made_by(step, rows.left_out, strict, kept, program)
+    step = first_step(model, inputs, loss, at, wanted, rows)
+    piece = None if wanted.batch == "global" else Traced(model, inputs, loss)
+    asked = Request(step, piece, at, wanted, rows, (strict, microbatches, aim))
+    program = kept.program(asked, lambda: made()[1])
+    return made_by(step, rows.left_out, strict, kept, program)
+
+
+def _made(
+    model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None, mesh: Mesh, plan: Plan,
+    rows: Table, strict: bool, microbatches: int | None, aim: Objective, dump: str | Path | None,
+) -> tuple[Traced, Program]:  # fmt: skip
+    """The step of all ranks' samples, and its program, compiled here."""
+    step, plan = step_of(model, inputs, loss, mesh, plan, rows)
     job = Job(step, rows, strict)
     try:
         with no_collecting():
-            program = job.program(at, wanted, microbatches, aim)
-        return made_by(job.step, job.table.left_out, job.strict, program)
+            return step, job.program(mesh, plan, microbatches, aim)
     finally:
         if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)

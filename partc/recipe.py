@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.collecting import no_collecting
+from partc.compile_cache import CompileCache, Request, cache_of
 from partc.errors import RunError
 from partc.lowering import table
 from partc.plan import Cuts, Plan
@@ -183,37 +184,51 @@ class Recipe:
             self._set(now, trained)
 
 
-def made_by(step: Traced, left_out: Iterable[str], strict: bool, program: Program) -> Program:
+def made_by(
+    step: Traced, left_out: Iterable[str], strict: bool, cache: CompileCache | None,
+    program: Program,
+) -> Program:  # fmt: skip
     """A program with the recipe for others of its model, which keep its weights where they are."""
     mode: Mode = "train" if step.model.training else "eval"
     made_for = replace(program.wanted, kind=step.kind or kind_of(step.loss), mode=mode)
-    recipe = Recipe.of(step.model, step.loss, compile_again(left_out, strict=strict))
+    recipe = Recipe.of(step.model, step.loss, compile_again(left_out, cache, strict=strict))
     return replace(program, made_for=made_for, recipe=recipe)
 
 
-def compile_again(left_out: Iterable[str], *, strict: bool) -> Compile:
-    """What compiles a step of a model by a whole plan, without these passes; nothing is searched or
-    dumped.
+def compile_again(
+    left_out: Iterable[str], cache: CompileCache | None = None, *, strict: bool
+) -> Compile:
+    """What compiles a step of a model by a whole plan, without these passes, or takes its program
+    from a cache; nothing is searched or dumped.
     """
 
     def again(step: Traced, mesh: Mesh, plan: Plan) -> Program:
         from partc.api import Job
 
-        with no_collecting():
-            return Job(step, table(left_out=tuple(left_out)), strict).with_plan(mesh, plan)
+        rows = table(left_out=tuple(left_out))
+
+        def made() -> Program:
+            with no_collecting():
+                return Job(step, rows, strict).with_plan(mesh, plan)
+
+        if cache is None:
+            return made()
+        return cache.program(Request(step, None, mesh, plan, rows, ("again", strict)), made)
 
     return again
 
 
 def with_model(
-    program: Program, model: nn.Module, loss: Callable[..., Any] | None = None
-) -> Program:
+    program: Program, model: nn.Module, loss: Callable[..., Any] | None = None,
+    cache: str | Path | None = None,
+) -> Program:  # fmt: skip
     """A loaded program with its model, to compile programs for other shapes and modes when needed.
 
     Args:
         program: what ``load`` gave.
         model: the model from which it was compiled, in the mode that it had; may be on ``meta``.
         loss: the ``loss`` of ``compile``.
+        cache: the folder of ``compile``'s ``cache``, for these programs.
 
     Raises:
         LoadError: the program was compiled from another model.
@@ -223,7 +238,7 @@ def with_model(
         program = partc.with_model(partc.load("build"), model, loss_of)
     """
     check_model(Path(program.model), program.fingerprint, model)
-    again = compile_again(Plan.parse(program.plan).left_out, strict=False)
+    again = compile_again(Plan.parse(program.plan).left_out, cache_of(cache, model), strict=False)
     recipe = Recipe.of(model, loss, again)
     return replace(program, recipe=recipe)
 

@@ -40,9 +40,17 @@ def step_of(
     """
     if plan.batch == "global" or inputs is None or isinstance(model, Traced):
         return Traced.of(model, inputs, loss), plan
-    if mesh.is_open and plan.mesh is None:
-        raise _open(mesh)
-    return _Pieces(model, inputs, loss, mesh.settled(plan.mesh), plan, rows).step()
+    return _Pieces.of(model, inputs, loss, mesh, plan, rows).step()
+
+
+def first_step(
+    model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, mesh: Mesh, plan: Plan,
+    rows: Table,
+) -> Traced:  # fmt: skip
+    """The step that ``step_of`` traces first: that of all ranks' samples along dim 0."""
+    if plan.batch == "global" or inputs is None:
+        return Traced.of(model, inputs, loss)
+    return _Pieces.of(model, inputs, loss, mesh, plan, rows).first()
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,23 @@ class _Pieces:
     plan: Plan
     rows: Table
 
+    @classmethod
+    def of(
+        cls, model: nn.Module, inputs: Any, loss: Callable[..., Any] | None, mesh: Mesh,
+        plan: Plan, rows: Table,
+    ) -> _Pieces:  # fmt: skip
+        """PlanError if the mesh is open: nobody knows how many pieces there are."""
+        if mesh.is_open and plan.mesh is None:
+            raise _open(mesh)
+        return cls(model, inputs, loss, mesh.settled(plan.mesh), plan, rows)
+
+    def first(self) -> Traced:
+        """The step with the batch along dim 0, or where the plan says."""
+        return self._of(self._usual_cuts())
+
     def step(self) -> tuple[Traced, Plan]:
         """The step of all ranks' samples, and the plan with an entry for every input."""
-        given = self.source.given
-        shapes = zip(given.names, (x.shape for x in given.tensors), strict=True)
-        usual = {name: self._usual(name, shape) for name, shape in shapes}
+        usual = self._usual_cuts()
         step = self._of(usual)
         try:
             graph = self._graph(step)
@@ -105,6 +125,11 @@ class _Pieces:
         own = {name: each for name, each in cuts.items() if not is_pinned(name, self.plan)}
         inputs = {**self.plan.inputs, **own}
         return self.plan.changed(inputs=inputs, notes=(*self.plan.notes, *notes))
+
+    def _usual_cuts(self) -> dict[str, Cuts]:
+        given = self.source.given
+        shapes = zip(given.names, (x.shape for x in given.tensors), strict=True)
+        return {name: self._usual(name, shape) for name, shape in shapes}
 
     def _usual(self, name: str, shape: Sequence[int]) -> Cuts:
         """The entry of the plan, or dim 0."""

@@ -57,11 +57,14 @@ ROOMS = (
     "partc.audit",
     "partc.measure",
     TOP,
+    "partc.wrappers",
     "partc.cli",
 )
 _TOP_NAMES = [
     "api",
     "assemble",
+    "cache_folder",
+    "compile_cache",
     "dumps",
     "lowering",
     "pass_calls",

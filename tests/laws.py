@@ -9,6 +9,7 @@ from unittest.mock import patch
 from partc.graph import Graph
 from partc.passes.runner import Table
 from partc.passes.search.plans.candidate import Recompute
+from partc.passes.search.plans.read_scaling_model import READING, Reading
 from partc.passes.search.plans.search_plans import ScalingModels, scaling_models_of
 from partc.plan import Cuts
 

@@ -109,7 +109,9 @@ def accumulations(
 
     These are sums (``a += b``, ``a -= b``) and the gradient of a cross entropy; without
     ``sums_only`` also products of a gradient, gradients of activations, and log-probabilities.
-    ``order`` has the calls of one function, ``kept`` those that something outside reads.
+    A result whose strides are not its operand's is not: calls behind it may be right for these
+    strides alone. ``order`` has the calls of one function, ``kept`` those that something outside
+    reads.
     """
     memory = _Memory(order, kept)
     biggest = max(map(num_bytes, order), default=0)
@@ -120,7 +122,7 @@ def accumulations(
         if node.target is aten._log_softmax.default and num_bytes(node) <= biggest // BIG:
             continue
         for into in _overwritten_by(node):
-            if alike(node, into) and memory.is_free(into, node):
+            if alike(node, into) and _is_plain(node) and memory.is_free(into, node):
                 viewed = node.target is aten._log_softmax.default
                 found.setdefault(node, owner(into) if viewed else into)
     return found

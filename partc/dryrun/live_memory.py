@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.cost.workspaces import workspace_of
 from partc.dryrun.streams import Streams
+from partc.errors import CheckError
 from partc.graph.fake_calls import FakeCalls, tensors_in
+from partc.rules.strides import misread
 
 Lines = Counter[int]  # bytes by source line
 Turn = Hashable  # which call of a stage's method is running: stage, method, microbatch
@@ -97,6 +99,8 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         if self.streams.under_way:
             self.streams.call(func, args, kwargs or {}, self.place)
+        if wrong := misread(func, args):
+            raise _misread(str(func), wrong, self.place())
         result, workspace_bytes = _CALLS(func, args, kwargs or {})
         self.calls += 1
         for tensor in tensors_in(result):
@@ -196,3 +200,12 @@ def _with_workspace(func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Any, i
 
 # Shared by all runs: it keeps the shapes of results for equal calls, and no tensors.
 _CALLS = FakeCalls(_with_workspace)
+
+
+def _misread(call: str, arguments: Sequence[str], place: str) -> CheckError:
+    return CheckError(
+        where=place,
+        what=f"{call} does not look at the strides of {', '.join(arguments)}",
+        why="the operand is not contiguous there, so that the kernel reads other numbers",
+        do="Report this, with the model; in a program of your own give it x.contiguous().",
+    )

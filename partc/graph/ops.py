@@ -33,6 +33,11 @@ def inverse_order(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, places)
 
 
+def by_columns(x: Tensor) -> Tensor:
+    """The same matrices, which lie in memory by columns: ``f32[8,5,5] -> f32[8,5,5]``."""
+    return x.mT.clone(memory_format=torch.contiguous_format).mT
+
+
 def dropout_mask(x: Tensor, p: float) -> Tensor:
     """0 with probability ``p``, else ``1 / (1 - p)``, shaped as ``x``: dropout is ``x * mask``.
 

@@ -189,7 +189,8 @@ class Program:
             device: ``"cpu"`` with gloo, or ``"cuda"`` with NCCL.
             mesh: a DeviceMesh with the program's axes that exists already; None makes one.
             partial: what happens with a batch whose rows data ranks cannot share:
-                ``"replicate"`` computes all of it on every rank, ``"drop"`` leaves it out,
+                ``"replicate"`` computes all of it on every rank, also where ranks were given
+                different numbers of rows, ``"drop"`` leaves it out,
                 ``"pad"`` fills it up with rows that the loss is shown to ignore. None: an error.
             pad: the number with which an input may be filled up, by the input's name
                 (``{"ids": 0, "labels": -100}``): to the longest of all ranks, and for ``"pad"``.
@@ -284,7 +285,8 @@ class Program:
         )  # the output is Python source, so there is nothing to escape for HTML
         return environment.from_string(template).render(
             model=docstring(self.model), mesh=self.mesh, num_ranks=self.mesh.num_ranks,
-            compiles=self.role(0).compiles, extras=bool(extras_in(self.returns)),
+            compiles=self.role(0).compiles,
+            extras=not self.role(0).is_inference and bool(extras_in(self.returns)),
             decided=list(self.decided),
         )  # fmt: skip
 

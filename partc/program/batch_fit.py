@@ -103,12 +103,12 @@ class Pieces:
             return wanted
         shapes = (
             tuple(sized(size, num.get(dim, 1)) for dim, size in enumerate(shape))
-            for num, (shape, _) in zip(self._dims(wanted), wanted.inputs, strict=True)
+            for num, (shape, _) in zip(self.dims(wanted), wanted.inputs, strict=True)
         )
         pairs = zip(shapes, wanted.inputs, strict=True)
         return replace(wanted, inputs=tuple((shape, dtype) for shape, (_, dtype) in pairs))
 
-    def _dims(self, wanted: Wanted) -> Iterator[Mapping[int, int]]:
+    def dims(self, wanted: Wanted) -> Iterator[Mapping[int, int]]:
         """The pieces of each input; of a forward with arguments of its own those of the rows."""
         if wanted.kind != "forward" or (
             not wanted.form and len(self.of_each) == len(wanted.inputs)

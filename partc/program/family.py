@@ -41,6 +41,7 @@ from partc.program.results import results_of
 from partc.program.run_state import Guard
 from partc.program.same_choice import SameChoice
 from partc.program.step_checks import check_autocast
+from partc.program.uneven_rows import Results, UnevenRows
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
 
@@ -71,7 +72,7 @@ class Family:
         self._plan = Plan.parse(program.plan)
         self._calls = Calls(program, lambda: self.programs.values())
         self._rows = Rows.of(self._plan, program.mesh, list(program.inputs))
-        self._pieces = Pieces.of(program)
+        self._pieces, self._uneven = Pieces.of(program), UnevenRows.of(program)
         varies = len(self.programs) > 1 or (program.recipe and choices.most_programs > 1)
         self._same = SameChoice() if varies else None
 
@@ -111,7 +112,7 @@ class Family:
     def forward(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """What the model returns."""
         found = self._ready("forward", self.mode_now, args, named, device)
-        return None if found is None else results_of(found[1]())
+        return None if found is None else results_of(found[1](), found[0].program.returns)
 
     # chosen ----------------------------------------------------------------------------------
     def _ready(
@@ -127,7 +128,11 @@ class Family:
             raise
         wanted = self._pieces.whole(Wanted.of(kind, mode, inputs, form))
         if self._same is not None:
-            wanted = self._agreed(wanted)
+            each = self._same.differing(wanted.as_text())
+            whole = self._together(each)
+            if whole is not None:
+                return self._with_all_rows(whole, [Wanted.parse(text) for text in each], inputs)
+            wanted = self._agreed(wanted, each)
             if kind != "forward" and not self._may_differ(wanted):
                 self.first.checks.checked(inputs, device)
             even = self._even(wanted)
@@ -145,13 +150,13 @@ class Family:
         else:
             self.first.checks.refuse()
 
-    def _agreed(self, wanted: Wanted) -> Wanted:
+    def _agreed(self, wanted: Wanted, texts: Sequence[str]) -> Wanted:
         """What all ranks run; where their lengths differ the longest, if they may be filled up.
+
+        ``texts``: what every rank wants, if they differ.
 
         RunError on every rank, with what each has, if ranks differ in more.
         """
-        assert self._same is not None
-        texts = self._same.differing(wanted.as_text())
         if not texts:
             return wanted
         if REFUSED in texts:
@@ -162,6 +167,34 @@ class Family:
             mine = [self._pieces.mine(one) for one in each]
             raise ranks_differ(mine, own_rows=bool(self._pieces.of_each))
         return found
+
+    def _together(self, texts: Sequence[str]) -> Wanted | None:
+        """The whole batch where ranks have different numbers of its rows, and may gather it."""
+        if not texts or REFUSED in texts or self.choices.partial != "replicate":
+            return None
+        each = [Wanted.parse(text) for text in texts]
+        return self._uneven.whole(each) if self._uneven is not None else None
+
+    def _with_all_rows(
+        self, whole: Wanted, each: Sequence[Wanted], inputs: Sequence[Tensor]
+    ) -> tuple[Member, Run]:
+        """The program of the whole batch, which gives back this rank's rows of its results."""
+        uneven = self._uneven
+        assert uneven is not None
+        cuts = self._cuts_of_results(whole)
+        member = self._member(whole)
+        taken = member.checks.taken(uneven.gathered(inputs, each), self._tensors.device.type)
+        run = partial(self._counted, member, taken)
+        return member, lambda: uneven.own_rows(run, each, cuts)
+
+    def _cuts_of_results(self, whole: Wanted) -> Results:
+        """How results are cut where ranks share the rows, of a program with these arguments."""
+        assert self._uneven is not None
+        if whole.kind != "forward":
+            return self.first.program.results
+        shared = [w for w in self.programs if (w.kind, w.form) == (whole.kind, whole.form)]
+        wanted = next((w for w in shared if not w.replicated), self._uneven.example(whole))
+        return self._member(wanted).program.results
 
     def _may_differ(self, wanted: Wanted) -> bool:
         """Whether the batch has as many inputs as the first one, of the same dtypes."""

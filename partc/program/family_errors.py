@@ -50,8 +50,8 @@ def _what_helps(each: Sequence[Wanted], own_rows: bool) -> str:
     if len(rows) > 1 and own_rows:
         return (
             " Where numbers of rows differ, as in a last batch, give every rank as many "
-            "(DataLoader(..., drop_last=True), stage.loader(dataset)), or compile with "
-            'batch="global", where program.module(partial="replicate") computes any batch.'
+            "(DataLoader(..., drop_last=True), stage.loader(dataset)), or say "
+            'program.module(partial="replicate"): all ranks then compute all rows.'
         )
     if any(one.kind == "forward" for one in each):
         return (

@@ -87,6 +87,11 @@ class RawModel:
         if changed:
             self._follow(changed)
 
+    def renew(self, name: str, param: Tensor) -> None:
+        """Follow another parameter of the model, which stands in the place of the one of a name."""
+        self._params[name] = ref(param)
+        _STAGES.setdefault(param, []).append((ref(self), name))
+
     def zero_grad(self, name: str, set_to_none: bool) -> None:
         """Clear the gradient of one of the stage's parameters."""
         shown = self._shown[name]
@@ -124,6 +129,27 @@ class RawModel:
                 held = self._tensors.held[name]
                 if not torch.equal(mine.to(held), held):
                     raise _other_weights(name)
+
+
+def empty_model(model: nn.Module) -> None:
+    """Free a model's parameters, which lie on ``meta`` from then on, as after ``to("meta")``.
+
+    What reads them fails, where it would find weights that are trained no more. ``zero_grad`` and
+    ``requires_grad_`` of the model still reach its stages, and tied parameters stay tied.
+    """
+    bare: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and not param.is_meta:
+                bare[param] = bare[param] if param in bare else _without_values(param)
+                module._parameters[name] = bare[param]
+
+
+def _without_values(param: Tensor) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+    for stage, name in [*_stages_of(param)]:
+        stage.renew(name, made)
+    return made
 
 
 # model parameter -> the stages that were compiled from its model, with its name there

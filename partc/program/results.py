@@ -1,11 +1,14 @@
-"""What a forward gives back: the tensor that the model returns, or several by name."""
+"""What a forward gives back: what the model returns, or its tensors by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
+
+from partc.trace.trees import Tree, TreeError
 
 
 class Results(dict[str, Tensor]):
@@ -26,8 +29,15 @@ class Results(dict[str, Tensor]):
         return super().__getitem__(str(key))
 
 
-def results_of(found: Any) -> Any:
-    """A forward program's results as the model returns them, if that is one tensor."""
+def results_of(found: Any, returned: Tree | None) -> Any:
+    """A forward program's results as the model returns them.
+
+    ``returned`` is the structure of that; without one, or where this process lacks its class, they
+    are one tensor or `Results`.
+    """
     if not isinstance(found, Mapping):
         return found
+    if returned is not None and set(returned.names()) <= found.keys():
+        with suppress(TreeError):
+            return returned.built(found)
     return found["result"] if list(found) == ["result"] else Results(found)

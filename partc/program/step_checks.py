@@ -70,7 +70,7 @@ class StepChecks:
         check_inputs(plain, self.role, device)
         self._check_numbers()
         self.decided.check()
-        return plain
+        return tuple(x.contiguous() for x in plain)  # as the program's kernels were given them
 
     def _check_numbers(self) -> None:
         """Look whether the script has changed a number that the model was compiled with.

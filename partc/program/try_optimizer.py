@@ -91,7 +91,8 @@ def _alike(
 ) -> bool:  # fmt: skip
     """Compare a run on whole tensors with runs on each of their pieces alone, by each group."""
     generator = torch.Generator().manual_seed(0)
-    device = optimizer.param_groups[0]["params"][0].device
+    params = (param for group in groups for param in group["params"])
+    device = next((param.device for param in params), torch.device("cpu"))  # a stage may have none
 
     def random(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)

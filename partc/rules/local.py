@@ -27,6 +27,7 @@ from partc.plan.sharding import REPLICATED, Sharding
 from partc.rules.call import Call, Shape, arguments_of, local_call, parameters, whole_call
 from partc.rules.notation import resolve
 from partc.rules.strategy import Strategy, applied
+from partc.rules.strides import in_order
 from partc.rules.table import Rule, Windowed, find, name_of
 
 aten = torch.ops.aten
@@ -51,8 +52,7 @@ def write_local_call(
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(given))
     write = _Writer(out, node)
     entry = find(node.target)
-    if entry is not None and entry.contiguous:
-        args = _contiguous(write, entry, node.target, args)
+    args = in_order(write.like, node, args)
     if entry is None or not chosen:
         return write(node.target, *args, **kwargs)
     try:
@@ -75,22 +75,6 @@ def _untrue(
         what=f'rule("{op}", "{entry.written(whole_call(node))}") does not hold ({ways})',
         why=f"the op does not run on pieces of shapes {pieces}: {str(error).partition(chr(10))[0]}",
         do="Correct the rule; `partc.rules.prove` tries one.",
-    )
-
-
-def _contiguous(write: _Writer, entry: Rule, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, with contiguous copies of operands whose strides the kernel ignores.
-
-    The kernel reads a strided operand as if the operand were contiguous, and gives wrong results.
-    """
-    names = [name for name, _, _ in parameters(target)]
-    return tuple(
-        write.like(arg, aten.clone.default, arg, memory_format=torch.contiguous_format)
-        if name in entry.contiguous
-        and isinstance(arg, fx.Node)
-        and not fake_of(arg).is_contiguous()
-        else arg
-        for name, arg in zip(names, args, strict=False)
     )
 
 

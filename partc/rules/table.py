@@ -51,6 +51,9 @@ class Rule:
     - ``scales``: arguments that are proportional to the sizes of letters;
     - ``windowed``: how to write the call if its indices point into a sharded dim;
     - ``contiguous``: arguments whose strides the kernels ignore, so that they must be contiguous;
+    - ``adjacent``: arguments of which the kernels ignore the stride of the last dim alone;
+    - ``traced``: arguments whose memory order, by rows or by columns, says what the results are
+      and how the traced gradient reads them;
     - ``module``: the Python module whose call of ``rule`` added it.
     """
 
@@ -65,6 +68,8 @@ class Rule:
     scales: Mapping[str, str] = field(default_factory=dict)
     windowed: Windowed | None = None
     contiguous: tuple[str, ...] = ()
+    adjacent: tuple[str, ...] = ()
+    traced: tuple[str, ...] = ()
     module: str = field(default="", compare=False)
 
     def written(self, call: Call) -> str:

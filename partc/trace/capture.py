@@ -10,21 +10,20 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback as provenance
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.backends import mkldnn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partc.graph.draws import takes_numbers
-from partc.graph.fake_calls import quiet_log, storage_of
+from partc.graph.fake_calls import quiet_log
 from partc.graph.folds import RepeatedBlocks
 from partc.trace.closed_over import (
     OwnTensors,
@@ -38,6 +37,7 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.dense import as_fake, check_dense
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.forward_lines import forward_noted
@@ -47,7 +47,7 @@ from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
-from partc.trace.python_random import quiet_python_random
+from partc.trace.quiet_run import converted_to_themselves, portable_kernels, quiet_generator
 from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
@@ -55,6 +55,7 @@ from partc.trace.step_objects import StepObjects
 from partc.trace.untouched import untouched
 
 Objective = Callable[..., Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -139,19 +140,27 @@ def record(
     gradients of the trainable parameters (None where the loss does not depend on the parameter) and
     the buffers after the step.
     """
+    return run_of(model, inputs, objective, train, lambda step: step.recorded(), left_out)
+
+
+def run_of(
+    model: nn.Module, inputs: Sequence[Tensor], objective: Objective, train: bool,
+    run: Callable[[TracedStep], T], left_out: Sequence[RepeatedBlocks] = (),
+) -> T:  # fmt: skip
+    """What ``run`` gives for the step that ``record`` records; it may be called twice."""
     every, reach = names_of(model), Reach.of(model, objective)
     check_memory(every.params, every.buffers)
     if train:
         check_hooks(every.params)
-    step = _Step(model, inputs, objective, train, every.without(left_out), reach)
+    step = TracedStep(model, inputs, objective, train, every.without(left_out), reach)
     try:
-        return step.recorded()
+        return run(step)
     except ReadsOwnError:
-        return replace(step, with_own=True).recorded()
+        return run(replace(step, with_own=True))
 
 
 @dataclass
-class _Step:
+class TracedStep:
     """One training step of a model, to be run on fakes.
 
     ``with_own``: code that has a parameter of the model in a variable computes with its fake. That
@@ -167,22 +176,35 @@ class _Step:
     with_own: bool = False
     results: list[str] = field(default_factory=list)
     idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
+    decided: dict[str, str] = field(default_factory=dict)  # buffers whose values were asked for
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     def recorded(self) -> Recording:
         """Record the step, and run it again to see that all steps are alike."""
+        module, numbers, notes = self.twice(as_graph, Origins)
+        check_dense(module.graph, self.given())
+        return Recording(module, self.names, self.results, notes, numbers, self.decided)
+
+    def twice(
+        self, through: Callable[..., T], origins: Callable[[Contents, Sites], TorchDispatchMode]
+    ) -> tuple[T, FrozenNumbers, tuple[str, ...]]:
+        """What ``through`` gives, which is to run the step once on the lists of fakes that it is
+        given; the numbers that the step reads; and sentences on what a program does not follow.
+
+        The step then runs again, to see that all steps are alike. ``origins`` makes the mode under
+        which the first one runs.
+        """
         history, sites = History(self.model, self.objective, self.reach), Sites()
         outcomes: list[Hashable] = []
 
         def first(*given: list[Tensor]) -> Outcome:
             with noting_code(history.ran):
-                outcome = self.step(history.contents, _Origins(history.contents, sites), *given)
+                outcome = self.step(history.contents, origins(history.contents, sites), *given)
             outcomes.append(history.outcome(outcome))
             return outcome
 
         with sites.inside(self.model), self._alone():
-            # with "fake" it would copy every fake
-            module = make_fx(first, _allow_non_fake_inputs=True)(*self.fakes())
+            result = through(first, *self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
             check_updated(history.contents, self.reach.places)
             history.check_second(
@@ -190,10 +212,10 @@ class _Step:
             )
         numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
-        notes += *history.notes(), *idle_notes(self.idle)
         known = history.contents.known
-        notes += (*known.notes(),)
-        return Recording(module, self.names, self.results, notes, numbers, known.decided)
+        self.decided = known.decided
+        notes += *history.notes(), *idle_notes(self.idle), *known.notes()
+        return result, numbers, notes
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -206,6 +228,11 @@ class _Step:
             cuda_autocast_on_cpu(), unchecked_distributions(), portable_kernels(), mode,
         ):  # fmt: skip
             yield
+
+    def given(self) -> dict[str, Tensor]:
+        """The model's and the script's own tensors by name."""
+        named = {f"input {i}": x for i, x in enumerate(self.inputs)}
+        return {**self.names.params, **self.names.buffers, **named}
 
     def fakes(self) -> list[list[Tensor]]:
         """Fakes of the parameters, the buffers and the inputs."""
@@ -255,6 +282,12 @@ class _Step:
         return _backward(outcome, held, self.names)
 
 
+def as_graph(first: Callable[..., Outcome], *fakes: list[Tensor]) -> fx.GraphModule:
+    """Run the step on fakes and record its calls as a graph."""
+    # with "fake" it would copy every fake
+    return make_fx(first, _allow_non_fake_inputs=True)(*fakes)
+
+
 @contextmanager
 def _no_warning() -> Iterator[None]:
     """Let fakes of a tensor with a history be made, which looks at its ``.grad``, and be copied."""
@@ -262,28 +295,6 @@ def _no_warning() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
-
-
-@contextmanager
-def portable_kernels() -> Iterator[None]:
-    """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel."""
-    enabled: Any = mkldnn.enabled
-    mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mkldnn.enabled = enabled
-
-
-def as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on the CPU with a tensor's shape, strides and dtype, whatever its device."""
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        vars(fake).update(vars(tensor))  # what the user has noted on it
-        return fake
-    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: Names) -> list[Any]:
@@ -336,12 +347,13 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Origins(TorchDispatchMode):
+class Origins(TorchDispatchMode):
     """Annotates each op with the user's source line, and each random op with its site."""
 
     def __init__(self, contents: Contents, sites: Sites) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.contents, self.sites = contents, sites
+        self.origin: dict[str, Any] = {}  # of the latest call
 
     @not_noting_code()
     def __torch_dispatch__(
@@ -355,7 +367,7 @@ class _Origins(TorchDispatchMode):
                 found = computed(self.contents.known, func, args, kwargs, self._run)
                 self.contents.note_outside([*args, *kwargs.values()], source_here())
                 return found
-        origin: dict[str, Any] = {"source": source_here(), "calls": calls_here()}
+        origin = self.origin = {"source": source_here(), "calls": calls_here()}
         if takes_numbers(func, args, kwargs):
             origin["site"] = self.sites.of(func, kwargs)
         call = self.contents.before(func, args, kwargs, origin["source"])
@@ -366,34 +378,3 @@ class _Origins(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.__torch_dispatch__(func, (), args, kwargs)
-
-
-@contextmanager
-def converted_to_themselves() -> Iterator[None]:
-    """Let a forward call ``module.to(dtype)`` with the dtype that the module has already.
-
-    torch swaps each fake parameter with its conversion, and raises where the parameter has other
-    references. A conversion to itself shares the memory, so nothing has to be swapped.
-    """
-    swap: Any = torch.utils.swap_tensors
-
-    def swap_others(one: Tensor, other: Tensor) -> None:
-        if one.dtype != other.dtype or storage_of(one) != storage_of(other):
-            swap(one, other)
-
-    torch.utils.swap_tensors = swap_others
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = swap
-
-
-@contextmanager
-def quiet_generator() -> Iterator[None]:
-    """Restore the states of the default random generators afterwards, Python's among them."""
-    state = torch.default_generator.get_state()
-    try:
-        with quiet_python_random():
-            yield
-    finally:
-        torch.default_generator.set_state(state)

@@ -87,7 +87,7 @@ class Contents:
             self.known.add(name, placeholders[name], real)
         for name, tensor in placeholders.items():
             self._put(tensor, Content(_digest(name), self.run))
-            self.own.add(_memory(tensor))
+            self.own.add(memory_of(tensor))
 
     # calls ---------------------------------------------------------------------------------------
     def before(
@@ -114,15 +114,15 @@ class Contents:
     ) -> None:
         """Note what the memory of a call's results, and of what it wrote, holds now."""
         for i, tensor in enumerate(tensors_written(func, args, kwargs)):
-            before, form = self.content(tensor), _form(tensor)
+            before, form = self.content(tensor), form_of(tensor)
             whole = _overwrites(func) and tensor.numel() == _elements(tensor)
-            if _memory(tensor) in self.outside:
-                outside = self.outside[_memory(tensor)]
+            if memory_of(tensor) in self.outside:
+                outside = self.outside[memory_of(tensor)]
                 outside.written, outside.updated = True, outside.updated or not whole
             digest = _digest(call.digest, i) if whole else _digest(before.digest, form, call.digest)
             self._put(tensor, Content(digest, call.run if whole else max(call.run, before.run)))
         for i, tensor in enumerate(tensors_in(result)):
-            if _memory(tensor) not in self.at:
+            if memory_of(tensor) not in self.at:
                 self._put(tensor, Content(_digest(call.digest, i), call.run))
         if self.run == 1:
             self.calls.add(call.digest)
@@ -131,7 +131,7 @@ class Contents:
     # tensors -------------------------------------------------------------------------------------
     def content(self, tensor: Tensor) -> Content:
         """What a tensor's memory holds."""
-        known = self.at.get(_memory(tensor))
+        known = self.at.get(memory_of(tensor))
         if known is None:
             known = Content(_value_digest(tensor), 0)
             self._put(tensor, known)
@@ -139,34 +139,35 @@ class Contents:
 
     def is_computed(self, tensor: Tensor) -> bool:
         """Whether a tensor holds what this run has computed from its parameters or inputs."""
-        memory = _memory(tensor)
+        memory = memory_of(tensor)
         return memory not in self.own and self.at.get(memory, _UNKNOWN).run == self.run
 
     def described(self, tensor: Tensor) -> Hashable:
         """What a tensor holds: equal for tensors of two runs that were computed alike."""
         content = self.content(tensor)
         age = "stale" if 0 < content.run < self.run else "own" if content.run else "constant"
-        return content.digest, age, _form(tensor)
+        return content.digest, age, form_of(tensor)
 
     def note_outside(self, given: Sequence[Any], source: str) -> None:
         """Note the tensors of the first run that the step closes over."""
         for tensor in tensors_in(given):
-            if not isinstance(tensor, FakeTensor) and _memory(tensor) not in self.at:
-                self.outside[_memory(tensor)] = Outside(tensor, source)
+            if not isinstance(tensor, FakeTensor) and memory_of(tensor) not in self.at:
+                self.outside[memory_of(tensor)] = Outside(tensor, source)
 
     def _text(self, arg: Any, written: set[int]) -> Any:
         if isinstance(arg, Tensor):
-            return _form(arg) if id(arg) in written else self.described(arg)
+            return form_of(arg) if id(arg) in written else self.described(arg)
         if isinstance(arg, list | tuple):
             return tuple([self._text(each, written) for each in arg])
         return type(arg).__name__, repr(arg) if isinstance(arg, _LITERALS) else ""
 
     def _put(self, tensor: Tensor, content: Content) -> None:
-        self.at[_memory(tensor)] = content
+        self.at[memory_of(tensor)] = content
         self.alive.append(tensor)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """The identity of a tensor's memory: equal for two tensors that share it."""
     return storage_of(tensor) if tensor.layout is torch.strided else id(tensor)
 
 
@@ -181,7 +182,8 @@ def _elements(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().nbytes()) // tensor.element_size()
 
 
-def _form(tensor: Tensor) -> Hashable:
+def form_of(tensor: Tensor) -> Hashable:
+    """Shape, dtype, and how the elements lie in memory."""
     form = tuple(tensor.shape), str(tensor.dtype), tensor.is_conj(), tensor.is_neg()
     if tensor.layout is not torch.strided:
         return form

@@ -29,6 +29,7 @@ from partc.graph import (
 from partc.graph.draws import set_site
 from partc.graph.folds import RepeatedBlocks
 from partc.graph.graph_edits import fake_like
+from partc.rules.strides import keep_order
 from partc.trace.arguments import Given
 from partc.trace.between_blocks import adopt_between, name_adopted
 from partc.trace.capture import Objective, Recording, names_of, record
@@ -73,7 +74,8 @@ class Source:
         kind = kind or kind_of(loss)
         loss = None if kind == "forward" else loss
         given, returns = Given.of(model, inputs, loss), Returns(own=loss is None)
-        objective = given.function if kind == "forward" else returns.objective(given.function)
+        of = returns.forward if kind == "forward" else returns.objective
+        objective = of(given.function)
         return cls(model, given, objective, kind, returns)
 
     def recorded(self, left_out: Sequence[RepeatedBlocks]) -> tuple[Graph, FrozenNumbers]:
@@ -206,6 +208,7 @@ def _build(
         set_value(node, Value(kind, tuple(fake.shape), fake.dtype, name=name))  # type: ignore[arg-type]
     _lift_constants(graph, recording, len(names.params) + len(names.buffers))
     _describe(graph)
+    keep_order(graph)
     _set_outputs(graph, recording, model, extras)
     graph.frozen, graph.decided = tuple(recording.frozen), dict(recording.decided)
     return graph

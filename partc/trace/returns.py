@@ -56,6 +56,17 @@ class Returns:
 
         return checked
 
+    def forward(self, function: Objective) -> Objective:
+        """``function``, but it returns the tensors of what the model returns, by name."""
+        noted = self
+
+        def checked(model: nn.Module, *tensors: Tensor) -> Any:
+            tree, results = described(function(model, *tensors))
+            noted._note(tree, type(model).__name__)
+            return results
+
+        return checked
+
     def split(self, outcome: Any, model: str) -> list[Tensor]:
         """The loss, and behind it the extras' tensors, detached."""
         if _is_loss(outcome):
@@ -70,7 +81,7 @@ class Returns:
         if self.is_known and tree != self.tree:
             raise TraceError(
                 where=model,
-                what="the loss returns other extras in one step than in another",
+                what="it returns another structure in one step than in another",
                 why="what is no tensor in them is part of the program",
                 do="Return tensors alone, and leave out what changes from step to step.",
             )
@@ -95,6 +106,21 @@ class Returns:
             why="a training step starts from one floating-point number",
             do=do,
         )
+
+
+def described(outcome: Any) -> tuple[Tree | None, Any]:
+    """What a model returns: its structure, and its tensors by name.
+
+    No structure for one tensor, and where it holds objects of other kinds (a cache of keys), which
+    no program gives back; its tensors are then found by ``named_results``.
+    """
+    if isinstance(outcome, Tensor):
+        return None, outcome
+    try:
+        tree = tree_of(outcome, "", Names(), "what the model returns")
+    except TreeError:
+        return None, outcome
+    return tree, dict(zip(tree.names(), tensors_of(outcome), strict=True))
 
 
 def loss_name(tree: Tree | None) -> str:

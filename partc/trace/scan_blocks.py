@@ -31,13 +31,11 @@ from partc.graph.folds import RepeatedBlocks, list_member
 from partc.graph.writes import written_to
 from partc.trace.capture import (
     Objective,
-    as_fake,
-    converted_to_themselves,
     named_results,
     names_of,
-    quiet_generator,
 )
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
+from partc.trace.dense import as_fake
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.kept_fakes import passing_mode
 from partc.trace.known_values import (
@@ -49,6 +47,7 @@ from partc.trace.known_values import (
 )
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
+from partc.trace.quiet_run import converted_to_themselves, quiet_generator
 from partc.trace.unseen_backward import NoHooks, Unequal, check_backward
 from partc.trace.untouched import untouched
 

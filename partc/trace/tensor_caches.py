@@ -77,7 +77,9 @@ def _find_new() -> None:
     modules = [each for name, each in list(sys.modules.items()) if not _is_others(name)]
     own = [vars(each) for each in modules if isinstance(each, ModuleType)]
     inner = [x for table in own for x in list(table.values())]
-    kinds = [vars(each) for each in compress(inner, map(isinstance, inner, repeat(type)))]
+    # a class is a variable of many modules, and its attributes take long to list
+    found = {id(each): each for each in compress(inner, map(isinstance, inner, repeat(type)))}
+    kinds = [vars(each) for each in found.values()]
     named = [each for table in (*own, *kinds) for each in list(table.values())]
     _KNOWN.update(of_type(_lru_cache_wrapper, [*named, *gc.get_objects()]))
 

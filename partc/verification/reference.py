@@ -17,7 +17,7 @@ from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
-from partc.trace.returns import Returns
+from partc.trace.returns import Returns, described
 from partc.trace.tensor_caches import caches_restored
 from partc.trace.untouched import untouched
 from partc.verification.piece_norms import Key, PieceNorms, Pieces, seen_norms
@@ -194,7 +194,7 @@ def _results(
     model: nn.Module, inputs: Sequence[Tensor], function: Loss, draws: SameDraws
 ) -> dict[str, Tensor]:
     with draws.inside(model):
-        return named_results(function(model, *inputs))
+        return named_results(described(function(model, *inputs))[1])
 
 
 def _check_values(model: nn.Module) -> None:

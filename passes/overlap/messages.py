@@ -22,10 +22,14 @@ def with_messages(plan: Plan, steps: Sequence[StepEvents], mesh: Mesh) -> Plan:
     """The plan with ``messages`` set to true where gloo's copies take long enough.
 
     A plan that sets ``messages`` itself, or a mesh on another library, leaves the plan unchanged.
+    So does a transfer over an axis of one rank, which has nobody to send to.
     """
     if plan.messages is not None or mesh.hardware.library != "gloo":
         return plan
-    copied_bytes = sum(_copied_bytes(move, mesh) for step in steps for move in _moves(step))
+    moves = [move for step in steps for move in _moves(step)]
+    if any(dict(mesh.axes)[move.axis] == 1 for move in moves):
+        return plan
+    copied_bytes = sum(_copied_bytes(move, mesh) for move in moves)
     copied_s = mesh.hardware.device.memory_seconds(2 * copied_bytes)  # read and written
     spent = [spent for step in steps for spent in walk_phases(step, mesh).values()]
     worth = copied_s > LEAST * sum(each.seconds for each in spent)

@@ -64,6 +64,10 @@ def test_where_nothing_is_gathered_no_program_sends() -> None:
     assert "messages" not in compiled(plan="ddp").plan
 
 
+def test_one_rank_has_nobody_to_send_to() -> None:
+    assert "messages" not in compiled("dp=1").plan
+
+
 def test_what_is_neither_true_nor_false_is_refused() -> None:
     with pytest.raises(PlanError, match="messages = 'yes'"):
         Plan.parse('preset = "fsdp"\nmessages = "yes"')

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import partc
 from partc.errors import RunError
 from partc.program import Program
+from partc.program.results import Results
 from partc.verification.processes import Processes
 from tests.program.families import (
     ROWS,
@@ -206,30 +209,67 @@ def test_a_language_model_generates_without_compiling_for_each_length(
 
 
 def several_results() -> None:
-    """A model that returns a dict or a tuple gives the same by names and places."""
-    model = Both().double()
-    x = torch.randn(4, 6, dtype=torch.float64)
-    stage = begun(partc.compile(model, "dp=2", (x,), loss=first_of, plan="ddp"), model).eval()
-    found, (one, two) = stage(x), model(x)
-    close(found[0], one, "first")
-    close(found[1], two, "second")
-    with pytest.raises(AttributeError, match="the model returns 0, 1, not logits"):
-        _ = found.logits
+    """Results come in the structure in which the model returns them, without a warning."""
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for form in FORMS:
+        model = Both(form).double()
+        program = partc.compile(model, "dp=2", (x,), loss=first_of, plan="ddp", batch="local")
+        stage = begun(program, model).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = stage(x)
+        wanted = model(x)
+        assert type(found) is (Results if form is with_a_cache else type(wanted))
+        for one, other in zip(parts_of(found), parts_of(wanted), strict=True):
+            close(one, other, form.__name__)
+
+
+def parts_of(found: Any) -> list[Tensor]:
+    if isinstance(found, tuple):
+        first, second = found
+        return [first, second]
+    return [found["first"], found["second"]] if isinstance(found, dict) else [*vars(found).values()]
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclass
+class Fields:
+    first: Tensor
+    second: Tensor
+
+
+def in_a_tuple(first: Tensor, second: Tensor) -> Any:
+    return first, second
+
+
+def by_name(first: Tensor, second: Tensor) -> Any:
+    return {"first": first, "second": second}
+
+
+def with_a_cache(first: Tensor, second: Tensor) -> Any:
+    return {"first": first, "second": second, "cache": object()}
+
+
+FORMS: tuple[Callable[[Tensor, Tensor], Any], ...] = in_a_tuple, by_name, Pair, Fields, with_a_cache
 
 
 class Both(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 6)
+        self.layer, self.form = nn.Linear(6, 6), form
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Any:
         y = self.layer(x)
-        return y, y.square()
+        return self.form(y, y.square())
 
 
 def first_of(model: nn.Module, x: Tensor) -> Tensor:
-    return torch.as_tensor(model(x)[0].square().mean())
+    return parts_of(model(x))[0].square().mean()
 
 
-def test_several_results_have_names_and_places(world: Processes) -> None:
+def test_results_have_the_structure_of_the_model_s(world: Processes) -> None:
     world.run(several_results, num=2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from partc.graph.ops import (
+    by_columns,
     cross_entropy_grad,
     inverse_order,
     masked_embedding,
@@ -62,6 +63,9 @@ LINALG = (
     call(aten._linalg_svd.default, f(12, 6, 4)),
     call(aten._linalg_det.default, f(12, 4, 4)),
     call(aten._linalg_slogdet.default, f(12, 4, 4)),
+    call(by_columns, f(12, 4, 6)),
+    call(aten._linalg_solve_ex.default, f(12, 4, 4), f(12, 4, 6)),
+    call(aten._linalg_solve_ex.default, f(12, 4, 4), f(12, 4)),
     call(aten.linalg_matrix_exp.default, f(12, 4, 4)),
     call(aten.linalg_solve_triangular.default, f(12, 4, 4), f(12, 4, 6), upper=True),
     call(aten.linalg_lu_solve.default, f(12, 4, 4), Spec((12, 4), torch.int32), f(12, 4, 6)),

@@ -81,6 +81,13 @@ PAIRS = (
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
 )
+QKV = ("query", "key", "value")
 for op in PAIRS:
-    rule(op, attention)
-    rule(f"{op}_backward", attention_backward, linear="0", contiguous=("logsumexp",))
+    rule(op, attention, adjacent=QKV)
+    rule(
+        f"{op}_backward",
+        attention_backward,
+        linear="0",
+        contiguous=("logsumexp",),
+        adjacent=("grad_out", "grad_out_", *QKV, "out"),
+    )

@@ -20,13 +20,23 @@ def diag_embed(call: Call) -> str:
     return "..._->...__" if at_the_end else whole_only(call)
 
 
+def solve(call: Call) -> str:
+    """A matrix of right-hand sides, or a vector of them for each matrix."""
+    a, b = call.shapes[:2]
+    vector = b == a[:-1] if a is not None and b is not None else False
+    side = "..._" if vector else "...__"
+    return f"...__,{side}->{side},...__,..._,..."
+
+
 rule("aten.linalg_cholesky_ex aten.linalg_inv_ex", "...__->...__,...")
 rule("aten.linalg_lu_factor_ex", "...__->...__,..._,...")
 rule("aten.linalg_qr", "...__->...__,...__")
 rule("aten._linalg_eigh", "...__->..._,...__")
 rule("aten._linalg_svd", "...__->...__,..._,...__")
-rule("aten._linalg_det", "...__->...,...__,..._")
-rule("aten._linalg_slogdet", "...__->...,...,...__,..._")
+rule("aten._linalg_det", "...__->...,...__,..._", traced=("A",))
+rule("aten._linalg_slogdet", "...__->...,...,...__,..._", traced=("A",))
+rule("aten._linalg_solve_ex", solve, traced=("A",))
+rule("partc.ops.by_columns", "...__->...__", linear="0", moves=True)
 rule("aten.linalg_matrix_exp", "...__->...__")
 rule("aten.linalg_solve_triangular", "...__,...__->...__", linear="1")
 rule("aten.linalg_lu_solve", "...__,..._,...__->...__", linear="2")

@@ -1,0 +1,120 @@
+"""What a training loop reports: torchtitan's names, to files of JSON lines and to any logger.
+
+A logger is any object with ``.log(numbers, step)``: a `JsonLines`, a run of Weights & Biases, one
+of your own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+GIB = 1 << 30
+Batch = TypeVar("Batch")
+Number = float | int | Tensor
+
+
+class Logger(Protocol):
+    """Takes the numbers of a step."""
+
+    def log(self, numbers: dict[str, float], step: int, /) -> object:
+        """Keep or show the numbers."""
+        ...
+
+
+class JsonLines:
+    """A file with a JSON object per line: ``{"step": 10, "loss_metrics/global_avg_loss": 2.5}``.
+
+    After a resume steps come again: of two lines of a step the later one holds.
+
+    Args:
+        path: of the file; its folder is made. Give each rank that logs a file of its own.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add a line, which is in the file when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+class Meter:
+    """Times a training loop, and tells loggers of it under the names that torchtitan uses.
+
+    Args:
+        loggers: objects with ``.log(numbers, step)``; none on ranks that are not to tell.
+        tokens: of a step, or samples, of all ranks together.
+        devices: that share them, since throughput is told per device.
+        start: steps that were done before, where a run goes on.
+
+    Example::
+
+        meter = Meter([JsonLines("metrics.jsonl")], tokens=8 * 512, devices=world_size)
+        for step, batch in enumerate(meter.waiting(loader), start=1):
+            loss = stage.step(*batch)
+            optimizer.step()
+            meter.log(step, {"loss_metrics/global_avg_loss": loss})
+    """
+
+    def __init__(
+        self, loggers: Iterable[Logger], *, tokens: int = 0, devices: int = 1, start: int = 0
+    ) -> None:
+        self.loggers, self.tokens, self.devices = list(loggers), tokens, devices
+        self._begun, self._waited_s, self._since = perf_counter(), 0.0, start
+
+    def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; how long the loop waits for each is counted."""
+        left = iter(batches)
+        while True:
+            begun = perf_counter()
+            try:
+                batch = next(left)
+            except StopIteration:
+                return
+            self._waited_s += perf_counter() - begun
+            yield batch
+
+    def log(self, step: int, numbers: Mapping[str, Number]) -> dict[str, float]:
+        """Tell the loggers these numbers, and the times of a step since the last call.
+
+        Args:
+            step: how many steps are done.
+            numbers: by name; tensors of one number are read, which waits for the device.
+
+        Returns:
+            What the loggers were told.
+        """
+        told = {name: float(each) for name, each in numbers.items()}
+        now, steps = perf_counter(), max(step - self._since, 1)
+        seconds = max((now - self._begun) / steps, 1e-9)
+        waited = self._waited_s / steps
+        if self.tokens:
+            told["ntokens_seen"] = float(self.tokens * step)
+            told["throughput(tps)"] = self.tokens / seconds / self.devices
+        told["time_metrics/end_to_end(s)"] = seconds
+        told["time_metrics/data_loading(s)"] = waited
+        told["time_metrics/data_loading(%)"] = 100 * waited / seconds
+        told |= _memory()
+        self._begun, self._waited_s, self._since = now, 0.0, step
+        for logger in self.loggers:
+            logger.log(told, step)
+        return told
+
+
+def _memory() -> dict[str, float]:
+    """The most memory that torch has held on this GPU; nothing without one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {
+        "memory/max_active(GiB)": torch.cuda.memory_stats()["active_bytes.all.peak"] / GIB,
+        "memory/max_reserved(GiB)": torch.cuda.max_memory_reserved() / GIB,
+    }

@@ -1,0 +1,148 @@
+"""An ``Accelerator`` whose models train under a plan: accelerate's, with a mesh and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from partc.errors import RunError, UsageError
+from partc.plan.mesh import MeshLike
+from partc.wrappers.dealing import DataRanks, dealt, drawn_seed, in_one_order
+from partc.wrappers.optimizer import Optimizer, Scheduler
+from partc.wrappers.prepared import How, Prepared
+from partc.wrappers.ranks import OnMesh
+
+KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(OnMesh):
+    """As accelerate's, with models compiled for a mesh by a plan.
+
+    Args:
+        mesh: the axes of ranks, as for ``partc.compile``; none is left open.
+        plan: as for ``partc.compile``.
+        loss: ``loss(model, *inputs)``, for models that do not return it. The script then calls
+            ``loss = model(*inputs)``.
+        outputs: what training steps return of the model's results beside the loss.
+        pad: by the name of an input the number that fills it up to the longest of all ranks.
+        options: further arguments of ``partc.compile``, such as ``{"microbatches": 4}``.
+        named: as for accelerate's.
+
+    Raises:
+        UsageError: another way to distribute or to compile was configured too.
+
+    Example::
+
+        accelerator = Accelerator(mesh="dp=2,tp=2", plan="fsdp+megatron")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+
+    def __init__(
+        self, *, mesh: MeshLike, plan: Any = "auto", loss: Callable[..., Any] | None = None,
+        outputs: Sequence[str] = (), pad: Mapping[str, float] | None = None,
+        options: Mapping[str, Any] | None = None, **named: Any,
+    ) -> None:  # fmt: skip
+        self.how = How(mesh, plan, loss, outputs, pad or {}, options or {})
+        self.ranks = DataRanks.of(mesh)
+        self._prepared: WeakSet[Prepared] = WeakSet()
+        super().__init__(**named)
+        backend = self.state.dynamo_plugin.backend
+        if self.distributed_type not in KINDS or backend != DynamoBackend.NO:
+            raise _other_ways(self.distributed_type.value, backend.value)
+
+    # prepare ---------------------------------------------------------------------------------
+    def prepare(self, *args: Any, **named: Any) -> Any:
+        """As accelerate's; a model is compiled when it is called first."""
+        found = super().prepare(*args, **named)
+        for optimizer in self._optimizers:
+            optimizer.find(self._prepared)
+        return found
+
+    def prepare_model(self, model: nn.Module, *args: Any, **named: Any) -> nn.Module:
+        """A model that is called as this one, and becomes a stage."""
+        known = next((p for p in self._prepared if model is p or model is p.model), None)
+        if known is None:
+            super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            self._models.pop()
+            known = Prepared(model, self.how, self.device.type)
+            self._prepared.add(known)
+        if not any(each is known for each in self._models):
+            self._models.append(known)
+        return known
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        if isinstance(optimizer, Optimizer):
+            return super().prepare_optimizer(optimizer)
+        self._optimizers.append(Optimizer(optimizer, device_placement=False, scaler=self.scaler))
+        return self._optimizers[-1]
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's: it steps as often as there are pieces of a batch."""
+        if not isinstance(scheduler, Scheduler):
+            made = super().prepare_scheduler(scheduler)
+            self._schedulers[-1] = scheduler = Scheduler(made, self.num_processes)
+        return scheduler
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **named: Any) -> Any:
+        """A loader of this rank's rows, in one order on all ranks."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader)
+        seedable, data_seed = self.use_seedable_sampler, self.dataloader_config.data_seed
+        seed = self.of_first(torch.initial_seed() if seedable else drawn_seed())
+        if not seedable:
+            in_one_order(data_loader, seed)
+        loader = prepare_data_loader(
+            dealt(data_loader, self.ranks, self.process_index, self.split_batches), self.device,
+            1, 0, put_on_device=True, dispatch_batches=False,
+            use_seedable_sampler=seedable, data_seed=seed if data_seed is None else data_seed,
+            non_blocking=self.non_blocking, use_stateful_dataloader=self.use_stateful_dataloader,
+        )  # fmt: skip
+        self._dataloaders.append(loader)
+        return loader
+
+    # the loop --------------------------------------------------------------------------------
+    def backward(self, loss: Tensor, **named: Any) -> None:
+        """As accelerate's; RunError for a loss of eval mode, which has no gradients."""
+        if not loss.requires_grad:
+            raise _no_gradient()
+        super().backward(loss, **named)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As accelerate's, over all ranks' pieces and all stages of a pipeline."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for prepared in self._prepared:
+            stage, mine = prepared.stage, {id(p) for p in prepared.parameters()}
+            if stage is not None and mine == {id(p) for p in given}:
+                self.unscale_gradients()
+                return stage.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(given, max_norm, norm_type)
+
+    def unwrap_model(self, model: Any, *args: Any, **named: Any) -> Any:
+        """A prepared model as it is: it has the attributes and the whole state dict of its own."""
+        return model if isinstance(model, Prepared) else super().unwrap_model(model, *args, **named)
+
+
+def _other_ways(distributed: str, backend: str) -> UsageError:
+    return UsageError(
+        where="Accelerator",
+        what=f"it is configured for {distributed}, and torch.compile by {backend}",
+        why="the plan says how tensors are sharded and what is compiled",
+        do='Leave these out of accelerate\'s configuration; plan="fsdp" shards as FSDP, '
+        'options={"compile": "inductor"} compiles.',
+    )
+
+
+def _no_gradient() -> RunError:
+    return RunError(
+        where="accelerator.backward(loss)",
+        what="the loss has no gradients",
+        why="the model was called in eval mode, in which from_pretrained returns it",
+        do="Call model.train() before.",
+    )

@@ -1,0 +1,110 @@
+"""``training_step`` of a LightningModule as a loss that partc compiles.
+
+In: the module and a batch. Out: the loss; and as extras what the step logs, what its metrics are
+given and what else it returns, which ``replay`` hands to the trainer behind each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from partc.errors import TraceError
+
+
+def loss_of(autocast: Callable[[], Any]) -> Callable[..., tuple[Any, Any]]:
+    """``loss(module, batch, batch_idx)`` for ``partc.compile``, under the trainer's autocast."""
+
+    def loss(module: Any, batch: Any, batch_idx: Tensor | None = None) -> tuple[Any, Any]:
+        calls = _noted(module)
+        with autocast():
+            out = module.training_step(batch, *([] if batch_idx is None else [batch_idx]))
+        rest = None
+        if isinstance(out, Mapping) and "loss" in out:
+            rest = {key: value for key, value in out.items() if key != "loss"}
+            out = out["loss"]
+        return out, {"calls": calls, "rest": rest}
+
+    return loss
+
+
+def replay(module: Any, loss: Tensor, extras: Any) -> Any:
+    """Make the calls that a step has noted; returns what ``training_step`` returns."""
+    results = []
+    for what, where, args, kwargs in extras["calls"]:
+        if what != "log":
+            results.append(getattr(module.get_submodule(where), what)(*args, **kwargs))
+            continue
+        (kind, value), *args = args
+        known = {"metric": lambda x: module.get_submodule(x), "result": lambda x: results[x]}
+        module.log(where, known[kind](value) if kind in known else value, *args, **kwargs)
+    return loss if extras["rest"] is None else {"loss": loss, **extras["rest"]}
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a metric's call will have returned once it is made: it can be logged, no more."""
+
+    metric: str
+    number: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TraceError(
+            where=f"training_step, {self.metric}(...).{name}",
+            what="the result of a metric is used for more than self.log",
+            why="metrics are updated behind the step, with what the step has given them",
+            do="Log the result or the metric itself, or compute with it in on_train_batch_end.",
+        )
+
+
+def _noted(module: Any) -> list[Any]:
+    """The list to which the module's ``log`` and its metrics add their calls from now on.
+
+    The tracer takes these attributes away again.
+    """
+    calls: list[Any] = []
+    paths = {m: path for path, m in module.named_modules() if _is_metric(m)}
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(how := kwargs.get("reduce_fx")):
+            kwargs["reduce_fx"] = how.__name__
+        calls.append(("log", name, [_logged(name, value, paths), *args], kwargs))
+
+    def call(what: str, path: str, *args: Any, **kwargs: Any) -> _Result:
+        calls.append((what, path, args, kwargs))
+        return _Result(path, sum(each[0] != "log" for each in calls) - 1)
+
+    vars(module)["log"] = log
+    for metric, path in paths.items():
+        for what in ("forward", "update"):
+            vars(metric)[what] = _bound(call, what, path)
+    return calls
+
+
+def _bound(call: Callable[..., Any], what: str, path: str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: call(what, path, *args, **kwargs)
+
+
+def _logged(name: str, value: Any, paths: Mapping[nn.Module, str]) -> tuple[str, Any]:
+    if isinstance(value, _Result):
+        return "result", value.number
+    if _is_metric(value) and value in paths:
+        return "metric", paths[value]
+    if isinstance(value, Tensor):
+        return "value", value
+    raise TraceError(
+        where=f"training_step, self.log({name!r}, ...)",
+        what=f"the value is a {type(value).__name__}",
+        why="it would be the same in all later steps",
+        do="Log a tensor that the step computes, or log it in on_train_batch_end.",
+    )
+
+
+def _is_metric(part: Any) -> bool:
+    return isinstance(part, Metric | MetricCollection)

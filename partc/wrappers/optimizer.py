@@ -1,0 +1,102 @@
+"""Optimizers and schedulers as ``prepare`` returns them: those of the script, over a stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+
+from partc.errors import RunError
+from partc.program.runtime import Stage
+from partc.wrappers.prepared import Prepared
+
+DRAWS = "partc"  # in a state dict: the stage's seed, and how many steps it has taken
+
+
+class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An optimizer of a model's parameters, which becomes one of the stage's.
+
+    Its state dict is whole, as of the optimizer of one process, with the stage's random numbers.
+    """
+
+    owner: Prepared | None = None
+
+    def find(self, models: Iterable[Prepared]) -> None:
+        """Follow the one of these models whose parameters the optimizer has."""
+        if self.owner is not None:
+            return
+        mine = [id(p) for group in self.param_groups for p in group["params"]]
+        for prepared in models:
+            if {*mine} & {id(p) for p in prepared.parameters()}:
+                self.owner = prepared
+                names = {id(p): name for name, p in prepared.module.named_parameters()}
+                if prepared.stage is not None:
+                    self.move(prepared.stage, names)
+                else:
+                    prepared.moved.append(self.move)
+                return
+
+    def move(self, stage: Stage, names: Mapping[int, str]) -> None:
+        """Take the stage's parameters in the place of the model's, with their states.
+
+        RunError for a parameter that is none of the model's.
+        """
+        inner, state = self.optimizer, self.optimizer.state_dict()
+        shown = dict(stage.named_parameters())
+        for group in inner.param_groups:
+            known = [names.get(id(p)) for p in group["params"]]
+            if None in known:
+                raise _of_no_model(type(inner).__name__)
+            group["params"] = [shown[name] for name in known if name in shown]
+        inner.state.clear()
+        with contextlib.suppress(RunError):  # not elementwise: it steps on DTensors
+            stage.step_on_pieces(inner)
+        if state["state"]:
+            stage.load_full_optim_state_dict(inner, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parameters, whole; all ranks call this together."""
+        stage = self.owner.stage if self.owner is not None else None
+        if stage is None:
+            return dict(self.optimizer.state_dict())
+        return {**stage.full_optim_state_dict(self.optimizer), DRAWS: list(stage.seeded)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a whole state, of this optimizer or that of one process."""
+        owner = self.owner
+        seed, steps = state_dict.get(DRAWS, (None, None))
+        if owner is not None and seed is not None:
+            owner.draws = seed, steps
+        state = {name: each for name, each in state_dict.items() if name != DRAWS}
+        if owner is None or owner.stage is None:
+            self.optimizer.load_state_dict(state)
+            return
+        owner.stage.load_full_optim_state_dict(self.optimizer, state)
+        if owner.draws:
+            owner.stage.seed(*owner.draws)
+
+
+class Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """Steps ``times`` for every step of the optimizer, as often as a batch has pieces."""
+
+    def __init__(self, made: AcceleratedScheduler, times: int) -> None:
+        super().__init__(made.scheduler, made.optimizers, made.step_with_optimizer, True)
+        self.times = times if made.step_with_optimizer and not made.split_batches else 1
+
+    def step(self, *args: Any, **named: Any) -> None:
+        for _ in range(self.times):
+            total = getattr(self.scheduler, "total_steps", None)
+            if self.times == 1 or total is None or self.scheduler._step_count <= total:
+                super().step(*args, **named)
+
+
+def _of_no_model(name: str) -> RunError:
+    return RunError(
+        where=f"the first training step, with {name}",
+        what="the optimizer has parameters that are not the model's",
+        why="its parameters become the stage's, by their names in the model",
+        do="Build one optimizer for each model, over model.parameters().",
+    )

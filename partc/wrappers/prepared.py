@@ -1,0 +1,267 @@
+"""A model as ``prepare`` returns it: compiled at its first call, for the arguments of that call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import RunError
+from partc.plan.mesh import MeshLike
+from partc.program.holders import exchange_texts
+from partc.program.raw_model import empty_model
+from partc.program.runtime import Stage
+from partc.trace.arguments import Given
+
+
+@dataclass
+class How:
+    """How models are compiled.
+
+    Attributes:
+        mesh: the axes of ranks, as for ``partc.compile``.
+        plan: as for ``partc.compile``.
+        loss: ``loss(model, *inputs)``; None: the model returns it, as models of transformers do
+            that are given labels.
+        outputs: what training steps return of the model's results beside the loss.
+        pad: the numbers that fill up inputs to the longest of all ranks, by the input's name.
+        options: further arguments of ``partc.compile``.
+    """
+
+    mesh: MeshLike
+    plan: Any = "auto"
+    loss: Callable[..., Any] | None = None
+    outputs: Sequence[str] = ()
+    pad: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, model: nn.Module, *args: Any, **named: Any) -> Any:
+        """What is compiled: ``(loss, {"logits": ...})``, or what the user's loss returns."""
+        if self.loss is not None:
+            return self.loss(model, *args, **named)
+        results = model(*args, **named)
+        if isinstance(results, Tensor):
+            raise _no_loss(type(model).__name__)
+        loss = results["loss"] if isinstance(results, Mapping) else results[0]
+        return loss, {name: results[name] for name in self.outputs}
+
+
+class Outputs(dict[str, Any]):
+    """A training step's results: ``outputs.loss``, ready for ``backward``, and those asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __getitem__(self, key: Any) -> Any:
+        found = list(self)[key] if isinstance(key, int) and key < len(self) else key
+        if found not in self:
+            raise _not_returned(key)
+        return super().__getitem__(found)
+
+
+class Prepared(nn.Module):
+    """A model that trains and evaluates by partc's programs, called as the model is.
+
+    ``module`` is the model until the first training step, then this rank's ``Stage``. ``moved`` are
+    called with the stage and the model's names of its old parameters, by their ids.
+    """
+
+    def __init__(self, model: nn.Module, how: How, device: str) -> None:
+        super().__init__()
+        self.module = model
+        # not registered: the stage takes its place
+        object.__setattr__(self, "model", model)
+        self.how, self.device_type = how, device
+        self.stage: Stage | None = None
+        self.evaluated: Stage | None = None  # forwards of a model that has not been trained yet
+        self._seen: list[int] = []  # versions of the model's tensors that it has
+        self.moved: list[Callable[[Stage, Mapping[int, str]], None]] = []
+        self.draws: tuple[int, int] | None = None  # the stage's seed and number of steps
+        self.training = model.training
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """In train mode the step's loss, ready for ``backward``; in eval mode what the model
+        returns, without gradients, for this rank's rows.
+        """
+        args, named = self._filled(args, named)
+        if not self.training:
+            return self._evaluating(args, named)(*args, **named)
+        found = self._trained(args, named)(*args, **named)
+        if self.how.loss is not None:
+            return found
+        extras = {name: _without_gradient(x, name) for name, x in found[1].items()}
+        return Outputs(loss=found[0], **extras)
+
+    def eval_loss(self, *args: Any, **named: Any) -> Any:
+        """The loss in eval mode of all ranks' rows, without gradients."""
+        args, named = self._filled(args, named)
+        found = self._trained(args, named).eval_step(*args, **named)
+        return found[0] if self.how.loss is None else found
+
+    # compiled --------------------------------------------------------------------------------
+    def _trained(self, args: Any, named: Any) -> Stage:
+        """The stage, which is made of the first step's arguments; it takes the model's place."""
+        if self.stage is None:
+            self.evaluated = None
+            with torch.inference_mode(False), torch.enable_grad():
+                made = self._compiled(args, named, self.how.of)
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            self.stage = self.module = made
+            made.seed(*(self.draws or (_first_seed(made), 0)))
+            for move in self.moved:
+                move(made, names)
+            empty_model(self.model)
+            made.train(self.training)
+        return self.stage
+
+    def _evaluating(self, args: Any, named: Any) -> Stage:
+        """The stage, or one of forwards alone as long as nothing is trained."""
+        if self.stage is not None:
+            return self.stage
+        if self.evaluated is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.evaluated = self._compiled(args, named, None)
+        elif self._versions() != self._seen:
+            self.evaluated.load_full(self.model)
+        self._seen = self._versions()
+        return self.evaluated
+
+    def _versions(self) -> list[int]:
+        return [x._version for x in (*self.model.parameters(), *self.model.buffers())]
+
+    def _compiled(self, args: Any, named: Any, loss: Callable[..., Any] | None) -> Stage:
+        how, model = self.how, self.model
+        given = Given.of_call(model, args, named, loss)
+        shapes = self._largest([[*x.shape] for x in given.tensors])
+        pairs = zip(shapes, given.tensors, strict=True)
+        like = given.with_tensors([torch.empty(s, dtype=x.dtype, device="meta") for s, x in pairs])
+        program = partc.compile(
+            model, how.mesh, like, loss=loss, plan=how.plan, batch="local", **how.options
+        )
+        return program.module(self.device_type, partial="replicate")
+
+    # batches ---------------------------------------------------------------------------------
+    def _largest(self, shapes: list[list[int]]) -> list[list[int]]:
+        """The most of every size over all ranks, which are given batches of different lengths."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return shapes
+        device = torch.device(self.device_type)
+        texts = exchange_texts(json.dumps(shapes), dist.group.WORLD, device)
+        each = [json.loads(text) for text in texts]
+        if len({json.dumps([len(shape) for shape in one]) for one in each}) > 1:
+            return shapes  # the programs differ, which partc says on every rank
+        return [
+            [max(sizes) for sizes in zip(*same, strict=True)] for same in zip(*each, strict=True)
+        ]
+
+    def _filled(self, args: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments, those that ``pad`` names filled up to the longest of all ranks."""
+        names = [name for name in sorted(named) if name in self.how.pad]
+        if not names:
+            return args, dict(named)
+        wanted = self._largest([[*named[name].shape[1:]] for name in names])
+        longer = {
+            name: _longer(named[name], sizes, self.how.pad[name])
+            for name, sizes in zip(names, wanted, strict=True)
+        }
+        return args, {**named, **longer}
+
+    # as of the model -------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Prepared:
+        """The mode of the model and of its programs."""
+        self.model.train(mode)
+        super().train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all programs."""
+        self.module.zero_grad(set_to_none)
+
+    def state_dict(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own state dict, whole; all ranks call this together."""
+        if self.stage is None:
+            return dict(self.model.state_dict(**named))
+        return dict(self.stage.full_state_dict())
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take whole tensors under the model's names."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def save_pretrained(self, folder: Any, state_dict: Any = None, **named: Any) -> None:
+        """As of a model of transformers: whole files, by one rank; all ranks call this."""
+        state = self.state_dict() if state_dict is None else state_dict
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        named.pop("is_main_process", None)
+        self.model.save_pretrained(folder, is_main_process=first, state_dict=state, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class _Refused(torch.autograd.Function):
+    """A value through which a loss cannot train: it is told in ``backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, name: str, anchor: Tensor) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _not_returned(ctx.name)
+
+
+def _without_gradient(value: Any, name: str) -> Any:
+    """A result of a step, which is computed when its gradients are too."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    apply: Any = _Refused.apply
+    return apply(value, name, torch.zeros((), requires_grad=True))
+
+
+def _longer(x: Tensor, sizes: Sequence[int], value: float) -> Tensor:
+    """A tensor whose dims behind the rows are filled up to ``sizes``."""
+    missing = [want - has for want, has in zip(sizes, x.shape[1:], strict=True)]
+    sides = [side for more in reversed(missing) for side in (0, more)]
+    return F.pad(x, sides, value=value) if any(missing) else x
+
+
+def _first_seed(stage: Stage) -> int:
+    """What ``torch.manual_seed`` was given on the first rank: it decides dropout."""
+    seed = torch.tensor([torch.initial_seed() % 2**62], device=stage.device)
+    dist.broadcast(seed, src=0)
+    return int(seed)
+
+
+def _no_loss(model: str) -> RunError:
+    return RunError(
+        where=f"a training step of {model}",
+        what="it returns a tensor, and no loss",
+        why="a program computes the gradients together with the loss, which a script cannot "
+        "compute behind it",
+        do="Give the Accelerator loss=fn(model, *inputs), call the model with the inputs of that, "
+        "and take what it returns for the loss: loss = model(x, y).",
+    )
+
+
+def _not_returned(name: Any) -> RunError:
+    return RunError(
+        where=f"outputs[{name!r}]",
+        what="a training step does not return it with gradients, and only where outputs names it",
+        why="the gradients are computed together with the loss, so that a loss which a script "
+        "computes from it would train nothing",
+        do=f"To look at it, say outputs=[{name!r}]; to train on it, give loss=fn(model, *inputs) "
+        "and compute the loss there.",
+    )

@@ -1,0 +1,148 @@
+"""A transformers ``Trainer`` that trains under a plan of partc.
+
+``from partc.wrappers.trainer import Trainer`` stands where ``from transformers import Trainer``
+stood; it takes the mesh and the plan besides. It trains with partc's ``Accelerator``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from partc.errors import UsageError
+from partc.plan.mesh import MeshLike
+from partc.wrappers.accelerate import Accelerator
+from partc.wrappers.whole_files import WholeFiles
+
+PADDED = {"attention_mask": 0, "token_type_ids": 0, "labels": -100}  # as collators fill up
+
+
+class Trainer(WholeFiles):
+    """As transformers' Trainer, over a mesh by a plan.
+
+    The model is compiled at the first batch, with ``compute_loss`` as it is, also where a subclass
+    has its own. Batches are one data rank's, of ``per_device_train_batch_size`` rows.
+
+    Args:
+        args: as for transformers' Trainer.
+        mesh: the axes of ranks, as for ``partc.compile``; none is left open.
+        plan: as for ``partc.compile``.
+        pad: by the name of an input the number that fills it up to the longest of all ranks. Left
+            out, what the tokenizer's collators fill up with.
+        options: further arguments of ``partc.compile``, such as ``{"microbatches": 4}``.
+        named: as for transformers' Trainer.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=rows, mesh="dp=2,tp=2", plan="fsdp+megatron")
+        trainer.train()
+    """
+
+    args: Any
+
+    def __init__(
+        self, *args: Any, mesh: MeshLike, plan: Any = "auto",
+        pad: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:  # fmt: skip
+        self._how: dict[str, Any] = {"mesh": mesh, "plan": plan, "options": options}
+        super().__init__(*args, **named)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        number = getattr(tokenizer, "pad_token_id", None)
+        known = {} if number is None else {"input_ids": number, **PADDED}
+        self.accelerator.how.pad = known if pad is None else pad
+        self.args = copy.copy(self.args)
+        self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
+        if self.args.train_sampling_strategy == "batch_rebalance":
+            raise _rebalanced()
+
+    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
+        self._of_accelerator: dict[str, Any] = super()._build_accelerator_args(**named)
+        return dict(self._of_accelerator)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        own = {**self._how, "loss": self._compiled_loss}
+        self.accelerator = Accelerator(**own, **self._of_accelerator)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _compiled_loss(self, model: nn.Module, **inputs: Any) -> Any:
+        num_items = inputs.pop("num_items_in_batch", None)
+        return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+    # training --------------------------------------------------------------------------------
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        self.model_wrapped = self.accelerator.prepare_model(model)
+        return self.model_wrapped
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The stage lies on the device, not the model."""
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """As transformers': the loss, detached; gradients are added."""
+        model.train()
+        inputs = dict(self._prepare_inputs(inputs))
+        if num_items_in_batch is not None:
+            inputs["num_items_in_batch"] = num_items_in_batch
+        loss: Tensor = model(**inputs)
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        if not scaled:
+            loss = loss / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
+        """The items of all data ranks."""
+        num = super()._get_num_items_in_batch(batch_samples, device)
+        return self.accelerator.reduce(num, "sum") if isinstance(num, Tensor) else num
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # the stage clips over all its meshes
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        pieces = self.accelerator.num_processes
+        return int(self._train_batch_size * args.gradient_accumulation_steps * pieces)
+
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Those of this rank, which shares its rows with the others along tp and pp."""
+        ranks, pieces = self.accelerator.state.num_processes, self.accelerator.num_processes
+        return super().floating_point_ops(inputs) * pieces // ranks
+
+    # evaluation ------------------------------------------------------------------------------
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """As transformers'; the loss is that of all ranks' rows."""
+        own = type(self).compute_loss is not transformers.Trainer.compute_loss
+        if not (own or self.compute_loss_func or self.label_smoother):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        labeled = self.label_names and all(inputs.get(n) is not None for n in self.label_names)
+        loss = logits = labels = None
+        if labeled:
+            given = dict(self._prepare_inputs(inputs))
+            num_items = self._get_num_items_in_batch([inputs], self.args.device)
+            if num_items is not None:
+                given["num_items_in_batch"] = num_items
+            loss = model.eval_loss(**given)
+        if not prediction_loss_only:
+            _, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        return loss, logits, labels
+
+
+def _rebalanced() -> UsageError:
+    return UsageError(
+        where='TrainingArguments(train_sampling_strategy="batch_rebalance")',
+        what="it deals out rows to all processes",
+        why="ranks that differ along tp or pp read the same rows",
+        do='Take "group_by_length" or "random".',
+    )

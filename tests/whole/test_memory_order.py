@@ -1,0 +1,130 @@
+"""What lies in memory in another order than its dims computes as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import partc
+from partc.errors import TraceError
+from partc.verification.processes import Processes
+from partc.verification.verification import verify
+
+torch.manual_seed(0)
+NEAR = 3 * torch.eye(4, dtype=torch.float64)
+
+
+class Between(nn.Module):
+    """A convolution and a head, and between them what is tried on ``f64[4,8,6,6]``."""
+
+    def __init__(self, tried: nn.Module | Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+        self.tried = tried
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        out: Tensor = self.head(self.tried(x).reshape(x.shape))
+        return out
+
+
+class Pixels(nn.Module):
+    """A residual over rows of pixels, whose two gradients lie in memory in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group, self.norm, self.mix = nn.GroupNorm(1, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.group(x).flatten(2).swapaxes(1, 2)
+        rows = rows + self.mix(self.norm(rows))
+        lying: Tensor = rows.swapaxes(1, 2)
+        return lying
+
+
+def attended(x: Tensor) -> Tensor:
+    """Heads of four channels each, which the script lays out for the kernel."""
+    rows = x.reshape(len(x), 2, 4, 36).transpose(2, 3).contiguous()
+    return F.scaled_dot_product_attention(rows, rows, rows).transpose(2, 3)
+
+
+def scaled_by(matrices: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A scale for each sample from matrices of its own."""
+
+    def scaled(x: Tensor) -> Tensor:
+        numbers = matrices(x.flatten(1)[:, :16].view(-1, 4, 4) + NEAR)
+        return x * numbers.view(-1, 1, 1, 1)
+
+    return scaled
+
+
+TRIED: dict[str, Any] = {
+    "sum of gradients": Pixels(),
+    "attention": attended,
+    "slogdet": scaled_by(lambda m: torch.linalg.slogdet(m)[1]),
+    "slogdet of copies": scaled_by(
+        lambda m: torch.linalg.slogdet(m.swapaxes(1, 2).contiguous().swapaxes(1, 2))[1]
+    ),
+    "det of a transpose": scaled_by(lambda m: torch.linalg.det(m.mT)),
+    "solve": scaled_by(lambda m: torch.linalg.solve(m.mT, m[..., 0]).sum(-1)),
+    "solve by columns": scaled_by(
+        lambda m: torch.linalg.solve(m.mT.contiguous().mT, m.mT).sum((-1, -2))
+    ),
+}
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("tried", TRIED)
+def test_kernels_that_ignore_strides_agree(tried: str) -> None:
+    model, batch = Between(TRIED[tried]), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    program = partc.compile(model, "dp=2", (batch,), loss=loss_of, plan="ddp")
+    verify(program, model, batch, loss=loss_of).check()
+
+
+def train_in_another_order() -> None:
+    model = Between(nn.GroupNorm(2, 8))
+    with torch.no_grad():
+        model.conv.weight = nn.Parameter(model.conv.weight.to(memory_format=torch.channels_last))
+    batch = torch.randn(4, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    stage = partc.compile(model, "dp=4", (batch,), loss=loss_of, plan="ddp").module()
+    for x in (batch, batch.to(memory_format=torch.channels_last), batch.mT.contiguous().mT):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        wanted = {name: param.grad for name, param in model.named_parameters()}
+        stage.zero_grad()
+        stage.step(x)
+        for name, param in stage.named_parameters():
+            grad: Any = param.grad
+            torch.testing.assert_close(grad.full_tensor(), wanted[name])
+
+
+@pytest.mark.gloo
+def test_weights_and_batches_in_any_order_train_alike(world: Processes) -> None:
+    world.run(train_in_another_order)
+
+
+class Windows(nn.Module):
+    """Reads its weight by strides."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.as_strided(self.weight, (4, 2), (1, 4))
+
+
+def test_strides_of_a_weight_that_ranks_hold_in_another_order_are_refused() -> None:
+    batch = torch.randn(8, 4)
+    with pytest.raises(TraceError, match="weight: it is not contiguous, and the step reads memory"):
+        partc.compile(Windows(torch.randn(4, 2).T), "dp=2", (batch,), loss=loss_of, plan="ddp")
