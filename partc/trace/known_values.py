@@ -121,7 +121,7 @@ class KnownValues:
             if id(each) not in found:
                 name, held = self.buffers[id(each)]
                 self.decided.setdefault(name, source_here())
-                found[id(each)] = held.detach().cpu().clone()  # a call may write into it
+                found[id(each)] = _own_copy(held)
             return found[id(each)]
 
         with _disable_current_modes(), torch.no_grad():
@@ -246,6 +246,11 @@ def _are_fakes(tensors: Iterable[Tensor]) -> bool:
         isinstance(x, FakeTensor) and x.layout is torch.strided and x.numel() <= LARGEST
         for x in tensors
     )
+
+
+def _own_copy(held: Tensor) -> Tensor:
+    """A buffer's value, contiguous as its fake is; calls may write into it."""
+    return held.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -47,6 +47,26 @@ def test_a_pipeline_may_have_fewer_samples_than_stages() -> None:
     partc.verify(program, model, batch, loss=square).check()
 
 
+class Pair(nn.Module):
+    """No stack of equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu())
+        return y
+
+
+@pytest.mark.parametrize(("mesh", "num"), [("pp=2", 8), ("pp=2", 3), ("tp=2", 3)])
+def test_what_is_read_fits_the_model(mesh: str, num: int) -> None:
+    """A pipeline of fewer blocks than stages; a batch that two data ranks would not divide."""
+    model, batch = Pair(), (torch.randn(num, 8),)
+    program = partc.compile(model, mesh, batch, loss=square)
+    partc.verify(program, model, batch, loss=square).check()
+
+
 def refused(where: str, kind: type[PartcError]) -> PartcError:
     return kind(where=where, what="it is not allowed", why="", do="Do otherwise.")
 
