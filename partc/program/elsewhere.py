@@ -8,11 +8,11 @@ parameters elsewhere gives empty stand-ins for them, so that an optimizer over
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from partc.errors import RunError
@@ -123,6 +123,17 @@ def _table(module: nn.Module, which: str) -> Table:
         vars(module)[which] = Table(vars(module)[which])
     found: Table = vars(module)[which]
     return found
+
+
+def check_norm(params: Iterable[Tensor]) -> None:
+    """RunError for a norm of parameters that other ranks have: there it is refused too."""
+    if any(isinstance(param, StandIn) for param in params):
+        raise RunError(
+            where="clip_grad_norm_",
+            what="this pipeline rank has none of these parameters",
+            why="the norm of their gradients is known to other ranks alone",
+            do="Clip with stage.clip_grad_norm_, which is over the whole model.",
+        )
 
 
 def drop_stand_ins(optimizer: Optimizer) -> None:

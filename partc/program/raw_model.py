@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from partc.errors import RunError
+from partc.program.elsewhere import check_norm
 from partc.program.rank_tensors import RankTensors
 from partc.program.shown import Shown
 from partc.trace.fingerprint import Fingerprint, named_tensors
@@ -200,6 +201,8 @@ def _check_before(name: str, modules: Sequence[ModuleType]) -> None:
         if owner:
             where = "clip_grad_norm_" if name.startswith("_") else name
             raise _of_model(where, owner, "Clip stage.parameters().")
+        if name.startswith("_"):
+            check_norm(params)
         return plain(params, *args, **kwargs)
 
     for module in modules:

@@ -87,6 +87,10 @@ def asked_for(stage: Stage) -> None:
 
 def with_the_model() -> None:
     stage = compiled()[1].module()
+    stage.step(torch.ones(8, 4, dtype=torch.float64))
+    for half in HALVES:  # on both ranks, as neither may go on alone
+        with pytest.raises(RunError, match=r"stage.clip_grad_norm_, which is over the whole model"):
+            nn.utils.clip_grad_norm_(stage.get_submodule(half).parameters(), 1.0)
     asked_for(stage)
     asked_for(copy.deepcopy(stage))
     asked_for(stage.to(torch.float64))

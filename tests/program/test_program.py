@@ -8,12 +8,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import partc
 from partc.audit.edits import accept_edits
-from partc.errors import LoadError, UsageError
+from partc.errors import LoadError, TraceError, UsageError
 from partc.plan.mesh import Mesh
 from partc.program import load
 from partc.program.role import Role
@@ -22,6 +25,20 @@ from partc.program.tensorfile import TensorFile, TensorFiles, write_tensors
 from partc.trace.fingerprint import Fingerprint
 from tests.example_program import example_model, example_program
 from tests.patience import patience
+
+Z = torch.ones(4, 4)
+
+
+def of_one(model: nn.Module, z: Tensor) -> Tensor:
+    return torch.as_tensor(model(z).square().mean())
+
+
+def of_two(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def of_a_pair(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
+    return of_two(model, *pair)
 
 
 def test_a_saved_program_loads_as_it_was(tmp_path: Path) -> None:
@@ -189,3 +206,18 @@ def test_fingerprints_differ_by_name_shape_and_dtype() -> None:
     assert "shift: param float32[8] compiled, absent given" in mine.differences(
         Fingerprint.of(other)
     )
+
+
+@pytest.mark.parametrize(
+    "batch", [(Z,), ((Z,),), ({"z": Z},), ([Z],)], ids=["tensor", "tuple", "dict", "list"]
+)
+def test_another_loss_takes_its_batch_as_compile_does(batch: tuple[Any, ...]) -> None:
+    program = partc.compile(nn.Linear(4, 4), "dp=2", (Z, Z), loss=of_two, plan="ddp")
+    assert list(program.also(*batch, loss=of_one).inputs) == ["z"]
+
+
+def test_a_loss_of_one_tuple_takes_it_whole() -> None:
+    program = partc.compile(nn.Linear(4, 4), "dp=2", (Z, Z), loss=of_two, plan="ddp")
+    assert len(program.also((Z, Z), loss=of_a_pair).inputs) == 2
+    with pytest.raises(TraceError, match="z"):
+        program.also(Z, Z, Z, loss=of_one)
