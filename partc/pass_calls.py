@@ -5,6 +5,7 @@ Each is one row of the table in ``partc/lowering.py``; parameters are asked for 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -120,10 +121,16 @@ def lay_out(graph: Graph, plan: Plan) -> None:
 
 @calls(has_batch_norm)
 def use_local_statistics(plan: Plan, graph: Graph) -> Plan:
-    """Let batch norms use each microbatch's own statistics: those of others are not there yet."""
+    """Let batch norms use each microbatch's own statistics: those of others are not there yet.
+
+    Where the plan did not ask for that, a warning says so: losses are not those of one device.
+    """
     if not has_batch_norm(graph):
         return plan
     note = "BatchNorm uses the statistics of each rank's piece of each microbatch, one by one"
+    if plan.batch_norm == "global":
+        rest = "so losses differ from those of the whole batch; batch_norm='local' asks for it"
+        warnings.warn(f"microbatches={plan.microbatches}: {note}, {rest}", stacklevel=2)
     return plan.changed(batch_norm="local", notes=(*plan.notes, note))
 
 
@@ -138,9 +145,9 @@ def check_statistics(graph: Graph, plan: Plan) -> None:
 @calls(sharding.propagate)
 def propagate(graph: Graph, plan: Plan, strict: bool) -> dict[str, object]:
     """Choose a sharding for every value, from the plan's entries and the rules."""
-    warnings = [*plan.notes, *graph.frozen, *_untrained(graph)]
-    choices = sharding.propagate(graph, plan, strict=strict, warnings=warnings)
-    notes = [note for note in warnings if not note.startswith(NOTE)]  # of an earlier compile
+    told = [*plan.notes, *graph.frozen, *_untrained(graph)]
+    choices = sharding.propagate(graph, plan, strict=strict, warnings=told)
+    notes = [note for note in told if not note.startswith(NOTE)]  # of an earlier compile
     notes += notes_on_extras(graph, plan)
     return {"choices": choices, "plan": plan.changed(notes=tuple(dict.fromkeys(notes)))}
 

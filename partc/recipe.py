@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from partc.collecting import no_collecting
 from partc.compile_cache import CompileCache, Request, cache_of
-from partc.errors import RunError
+from partc.errors import RunError, TraceError
 from partc.lowering import table
 from partc.plan import Cuts, Plan
 from partc.plan.mesh import MICROBATCH_AXIS, Mesh
 from partc.program import Program, check_model
+from partc.program.autocast import within
 from partc.program.batch_fit import Rows
 from partc.program.holders import Holders
 from partc.program.wanted import Mode, Wanted
@@ -101,11 +102,17 @@ class Recipe:
             made = self.compile(step, first.mesh, plan)
         return replace(made, made_for=wanted, recipe=self)
 
-    def also(self, inputs: Any, loss: Callable[..., Any] | None, first: Program) -> Program:
-        """A step of another loss, whose parameters are stored as those of ``first``."""
+    def also(
+        self, given: tuple[Any, ...], loss: Callable[..., Any] | None, first: Program
+    ) -> Program:
+        """A step of another loss, whose parameters are stored as those of ``first``.
+
+        ``given``: the batch, as ``compile`` has it, or its arguments one by one.
+        """
         mode = first.wanted.mode
         with self.as_wanted(mode, first):
             plan = _kept(first).changed(inputs={})
+            inputs = _batch(self.model, given, loss)
             step, plan = step_of(self.model, inputs, loss, first.mesh, plan, table())
             made = self.compile(step, first.mesh, plan)
         mine = replace(self, loss=loss)
@@ -117,6 +124,10 @@ class Recipe:
 
     def _given(self, wanted: Wanted, first: Program) -> Given:
         """The arguments of the first program's loss, or of a forward, with tensors of a batch."""
+        given = self._plain(wanted, first)
+        return replace(given, call=within(given.call, wanted.autocast))
+
+    def _plain(self, wanted: Wanted, first: Program) -> Given:
         forward = wanted.kind == "forward"
         arguments = Arguments.of_json(json.loads(wanted.form)) if wanted.form else first.arguments
         if forward and not wanted.form and first.wanted.kind != "forward":
@@ -245,6 +256,20 @@ def with_model(
 
 def _nothing() -> None:
     return None
+
+
+def _batch(model: nn.Module, given: tuple[Any, ...], loss: Callable[..., Any] | None) -> Any:
+    """The batch among the arguments of ``also``: the only one of them, if the loss takes it so."""
+    if len(given) != 1:
+        return given
+    try:
+        Given.of(model, given[0], loss)
+    except TraceError:
+        with suppress(TraceError):
+            Given.of(model, given, loss)
+            return given
+        raise
+    return given[0]
 
 
 def _meta(wanted: Wanted) -> tuple[Tensor, ...]:

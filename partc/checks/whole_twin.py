@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from partc.graph import fake_of, is_tensor, results_of, set_fake, set_like, set_value, value
+from partc.graph.graph_edits import run_fake
 from partc.rules.call import local_call, parameters
 from partc.rules.notation import resolve
 from partc.rules.strategy import applied
@@ -40,6 +41,9 @@ def whole_twin(node: fx.Node, outs: Sequence[fx.Node | None]) -> fx.Node:
     entry = find(node.target)
     if entry is not None and (entry.sizes or entry.scales):
         _set(twin, dict(_literals(node, entry, [_shape(r) for r in results])))
+    if None in outs and len(outs) > 1:  # a result that nobody reads may fix letters of the rule
+        made = run_fake(twin.target, twin.args, twin.kwargs)
+        set_fake(twin, [new if r is None else r for r, new in zip(results, made, strict=True)])
     return twin
 
 
@@ -78,10 +82,12 @@ def _literals(
     local = local_call(node, here, node.args, node.kwargs)
     notation, factors = applied(entry, local)
     shapes = [None if s is None else value(s).shape for s in local.slots]
-    whole = resolve(notation, shapes[: len(notation.operands)], results).sizes
+    # letters that are never sharded are as large here, and known where a result is not read
+    known = {f: factors.sizes[f] for f in notation.frozen if f in factors.sizes}
+    whole = resolve(notation, shapes[: len(notation.operands)], results, known).sizes
     for name, letters in entry.scales.items():
-        known = [letter for letter in letters if letter in whole]
-        times = prod(whole[x] for x in known), prod(factors.sizes[x] for x in known)
+        these = [letter for letter in letters if letter in whole]
+        times = prod(whole[x] for x in these), prod(factors.sizes[x] for x in these)
         if local[name] is not None:
             yield name, _scaled(local[name], *times)
 

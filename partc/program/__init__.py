@@ -145,14 +145,19 @@ class Program:
         """
         return with_others(self, batches, modes)
 
-    def also(self, *inputs: Tensor, loss: Callable[..., Any] | None = None) -> Program:
+    def also(self, *inputs: Any, loss: Callable[..., Any] | None = None) -> Program:
         """A step of another loss of the same model, for ``stage.share``.
 
         Its parameters are stored as this program stores them. RunError without a model.
 
         Args:
-            inputs: example tensors for that loss.
+            inputs: example arguments for that loss, as ``compile`` takes them: a tuple by place, a
+                dict by name, one tensor; or several tensors one by one.
             loss: ``loss(model, *inputs)``, as for ``compile``.
+
+        Example::
+
+            program.also((noise,), loss=maker_loss)
         """
         return recipe_of(self).also(inputs, loss, self)
 

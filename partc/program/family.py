@@ -22,11 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from partc.errors import PartcError
 from partc.plan import Plan
 from partc.program import Program
+from partc.program.autocast import autocast_now, run_without, without
 from partc.program.batch_fit import Pieces, Rows, fill, longest, uneven_error
 from partc.program.calls_of_stage import Calls
 from partc.program.choices import Choices
 from partc.program.disagreement import refused_elsewhere
 from partc.program.family_errors import (
+    inside_autocast,
     no_gradients,
     no_recipe,
     not_ignored,
@@ -40,7 +42,6 @@ from partc.program.members import Member
 from partc.program.results import results_of
 from partc.program.run_state import Guard
 from partc.program.same_choice import SameChoice
-from partc.program.step_checks import check_autocast
 from partc.program.uneven_rows import Results, UnevenRows
 from partc.program.wanted import Mode, Wanted
 from partc.trace.record import Kind
@@ -56,6 +57,7 @@ class Ready:
 
     run: Run
     whole: Callable[[Tensor], Any]
+    is_half: bool  # whether it computes in float16
 
 
 class Family:
@@ -102,7 +104,8 @@ class Family:
         if found is None:
             return None
         member, run = found
-        return Ready(lambda: member.returned.loss(run()), member.returned.whole)
+        returned = member.returned
+        return Ready(lambda: returned.loss(run()), returned.whole, member.role.is_half)
 
     def loss(self, args: Sequence[Any], named: Mapping[str, Any], device: str) -> Any:
         """The loss in eval mode, with the extras if there are any."""
@@ -119,14 +122,26 @@ class Family:
         self, kind: Kind, mode: Mode, args: Sequence[Any], named: Mapping[str, Any], device: str
     ) -> tuple[Member, Run] | None:
         """The program that all ranks take for this batch, with its inputs."""
+        autocast = autocast_now(device)  # which the program has in its text
+        with without(autocast):
+            found = self._chosen(kind, mode, args, named, device, autocast)
+        return found and (found[0], run_without(autocast, found[1]))
+
+    def _chosen(
+        self, kind: Kind, mode: Mode, args: Sequence[Any], named: Mapping[str, Any], device: str,
+        autocast: str,
+    ) -> tuple[Member, Run] | None:  # fmt: skip
+        """The same where no autocast is open; ``autocast`` is the one around the call."""
         try:
-            check_autocast(device)  # under which another program would be compiled
+            if autocast and self._same is None:
+                raise inside_autocast(autocast)
             inputs, form = self._calls.tensors(kind, args, named)
             inputs = plain_inputs(inputs, self.first.role, known=not form)
         except PartcError:
             self._refuse()
             raise
-        wanted = self._pieces.whole(Wanted.of(kind, mode, inputs, form))
+        asked = replace(Wanted.of(kind, mode, inputs, form), autocast=autocast)
+        wanted = self._pieces.whole(asked)
         if self._same is not None:
             each = self._same.differing(wanted.as_text())
             whole = self._together(each)
@@ -259,7 +274,8 @@ class Family:
     # made ------------------------------------------------------------------------------------
     def _member(self, wanted: Wanted) -> Member:
         first = self.first.program.wanted
-        if self._same is None and (wanted.kind, wanted.mode) == (first.kind, first.mode):
+        told = (wanted.kind, wanted.mode, wanted.autocast)
+        if self._same is None and told == (first.kind, first.mode, first.autocast):
             return self.first  # whose checks refuse another batch
         if wanted not in self.members:
             program = self.programs.get(wanted) or self._compiled(wanted)

@@ -78,6 +78,18 @@ def not_ignored(wanted: Wanted, why: str) -> RunError:
     )
 
 
+def inside_autocast(autocast: str) -> RunError:
+    device, dtype = autocast.split()
+    return RunError(
+        where="the call of a stage",
+        what=f'it runs inside of torch.autocast("{device}", torch.{dtype})',
+        why="the casts of a program stand in its text, and the stage has no other program",
+        do="Enter autocast in the loss that is compiled and call the stage outside of it, compile "
+        "ahead by program.for_shapes(...) inside of the same autocast, or give the loaded program "
+        "its model: partc.with_model(program, model, loss).",
+    )
+
+
 def no_recipe(wanted: Wanted, programs: Mapping[Wanted, Program]) -> RunError:
     known = "; ".join(str(each) for each in list(programs)[:6]) + "; ..." * (len(programs) > 6)
     return RunError(

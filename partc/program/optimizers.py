@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from partc.errors import RunError
+from partc.program.elsewhere import drop_stand_ins
 from partc.program.role import Shard
 from partc.program.shown import Shown
 
@@ -116,7 +117,11 @@ class Stepping:
 
 
 def check_of_stage(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """RunError if an optimizer has a parameter that is none of the stage's."""
+    """RunError if an optimizer has a parameter that is none of the stage's.
+
+    Stand-ins of parameters that other ranks have are taken out of its groups.
+    """
+    drop_stand_ins(optimizer)
     known = {id(param) for param in params}
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc.errors import RunError, UsageError
 from partc.plan import Plan
+from partc.program.autocast import DEVICES, autocast_now, without
 from partc.program.batch_fit import Pieces, Rows
 from partc.program.wanted import Recipe, Wanted
 from partc.trace.arguments import spread
@@ -33,8 +34,17 @@ def recipe_of(program: Program) -> Recipe:
 def with_others(program: Program, batches: Sequence[Any], modes: Sequence[str]) -> Program:
     """The program with one more for each of these batches in each of these modes.
 
-    A batch whose rows data ranks cannot share is computed whole by every rank.
+    A batch whose rows data ranks cannot share is computed whole by every rank. An autocast that is
+    open is that of the calls.
     """
+    autocast = autocast_now(*DEVICES)
+    with without(autocast):
+        return _with_others(program, batches, modes, autocast)
+
+
+def _with_others(
+    program: Program, batches: Sequence[Any], modes: Sequence[str], autocast: str
+) -> Program:
     from partc.program.calls_of_stage import Calls
 
     recipe, others = recipe_of(program), {each.wanted: each for each in program.others}
@@ -54,7 +64,8 @@ def with_others(program: Program, batches: Sequence[Any], modes: Sequence[str]) 
         for batch in batches:
             args, named = spread(batch)
             inputs, form = calls.tensors(kind, args, named)  # type: ignore[arg-type]
-            wanted = pieces.whole(Wanted.of(kind, its_mode, inputs, form))  # type: ignore[arg-type]
+            asked = Wanted.of(kind, its_mode, inputs, form)  # type: ignore[arg-type]
+            wanted = pieces.whole(replace(asked, autocast=autocast))
             if rows.uneven(wanted):
                 wanted = replace(wanted, replicated=True)
             if wanted != program.wanted and wanted not in others:

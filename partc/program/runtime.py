@@ -18,6 +18,7 @@ from partc.program.agreement import Agreement
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.clip import clip_gradients
 from partc.program.cpp_compiler import check_compiler
+from partc.program.elsewhere import say_elsewhere
 from partc.program.family import Family
 from partc.program.loaded import Loaded
 from partc.program.members import Member
@@ -112,9 +113,9 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             extra is.
 
         Raises:
-            RunError: an input is missing, unknown, or has another shape, dtype or device; autocast
-                is on; the script has changed a number of the model since it was compiled in this
-                process; or ranks differ in what they must hold alike (``agreement.py``).
+            RunError: an input is missing, unknown, or has another shape, dtype or device; the
+                script has changed a number of the model since it was compiled in this process; or
+                ranks differ in what they must hold alike (``agreement.py``).
         """
         scale = self._own.scale_in(named)
         return self._stepped(self._own, inputs, named, scale)
@@ -298,4 +299,6 @@ class Stage(UserModules, StageOptimizers, WholeStates, SeveralPrograms):
             tensor = self._tensors.held[first]
             shown = self._shown[first].param if first in self._shown else tensor
             register_at(self, name, shown, saved)
+        if self._tensors.pipeline is not None:
+            say_elsewhere(self, self._tensors.holders, self.device)
         self.keep_modules()

@@ -109,8 +109,8 @@ class SeveralPrograms(nn.Module):
         if ready is None:
             return None
         if scale is not None:
-            shown, half = list(self._shown.values()), family.first.role.is_half
-            return ready.whole(scaled_step(shown, ready.run, scale, is_half=half))
+            shown = list(self._shown.values())
+            return ready.whole(scaled_step(shown, ready.run, scale, is_half=ready.is_half))
         begin_all(self._shown.values())
         try:
             return ready.whole(ready.run())
@@ -124,8 +124,8 @@ class SeveralPrograms(nn.Module):
         ready = family.step(inputs, named, self._device_type)
         if ready is None:
             return None
-        shown, half = list(self._shown.values()), family.first.role.is_half
-        return ready.whole(loss_with_backward(shown, ready.run, is_half=half))
+        shown = list(self._shown.values())
+        return ready.whole(loss_with_backward(shown, ready.run, is_half=ready.is_half))
 
     def _apply_to_families(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Let all programs follow ``.to()``, once the stage's tensors have."""

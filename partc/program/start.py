@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -10,11 +11,14 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from partc.errors import RunError
+from partc.plan import Plan
 from partc.plan.mesh import Mesh
 from partc.program import Program
 from partc.program.choices import NO_CHOICES, Choices
 from partc.program.handshake import check_agreement, check_world, device_mesh, world_size
 from partc.program.runtime import Stage
+
+LOG = logging.getLogger("partc")
 
 
 def start_stage(
@@ -36,7 +40,15 @@ def start_stage(
         _check_mesh(mesh, program.mesh)
     if program.recipe is not None:
         program.recipe.keep_twin()
+    _tell_what_is_not_set(program)
     return Stage(program, mesh, here, choices)
+
+
+def _tell_what_is_not_set(program: Program) -> None:
+    """Tell the user, on the first rank, of attributes that a script may read behind a step."""
+    for note in Plan.parse(program.plan).notes if dist.get_rank() == 0 else ():
+        if note.startswith("the step sets "):
+            LOG.warning("partc: %s. To read it, return it beside the loss: (loss, extras)", note)
 
 
 def _check_backend(device: torch.device) -> None:

@@ -65,7 +65,6 @@ class StepChecks:
     def checked(self, inputs: Sequence[Tensor], device: str) -> tuple[Tensor, ...]:
         """The inputs as plain tensors; RunError if they are not as they were compiled."""
         check_default_dtype()
-        check_autocast(device)
         plain = plain_inputs(inputs, self.role)
         check_inputs(plain, self.role, device)
         self._check_numbers()
@@ -120,15 +119,4 @@ def check_casts(casts: Mapping[str, torch.dtype]) -> None:
             what=f"was cast to {dtype_name(dtype)}",
             why="the casts, sums and constants of the program are for the dtypes of the model",
             do="Cast the model and compile it again, or enter torch.autocast in its loss.",
-        )
-
-
-def check_autocast(device: str) -> None:
-    """RunError where a program's ops would get other dtypes than they were compiled with."""
-    if torch.is_autocast_enabled(device):
-        raise RunError(
-            where="step",
-            what=f'it runs inside of torch.autocast("{device}")',
-            why="the casts of a program are those that its loss made when it was compiled",
-            do="Enter autocast in the loss that is compiled, and call step outside of it.",
         )

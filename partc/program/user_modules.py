@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from partc.errors import RunError
+from partc.program.elsewhere import ElsewhereError, Table
 
 TABLES = ("_parameters", "_buffers", "_modules")
 OF_PARTS = (  # what a module of a stage cannot do
@@ -40,8 +41,9 @@ class UserModules(nn.Module):
         made = None if model is None else _Likeness(model)
         object.__setattr__(self, "_likeness", made)
         object.__setattr__(self, "like_model", made.root if made else None)
-        if made:
-            for name in TABLES:
+        for name in TABLES:
+            vars(self)[name] = Table()
+            if made:
                 vars(made.root)[name] = vars(self)[name]
 
     def clear_modules(self) -> None:
@@ -72,6 +74,8 @@ class UserModules(nn.Module):
         """What the stage has not: the model's attribute or method, over the stage's parameters."""
         try:
             return super().__getattr__(name)
+        except ElsewhereError:
+            raise
         except AttributeError as error:
             if name.startswith("_"):
                 raise

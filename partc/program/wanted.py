@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from partc.plan.sharding import dtype_name
+from partc.program.autocast import check_autocast
 from partc.trace.arguments import Given
 from partc.trace.record import Kind
 
@@ -28,6 +29,7 @@ class Wanted:
 
     ``replicated``: every rank computes the whole batch, as data ranks cannot share its rows.
     ``form``: of a forward beside a training step, what it is called with, as JSON of ``Arguments``.
+    ``autocast``: the autocast around the call, as ``cpu bfloat16``.
     """
 
     kind: Kind
@@ -35,6 +37,7 @@ class Wanted:
     inputs: tuple[Typed, ...]
     replicated: bool = False
     form: str = ""
+    autocast: str = ""
 
     @classmethod
     def of(cls, kind: Kind, mode: Mode, inputs: Sequence[Tensor], form: str = "") -> Wanted:
@@ -43,23 +46,27 @@ class Wanted:
     def as_text(self) -> str:
         """Plain text for other ranks, and for ``program.json``; ``parse`` reads it."""
         inputs = [[list(shape), dtype_name(dtype)] for shape, dtype in self.inputs]
-        return json.dumps([self.kind, self.mode, inputs, self.replicated, self.form])
+        last = [self.autocast] if self.autocast else []
+        return json.dumps([self.kind, self.mode, inputs, self.replicated, self.form, *last])
 
     @classmethod
     def parse(cls, text: str) -> Wanted:
         """The same from its text; ValueError or TypeError where that is malformed."""
-        kind, mode, inputs, replicated, form = json.loads(text)
+        kind, mode, inputs, replicated, form, *last = json.loads(text)
+        autocast = "".join(last)
+        check_autocast(autocast)
         of_types = type(replicated) is bool and type(form) is str
         if kind not in WORDS or mode not in get_args(Mode) or not of_types:
             raise ValueError(f"{text!r} is no step of a stage")
         typed = tuple((tuple(int(size) for size in shape), _dtype(name)) for shape, name in inputs)
-        return cls(kind, mode, typed, replicated, form)
+        return cls(kind, mode, typed, replicated, form, autocast)
 
     def __str__(self) -> str:
         """``step in train mode of (int64[8, 16], int64[8, 16])``."""
         inputs = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for shape, dtype in self.inputs)
         alike = ", the same on every rank" if self.replicated else ""
-        return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}"
+        under = f" under autocast ({self.autocast})" if self.autocast else ""
+        return f"{WORDS[self.kind]} in {self.mode} mode of ({inputs}){alike}{under}"
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -18,15 +18,17 @@ unfinished sum: with ``mk,kn->mn``, sharding ``k`` over tp gives ``{U:tp}``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from types import MappingProxyType
 
 from partc.errors import RuleError
 
 Dim = tuple[str, ...]  # the factors of one dim, slowest first
 ELLIPSIS = "..."
+_NONE: Mapping[str, int] = MappingProxyType({})
 _TOKEN = re.compile(r"\s*(\.\.\.|!|[A-Za-z]|_|\d+|\(|\)|@[A-Za-z]|=[A-Za-z])\s*")
 
 
@@ -127,10 +129,11 @@ def resolve(
     notation: Notation,
     operands: Sequence[tuple[int, ...] | None],
     results: Sequence[tuple[int, ...] | None],
+    known: Mapping[str, int] = _NONE,
 ) -> Factors:
     """The factors of a call's dims with their sizes; the shape of an absent tensor is None.
 
-    RuleError if no sizes fit the shapes.
+    ``known``: sizes that the shapes may leave open. RuleError if no sizes fit the shapes.
 
     >>> resolve(parse("a b -> (a b)"), [(2, 3)], [(6,)]).sizes
     {'a': 2, 'b': 3}
@@ -143,7 +146,7 @@ def resolve(
         if shape is not None
         for dim, size in zip(dims, shape, strict=True)
     ]
-    sizes = _solve(pairs)
+    sizes = _solve(pairs, known)
     # an empty dim (size 0) is not sharded either
     frozen = {f for f, size in sizes.items() if f in notation.frozen or not size}
     if ELLIPSIS in notation.frozen:
@@ -177,7 +180,7 @@ def _dims_of(term: Term, shape: tuple[int, ...] | None, broadcasts: bool) -> tup
     return tuple(dims)
 
 
-def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
+def _solve(pairs: Sequence[tuple[Dim, int]], known: Mapping[str, int]) -> dict[str, int]:
     """The sizes of all factors, from pairs of a dim and its size.
 
     A dim of size 1 may be broadcast to any size, even to 0. RuleError if no sizes fit.
@@ -185,8 +188,9 @@ def _solve(pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
     sizes = {f: int(f) for dim, _ in pairs for f in dim if f.isdigit()}
     for dim, size in pairs:
         if len(dim) == 1:
-            known = sizes.get(dim[0], 1)
-            sizes[dim[0]] = max(size, known) if size and known else 0
+            before = sizes.get(dim[0], 1)
+            sizes[dim[0]] = max(size, before) if size and before else 0
+    sizes = {**known, **sizes}
     # A dim of several factors gives the size of one factor when all its others are known; so the
     # dims are solved in the order in which that becomes true.
     open_pairs = [(dim, size) for dim, size in pairs if len(dim) > 1]

@@ -47,7 +47,8 @@ from partc.trace.overwritten import overwrites_named
 from partc.trace.own_grads import grads_unread
 from partc.trace.param_hooks import check_hooks, check_no_more_hooks, copy_hooks, idle_notes
 from partc.trace.places import Reach, restored
-from partc.trace.quiet_run import converted_to_themselves, portable_kernels, quiet_generator
+from partc.trace.portable_kernels import noting_padding, padding_notes, portable_kernels
+from partc.trace.quiet_run import converted_to_themselves, quiet_generator
 from partc.trace.ran import not_noting_code, noting_code
 from partc.trace.second_run import History, Outcome
 from partc.trace.source_lines import calls_here, source_here
@@ -175,8 +176,8 @@ class TracedStep:
     reach: Reach
     with_own: bool = False
     results: list[str] = field(default_factory=list)
-    idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
     decided: dict[str, str] = field(default_factory=dict)  # buffers whose values were asked for
+    idle: dict[str, str] = field(default_factory=dict)  # hooks that change nothing, by parameter
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     def recorded(self) -> Recording:
@@ -196,6 +197,7 @@ class TracedStep:
         """
         history, sites = History(self.model, self.objective, self.reach), Sites()
         outcomes: list[Hashable] = []
+        padded: dict[str, None] = {}
 
         def first(*given: list[Tensor]) -> Outcome:
             with noting_code(history.ran):
@@ -203,7 +205,8 @@ class TracedStep:
             outcomes.append(history.outcome(outcome))
             return outcome
 
-        with sites.inside(self.model), self._alone():
+        padding = nullcontext() if self.train else noting_padding(self.model, padded)
+        with sites.inside(self.model), self._alone(), padding:
             result = through(first, *self.fakes())
             check_aliases(history.contents, self.names.trained, self.reach.places)
             check_updated(history.contents, self.reach.places)
@@ -212,10 +215,9 @@ class TracedStep:
             )
         numbers = history.frozen()
         notes = *notes_on(history.contents, self.reach.places), *numbers.notes()
-        known = history.contents.known
-        self.decided = known.decided
-        notes += *history.notes(), *idle_notes(self.idle), *known.notes()
-        return result, numbers, notes
+        self.decided = history.contents.known.decided
+        notes += *history.notes(), *idle_notes(self.idle), *padding_notes(padded)
+        return result, numbers, (*notes, *history.contents.known.notes())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -8,21 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends import mkldnn
 
 from partc.graph.fake_calls import storage_of
 from partc.trace.python_random import quiet_python_random
-
-
-@contextmanager
-def portable_kernels() -> Iterator[None]:
-    """Switch mkldnn off: an LSTM is then recorded as matrix products, not as a CPU-only kernel."""
-    enabled: Any = mkldnn.enabled
-    mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        mkldnn.enabled = enabled
 
 
 @contextmanager

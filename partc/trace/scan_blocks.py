@@ -47,6 +47,7 @@ from partc.trace.known_values import (
 )
 from partc.trace.param_hooks import has_hooks
 from partc.trace.places import Reach, restored
+from partc.trace.portable_kernels import portable_kernels
 from partc.trace.quiet_run import converted_to_themselves, quiet_generator
 from partc.trace.unseen_backward import NoHooks, Unequal, check_backward
 from partc.trace.untouched import untouched
@@ -227,15 +228,10 @@ def _run(
         watch.name(fake, f"input {i}", fake)
     with ExitStack() as stack:
         for entered in (
-            quiet_generator(),
-            quiet_log(),
-            converted_to_themselves(),
-            cuda_autocast_on_cpu(),
-            unchecked_distributions(),
-            untouched(model),
-            restored(Reach.of(model, objective)),
-            skipping(model, folds),
-        ):
+            quiet_generator(), quiet_log(), converted_to_themselves(), cuda_autocast_on_cpu(),
+            portable_kernels(), unchecked_distributions(), untouched(model),
+            restored(Reach.of(model, objective)), skipping(model, folds),
+        ):  # fmt: skip
             stack.enter_context(entered)
         stack.enter_context(watch.members(model))  # once what is there before is known
         stack.enter_context(_reparametrize_module(model, held))

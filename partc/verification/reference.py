@@ -17,6 +17,7 @@ from partc.trace.capture import named_results
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
 from partc.trace.fingerprint import named_tensors
 from partc.trace.places import Reach, restored
+from partc.trace.portable_kernels import attention_in_python
 from partc.trace.returns import Returns, described
 from partc.trace.tensor_caches import caches_restored
 from partc.trace.untouched import untouched
@@ -114,7 +115,7 @@ def eager(
     batch = tuple(x if dtype is None else converted(x, dtype) for x in given.tensors)
     objective = returns.objective(given.function)
     raised = raised_model(model) if dtype == torch.float64 else nullcontext()
-    with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised:
+    with lent(model, loss, dtype), cuda_autocast_on_cpu(), raised, attention_in_python():
         weights = {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
         if train:
             whole, *others = _trained(model, batch, objective, pieces, draws)

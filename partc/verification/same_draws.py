@@ -22,7 +22,7 @@ from partc.graph.draws import FILLS, LIKES, SORTED, UNREAD, Draw, seed_of, takes
 from partc.plan.mesh import MICROBATCH_AXIS
 from partc.plan.sharding import take_piece
 from partc.trace.draw_sites import Sites, unmoved_generator
-from partc.trace.quiet_run import portable_kernels
+from partc.trace.portable_kernels import portable_kernels
 
 SEED, STEP = 0, 1  # of the step that is compared
 Make = Callable[[Sequence[Tensor], tuple[int, ...], torch.Generator], Tensor]

@@ -350,3 +350,34 @@ def refuses_other_dtypes(stage: Stage) -> None:
             partc.compile(example_model(), "dp=2", example_batch(), loss=example_loss)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class KeepsItsLoss(nn.Linear):
+    """Has the loss in an attribute, where scripts of one process read it."""
+
+    last_loss: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.last_loss = y.square().mean()
+        return y
+
+
+def kept_loss(model: KeepsItsLoss, x: Tensor) -> Tensor:
+    model(x)
+    return model.last_loss
+
+
+def test_attributes_that_no_program_sets_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    program = partc.compile(
+        KeepsItsLoss(4, 4), "dp=1", (torch.ones(2, 4),), loss=kept_loss, plan="ddp"
+    )
+    try:
+        program.module()
+    finally:
+        dist.destroy_process_group()
+    assert "the step sets model.last_loss; a program does not. To read it" in caplog.text

@@ -309,11 +309,6 @@ def moved() -> None:
     program = partc.compile(model, "dp=2", tokens(ROWS, 4), loss=language_loss, plan="fsdp")
     stage = begun(program, model)
     stage.step(*tokens(ROWS, 5))
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(RunError, match=r"it runs inside of torch\.autocast"),
-    ):
-        stage.step(*tokens(ROWS, 7))
     assert len(stage._own.programs) == 2
     stage.double()
     for length in (4, 5):

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import partc
 from benchmarks.joint_shardings import search_shardings
@@ -161,3 +163,17 @@ def test_the_program_needs_what_was_estimated() -> None:
     assert cost.peak_bytes == pytest.approx(estimate.peak_bytes, rel=0.1)
     again = partc.compile(step, mesh, plan=program.plan)
     assert (again.plan, again.sources) == (program.plan, program.sources)
+
+
+def test_batch_norms_are_not_given_microbatches_that_nobody_asked_for() -> None:
+    """In microbatches they would compute something else than the model does."""
+    blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *blocks, nn.Flatten(), nn.Linear(128, 4))
+    x, y = torch.randn(16, 3, 4, 4), torch.randint(4, (16,))
+    step = partc.Traced(model, (x, y), lambda m, x, y: nn.functional.cross_entropy(m(x), y))
+    program = partc.compile(step, "pp=2")
+    assert "microbatches = 1\n" in program.plan
+    assert 'batch_norm = "global"' in program.plan
+    with pytest.warns(UserWarning, match="microbatches=4: BatchNorm uses the statistics of each"):
+        asked = partc.compile(step, "pp=2", microbatches=4)
+    assert "microbatches = 4\n" in asked.plan

@@ -25,6 +25,7 @@ from partc.passes.search.plans.infeasible import nothing_fits
 from partc.passes.search.plans.read_scaling_model import RANKS, READING, Reading
 from partc.passes.search.plans.search_plans import Ranked, ScalingModels, Search, scaling_models_of
 from partc.passes.shard.apply_preset import store_cut
+from partc.passes.shard.local_batch_norm import has_batch_norm
 from partc.plan import Cuts, Plan, fits
 from partc.plan.batch import DATA_AXES, without_axes
 from partc.plan.mesh import PP, Mesh
@@ -104,11 +105,13 @@ def choose_plan(
 ) -> Choice:  # fmt: skip
     """The best candidates for one training step; PlanError if none fits the memory.
 
-    ``microbatches``, or a plan with more than one, pins the number of microbatches. PlanError if
-    ``objective`` is money and the machines have no price.
+    ``microbatches``, or a plan with more than one, pins the number of microbatches. A model with
+    batch norms, which in microbatches compute something else, has one unless several are pinned.
+    PlanError if ``objective`` is money and the machines have no price.
     """
     check_price(objective, mesh.hardware)
     pinned = microbatches or (plan.microbatches if plan.microbatches > 1 else None)
+    pinned = pinned or (1 if has_batch_norm(graph) else None)
     ways = _RECOMPUTE.get(plan.recompute, ONLY)
     words = ["", *WORDS] if mesh.is_open or "tp" in mesh.names else [""]
     inputs = without_axes(plan.inputs)

@@ -1,0 +1,146 @@
+"""What the modules of one pipeline rank say of tensors that other pipeline ranks hold.
+
+``stage.blocks.7.norm.weight`` of another rank's stage is refused by name. A module that has all its
+parameters elsewhere gives empty stand-ins for them, so that an optimizer over
+``stage.maker.parameters()`` can be made on every rank; it drops them before it steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from partc.errors import RunError
+from partc.program.holders import Holders
+
+NAMES = "parameters", "named_parameters"  # the methods that give a module's parameters
+_HOOKS: list[Any] = []
+
+
+class ElsewhereError(RunError, AttributeError):
+    """An attribute of a module is on other pipeline ranks; ``hasattr`` says no."""
+
+
+class Table(dict[str, Any]):
+    """A module's parameters, buffers or modules by name, and the names of those elsewhere.
+
+    torch's ``Module.__getattr__`` asks for a name with ``in``, and then takes it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.elsewhere: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.elsewhere
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.elsewhere:
+            raise _elsewhere(*self.elsewhere[name])
+        raise KeyError(name)
+
+    def clear(self) -> None:
+        """Forget all."""
+        super().clear()
+        self.elsewhere.clear()
+
+
+class StandIn(nn.Parameter):
+    """A parameter that another pipeline rank has, ``f32[0]``: it has no gradient and no state."""
+
+
+class _Parameters:
+    """``parameters`` or ``named_parameters`` of a module whose own are all elsewhere."""
+
+    def __init__(self, each: Mapping[str, StandIn], *, named: bool) -> None:
+        self.each, self.named = each, named
+
+    def __call__(
+        self, prefix: Any = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
+        # `parameters` has `recurse` first
+        start, deep = (prefix, recurse) if self.named else ("", prefix is not False and recurse)
+        for name, param in self.each.items():
+            if deep or "." not in name:
+                yield (f"{start}.{name}" if start else name, param) if self.named else param
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Parameters:
+        return _Parameters(copy.deepcopy(self.each, memo), named=self.named)
+
+
+def say_elsewhere(root: nn.Module, holders: Holders, device: torch.device) -> None:
+    """Note in the modules under ``root``, a stage, the tensors that only other ranks have."""
+    firsts = {**{name: name for name in holders.shards}, **holders.aliases}
+    inside: dict[str, dict[str, torch.dtype]] = {}  # parameters by module, with the rest of a name
+    for name, first in firsts.items():
+        is_param = first in holders.params
+        if first in holders.places:
+            _note(root, name, "_parameters" if is_param else "_buffers", holders.places[first])
+        at = name.find(".")
+        while is_param and at >= 0:
+            inside.setdefault(name[:at], {})[name[at + 1 :]] = holders.shards[first].dtype
+            at = name.find(".", at + 1)
+    for path, module in root.named_modules():
+        _give_stand_ins(module, inside.get(path, {}), device)
+
+
+def _give_stand_ins(
+    module: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> None:
+    """Let a module that has none of its parameters here, of these dtypes, give empty ones."""
+    for name in NAMES:
+        vars(module).pop(name, None)
+    if dtypes and not any(True for _ in module.parameters()):
+        each = {n: StandIn(torch.empty(0, dtype=d, device=device)) for n, d in dtypes.items()}
+        vars(module).update({n: _Parameters(each, named=n != NAMES[0]) for n in NAMES})
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _note(module: nn.Module, name: str, kind: str, places: tuple[int, ...]) -> None:
+    """Note a tensor in the table of the last module on the way to it that this rank has."""
+    parts = name.split(".")
+    for number, part in enumerate(parts, start=1):
+        which = kind if number == len(parts) else "_modules"
+        child = dict.get(vars(module)[which], part)
+        if child is None:
+            table = _table(module, which)
+            _, before = table.elsewhere.get(part, ("", ()))
+            at = tuple(sorted({*before, *places}))
+            table.elsewhere[part] = ".".join(parts[:number]), at
+            return
+        module = child
+
+
+def _table(module: nn.Module, which: str) -> Table:
+    """A table of a module, made one that knows what is elsewhere."""
+    if not isinstance(vars(module)[which], Table):
+        vars(module)[which] = Table(vars(module)[which])
+    found: Table = vars(module)[which]
+    return found
+
+
+def drop_stand_ins(optimizer: Optimizer) -> None:
+    """Take what other ranks have out of an optimizer's groups, which may then be empty."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [p for p in group["params"] if not isinstance(p, StandIn)]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    drop_stand_ins(optimizer)
+
+
+def _elsewhere(name: str, places: tuple[int, ...]) -> ElsewhereError:
+    ranks = f"pipeline rank{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
+    return ElsewhereError(
+        where=f"stage.{name}",
+        what="this rank has not got it",
+        why=f"it belongs to another stage of the pipeline, on {ranks}",
+        do="Call stage.full_state_dict() on all ranks, which has every tensor whole, or go by "
+        "stage.named_parameters(), which has those of this rank.",
+    )

@@ -1,0 +1,109 @@
+"""Modules of a stage whose tensors other pipeline ranks hold, on real gloo processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import partc
+from partc.errors import RunError
+from partc.program import Program
+from partc.program.runtime import Stage
+from partc.verification.processes import Processes
+from tests.program.families import begun, close, gan, maker_loss
+
+pytestmark = pytest.mark.gloo
+HALVES = ("maker", "critic")  # the first on pipeline rank 0, the second on 1
+
+
+def both_loss(model: Any, real: Tensor, noise: Tensor) -> Tensor:
+    made: Tensor = model.critic(model.maker(noise)).square().mean()
+    wanted: Tensor = (model.critic(real) - 1).square().mean()
+    return made + wanted
+
+
+def compiled() -> tuple[nn.Module, Program]:
+    model, noise = gan(), torch.ones(8, 4, dtype=torch.float64)
+    return model, partc.compile(
+        model, "pp=2", (noise,), loss=maker_loss, plan="ddp", stages=["critic"]
+    )
+
+
+def trained_by_halves() -> None:
+    """An optimizer for each half of a model, of which each rank has one."""
+    (model, program), reference = compiled(), gan()
+    stage = begun(program, model)
+    noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    real = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    critic = stage.share(program.also((real, noise), loss=both_loss))
+    turns: list[Any] = [
+        (stage.step, maker_loss, (noise,)),
+        (critic.step, both_loss, (real, noise)),
+    ]
+    ours, theirs = (
+        [torch.optim.Adam(each.get_submodule(half).parameters(), lr=1e-2) for half in HALVES]
+        for each in (stage, reference)
+    )
+    stage.step_on_pieces(ours[0])
+    for _ in range(3):
+        for which, (run, loss, batch) in enumerate(turns):
+            ours[which].zero_grad()
+            stage.zero_grad()
+            reference.zero_grad()
+            expected = loss(reference, *batch)
+            close(run(*batch), expected, loss.__name__)
+            expected.backward()
+            ours[which].step()
+            theirs[which].step()
+    for name, tensor in stage.full_state_dict().items():
+        close(tensor, reference.get_parameter(name), name)
+    for mine, other in zip(ours, theirs, strict=True):
+        saved = stage.full_optim_state_dict(mine)["state"]
+        for number, state in other.state_dict()["state"].items():
+            close(saved[number]["exp_avg"], state["exp_avg"], f"state {number}")
+
+
+def asked_for(stage: Stage) -> None:
+    here, there = HALVES[dist.get_rank()], HALVES[1 - dist.get_rank()]
+    assert stage.get_parameter(f"{here}.0.weight").numel()
+    assert [name for name, _ in stage.named_parameters() if name.startswith(there)] == []
+    away, names = stage.get_submodule(there), ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [param.numel() for param in away.parameters()] == [0] * 4
+    assert [name for name, _ in away.named_parameters()] == names
+    at = rf"on pipeline rank {HALVES.index(there)}\)"
+    for kind in (AttributeError, RunError):
+        with pytest.raises(
+            kind, match=rf"stage.{there}.0.weight: this rank has not got it .* {at}"
+        ):
+            _ = away.get_submodule("0").weight
+    assert not hasattr(away.get_submodule("0"), "bias")
+
+
+def with_the_model() -> None:
+    stage = compiled()[1].module()
+    asked_for(stage)
+    asked_for(copy.deepcopy(stage))
+    asked_for(stage.to(torch.float64))
+
+
+def test_each_half_of_a_pipeline_has_an_optimizer(world: Processes) -> None:
+    world.run(trained_by_halves, num=2)
+
+
+def without_the_model(path: Path) -> None:
+    stage = partc.load(path).module()
+    there = HALVES[1 - dist.get_rank()]
+    with pytest.raises(AttributeError, match=rf"stage.{there}: this rank has not got it"):
+        getattr(stage, there)
+
+
+def test_a_tensor_of_another_rank_says_where_it_is(world: Processes, tmp_path: Path) -> None:
+    world.run(with_the_model, num=2)
+    compiled()[1].save(tmp_path / "saved")
+    world.run(without_the_model, tmp_path / "saved", num=2)
