@@ -219,7 +219,7 @@ def in_pieces(x: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
 def join(pieces: Tensor, num: int, dim: int, outer: int = 1) -> Tensor:
     """The whole from pieces that lie one after the other on dim 0: the inverse of ``in_pieces``."""
     parts: Tensor = pieces.unflatten(0, (num, -1)).unflatten(dim + 1, (outer, -1))
-    return parts.movedim(0, dim + 1).flatten(dim, dim + 2)
+    return parts.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
 def piece(x: Tensor, num: int, index: int, dim: int, outer: int) -> Tensor:

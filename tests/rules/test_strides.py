@@ -21,7 +21,9 @@ from tests.rule_cases.cases import cases_by_rule
 aten = torch.ops.aten
 BY_STRIDES = {  # what these compute is said by strides, and canonical graphs have none of them
     "aten._reshape_alias", "aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter",
+    "aten.view.default", "aten._unsafe_view",
 }  # fmt: skip
+IN_A_ROW = {"aten._grouped_mm"}  # takes rows or columns in a row, and refuses all else
 
 
 def laid_out(x: Tensor) -> Iterator[Tensor]:
@@ -34,7 +36,7 @@ def laid_out(x: Tensor) -> Iterator[Tensor]:
 
 
 def misread_operands(signature: Signature) -> Iterator[str]:
-    """The operands by name for which other strides give other numbers, or other strides raise."""
+    """The operands by name for which other strides give other numbers, or fail."""
     try:
         operands, results = whole_run(signature, 0)
     except Refused:
@@ -53,7 +55,7 @@ def gives(signature: Signature, given: list[Tensor], results: Any) -> bool:
     try:
         found = signature.run(given)
     except RuntimeError:
-        return True  # a program that runs into it stops
+        return False
     pairs = [(a, b) for a, b in zip(found, results, strict=True) if a is not None]
     return all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-4, True) for a, b in pairs)
 
@@ -67,7 +69,7 @@ def name_of_operand(signature: Signature, number: int) -> str:
 def test_rules_name_every_operand_whose_strides_a_kernel_ignores() -> None:
     missing = {}
     for name, signatures in cases_by_rule().items():
-        for signature in signatures if name not in BY_STRIDES else ():
+        for signature in signatures if name not in BY_STRIDES | IN_A_ROW else ():
             rule = find(signature.target)
             assert rule is not None
             known = {*rule.contiguous, *rule.adjacent, *rule.traced}

@@ -48,7 +48,8 @@ def elementwise_loss_backward(call: Call) -> str:
 
 
 rule("aten.nll_loss_forward aten.nll_loss2d_forward", nll, windowed=CLASSES)
-rule("aten.nll_loss_backward aten.nll_loss2d_backward", nll_backward, linear="0", windowed=CLASSES)
+rule("aten.nll_loss_backward", nll_backward, linear="0", windowed=CLASSES)
+rule("aten.nll_loss2d_backward", nll_backward, linear="0", windowed=CLASSES, contiguous=("self",))
 rule(
     "partc.ops.cross_entropy_grad",
     ",nv,n,n @v->nv",
