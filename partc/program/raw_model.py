@@ -29,6 +29,7 @@ from partc.program.shown import Shown
 from partc.trace.fingerprint import Fingerprint, named_tensors
 
 Optimizer = torch.optim.Optimizer
+SAMPLE = 64  # elements of a tensor that tell whether it was changed
 
 
 def take_weights(tensors: RankTensors, model: nn.Module | None, compiled: Fingerprint) -> None:
@@ -70,8 +71,9 @@ class RawModel:
         params = {name: own[name] for name in shown if name in own}
         self._params = {name: ref(param) for name, param in params.items()}  # the script's
         self._flags = {name: param.requires_grad for name, param in params.items()}
-        taken = {name: param for name, param in params.items() if _has_values(param)}
-        self._taken = {name: (ref(value), value._version) for name, value in taken.items()}
+        mine = {n: x for n, x in own.items() if n in tensors.shards and _has_values(x)}
+        self._taken = {name: (id(value), *_seen(value)) for name, value in mine.items()}
+        self._model = ref(model) if model is not None else lambda: None
         for name, param in params.items():
             _STAGES.setdefault(param, []).append((ref(self), name))
         if params:
@@ -116,20 +118,34 @@ class RawModel:
         )
 
     def _check_weights(self) -> None:
-        """RunError if the model was given other weights than the stage has, before its first step.
+        """RunError if the model was given other values than the stage has, before its first step.
 
         Scripts that load a checkpoint into the model mean what is trained. One that trains the
         model itself, as the gradients show, does not.
         """
+        model = self._model()
+        if model is None or any(param.grad is not None for param in model.parameters()):
+            return
+        own = named_tensors(model)
         with torch.no_grad():
-            for name, (weak, version) in self._taken.items():
-                value = weak()
-                if value is None or value._version == version or value.grad is not None:
+            for name, seen in self._taken.items():
+                value = own.get(name)
+                if value is None or value.is_meta or (id(value), *_seen(value)) == seen:
                     continue
                 mine = self._tensors.piece(self._tensors.shards[name], value.detach())
                 held = self._tensors.held[name]
                 if not torch.equal(mine.to(held), held):
                     raise _other_weights(name)
+
+
+def _seen(value: Tensor) -> tuple[int, ...]:
+    """Changes with the values: the count of writes, and some elements, as it misses ``.data``."""
+    version = 0 if value.is_inference() else value._version
+    if not value.is_contiguous():
+        return (version,)
+    flat = value.detach().view(-1)
+    some = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].cpu().contiguous()
+    return version, *some.view(torch.uint8).tolist()
 
 
 def empty_model(model: nn.Module) -> None:
@@ -242,7 +258,7 @@ def _of_model(where: str, param: str, do: str) -> RunError:
 def _other_weights(name: str) -> RunError:
     return RunError(
         where=name,
-        what="the model was given other weights after .module(), and the stage has the old ones",
-        why="the stage has memory of its own, into which the model's weights were copied",
+        what="the model was given other values after .module(), and the stage has the old ones",
+        why="the stage has memory of its own, into which the model's tensors were copied",
         do="Load into the model before .module(), or call stage.load_full(model).",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.nn.utils import clip_grad_norm_
@@ -81,7 +81,7 @@ def loaded_too_late() -> None:
     model, other = model_of(0), model_of(3)
     stage = compiled(model).module()
     model.load_state_dict(other.state_dict())
-    with pytest.raises(RunError, match=r"was given other weights after .module\(\)"):
+    with pytest.raises(RunError, match=r"was given other values after .module\(\)"):
         stage.step(*batch_of())
     stage.load_full(model)
     stage.step(*batch_of())
@@ -94,6 +94,55 @@ def loaded_too_late() -> None:
 
 def test_weights_that_come_after_the_stage_are_refused(world: Processes) -> None:
     world.run(loaded_too_late)
+
+
+class Scaled(nn.Module):
+    k: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+        self.register_buffer("k", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.a(x) * self.k
+        return scaled
+
+
+def doubled_buffer(model: Scaled) -> None:
+    model.k.mul_(2)
+
+
+def another_buffer(model: Scaled) -> None:
+    model.k = torch.full((4,), 2.0)
+
+
+def doubled_data(model: Scaled) -> None:
+    model.a.weight.data.mul_(2)
+
+
+def changed_too_late() -> None:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    for change in (doubled_buffer, another_buffer, doubled_data):
+        model = Scaled()
+        program = partc.compile(model, "dp=4", (x,), loss=square_of, plan="ddp")
+        stage = program.module()
+        change(model)
+        with pytest.raises(RunError, match=r"was given other values after .module\(\)"):
+            stage.step(x)
+        stage.load_full(model)
+        stage.step(x)
+
+
+def square_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def test_values_that_change_between_the_stage_and_its_first_step_are_refused(
+    world: Processes,
+) -> None:
+    world.run(changed_too_late)
 
 
 # memory without values -----------------------------------------------------------------------
