@@ -45,15 +45,15 @@ class CacheFolder:
     def read(self, key: str) -> Found | None:
         """The program of a key with its notes; None if there is none, or it is damaged."""
         entry = self.path / key
-        if not (entry / SIGN).is_file():
+        if not entry.exists():
             return None
         try:
             noted = json.loads((entry / SIGN).read_text(encoding="utf-8"))
             found = load(entry / PROGRAM), dict(noted)
         except (LoadError, OSError, ValueError, TypeError) as error:
-            if entry.is_dir():  # and not because another process has replaced it
-                note("an entry of the cache cannot be read, and is made anew: %s", error)
-                shutil.rmtree(entry, ignore_errors=True)
+            if entry.exists():  # and not because another process has replaced it
+                note("the cache's entry %s cannot be read, and is made anew: %s", entry, error)
+                _delete(entry)
             return None
         with suppress(OSError):
             os.utime(entry / SIGN)  # it was used now
@@ -137,3 +137,10 @@ def _is_taken(lock: IO[str]) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_dir():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)

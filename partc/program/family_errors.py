@@ -59,8 +59,9 @@ def _what_helps(each: Sequence[Wanted], own_rows: bool) -> str:
             "one length on all ranks, or return the results as extras of the loss, eval_step."
         )
     return (
-        ' Where only lengths differ, program.module(pad={"ids": 0, "labels": -100}) fills all up '
-        "to the longest."
+        " Where only lengths differ, pad= with a number for each input that is filled up fills all "
+        'up to the longest: program.module(pad={"input_ids": 0, "labels": -100}); the Accelerator '
+        "and the Trainer of partc take pad= too."
     )
 
 

@@ -60,6 +60,7 @@ class Trainer(WholeFiles):
         self.args.average_tokens_across_devices = False  # a step's loss is that of all ranks
         if self.args.train_sampling_strategy == "batch_rebalance":
             raise _rebalanced()
+        self._check_best_model()
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         self._of_accelerator: dict[str, Any] = super()._build_accelerator_args(**named)

@@ -36,6 +36,11 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
             raise _adapters(resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _check_best_model(self) -> None:
+        """UsageError before the training for what could not be loaded behind it."""
+        if self.args.load_best_model_at_end and hasattr(self.model, "peft_config"):
+            raise _adapters("the best checkpoint, at the end")
+
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
@@ -43,7 +48,7 @@ class WholeFiles(transformers.Trainer):  # type: ignore[misc]
 def _adapters(folder: str) -> UsageError:
     return UsageError(
         where=f"load from {folder}",
-        what="a model with adapters is trained already, and its checkpoint has the adapters alone",
+        what="a model with adapters is trained by then, and its checkpoint has the adapters alone",
         why="peft loads them into modules, which a stage has not",
         do="Load before the first step (resume_from_checkpoint), leave load_best_model_at_end out, "
         "or load the folder in a new process.",
