@@ -37,7 +37,7 @@ from partc.trace.closed_over import (
 )
 from partc.trace.contents import Contents
 from partc.trace.cuda_autocast import cuda_autocast_on_cpu
-from partc.trace.dense import as_fake, check_dense
+from partc.trace.dense import as_fake, check_dense, check_dense_grads
 from partc.trace.distribution_checks import unchecked_distributions
 from partc.trace.draw_sites import Sites
 from partc.trace.forward_lines import forward_noted
@@ -307,7 +307,9 @@ def _backward(outcome: Mapping[str, Tensor], held: Mapping[str, Tensor], names: 
         return [None for _ in wanted]
     setup_stacktrace_preservation_hooks([loss.grad_fn])
     with provenance.annotate({"phase": "B", "module": ""}), overwrites_named(loss):
-        return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+        grads = list(torch.autograd.grad(loss, wanted, allow_unused=True))
+    check_dense_grads(dict(zip(names.trainable, grads, strict=True)))
+    return grads
 
 
 def named_results(outcome: Any, prefix: str = "") -> dict[str, Tensor]:

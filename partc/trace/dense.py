@@ -42,3 +42,15 @@ def check_dense(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> None:
             why="ranks hold contiguous tensors, in which as_strided would find other numbers",
             do="Store its .contiguous(), or use views by dims (transpose, unfold, narrow).",
         )
+
+
+def check_dense_grads(grads: Mapping[str, Tensor | None]) -> None:
+    """TraceError for a gradient that is a sparse tensor."""
+    for name, grad in grads.items():
+        if grad is not None and grad.layout is not torch.strided:
+            raise TraceError(
+                where=name,
+                what=f"its gradient is sparse ({grad.layout})",
+                why="ranks add up, shard and clip gradients with all their elements",
+                do="Make the embedding with sparse=False, and take Adam or SGD for SparseAdam.",
+            )

@@ -24,7 +24,9 @@ Results = tuple[Any, ...]  # one node (or None) per result of the decomposed op
 
 
 def decomposes(node: fx.Node) -> bool:
-    """Whether there is a decomposition for this call."""
+    """Whether there is a decomposition for this call; of a batch norm's forward in training."""
+    if node.target is aten._native_batch_norm_legit_functional.default and not node.args[5]:
+        return False
     return node.target in _OPENINGS
 
 
@@ -154,17 +156,23 @@ def _batch_norm_backward(
 ) -> Results:  # fmt: skip
     """d_x = weight * rstd * (d_y - sum(d_y) / N - x_hat * sum(d_y * x_hat) / N), then the two sums:
     d_weight = sum(d_y * x_hat) and d_bias = sum(d_y).
+
+    With running statistics, which do not depend on x, d_x = weight * rstd * d_y.
     """
     d_y, x = _widened(write, d_y), _widened(write, x)
+    if not train:
+        mean, var = _widened(write, running_mean), _widened(write, running_var)
+        rstd = write(aten.rsqrt.default, write(aten.add.Tensor, var, eps))
     count = prod(s for d, s in enumerate(fake_of(x).shape) if d != 1)
     x_hat = _normalised(write, x, mean, rstd)
     d_bias = write(aten.sum.dim_IntList, d_y, _others(x))
     d_weight = write(aten.sum.dim_IntList, write(aten.mul.Tensor, d_y, x_hat), _others(x))
-    by_mean = _per_channel(write, write(aten.div.Tensor, d_bias, count), x)
-    by_var = write(
-        aten.mul.Tensor, x_hat, _per_channel(write, write(aten.div.Tensor, d_weight, count), x)
-    )
-    d_x = write(aten.sub.Tensor, write(aten.sub.Tensor, d_y, by_mean), by_var)
+    d_x = d_y
+    if train:
+        by_mean = _per_channel(write, write(aten.div.Tensor, d_bias, count), x)
+        of_var = _per_channel(write, write(aten.div.Tensor, d_weight, count), x)
+        d_x = write(aten.sub.Tensor, d_y, by_mean)
+        d_x = write(aten.sub.Tensor, d_x, write(aten.mul.Tensor, x_hat, of_var))
     scale = rstd if weight is None else write(aten.mul.Tensor, rstd, weight)
     return write(aten.mul.Tensor, d_x, _per_channel(write, scale, x)), d_weight, d_bias
 

@@ -1,4 +1,7 @@
-"""Batch norms of narrow floats: as torch's kernels, statistics in float32, results rounded."""
+"""Batch norms of narrow floats: as torch's kernels, statistics in float32, results rounded.
+
+And batch norms in evaluation, whose running statistics are numbers of the step.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,19 @@ def test_dtypes(loss: Any, mesh: str, plan: str, how: dict[str, Any]) -> None:
     kinds = {row.kind: row.error for row in sorted(rounded.rows)}
     assert max(kinds["loss"], kinds["buffer"]) < 2e-2
     assert kinds["gradient"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan"), [("dp=2", "ddp"), ("tp=2", "megatron"), ("dp=2,tp=2", "fsdp+megatron")]
+)
+def test_frozen_statistics_are_cut_by_channels(mesh: str, plan: str) -> None:
+    model = net().double()
+    batch = BATCH[0].double(), BATCH[1]
+    model(batch[0])  # statistics other than those of a new module
+    model.eval()
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    program = partc.compile(model, mesh, batch, loss=loss, plan=plan)
+    partc.verify(program, model, batch, loss).check()

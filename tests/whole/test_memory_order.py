@@ -64,8 +64,21 @@ def scaled_by(matrices: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
     return scaled
 
 
+class Rolled(nn.Module):
+    """A roll keeps the order of a convolution's gradient, and the fake of a roll does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group, self.conv = nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + self.group(x)).roll(1, 2)
+        return attended(x + self.conv(x))
+
+
 TRIED: dict[str, Any] = {
     "sum of gradients": Pixels(),
+    "roll": Rolled(),
     "attention": attended,
     "slogdet": scaled_by(lambda m: torch.linalg.slogdet(m)[1]),
     "slogdet of copies": scaled_by(
@@ -128,3 +141,20 @@ def test_strides_of_a_weight_that_ranks_hold_in_another_order_are_refused() -> N
     batch = torch.randn(8, 4)
     with pytest.raises(TraceError, match="weight: it is not contiguous, and the step reads memory"):
         partc.compile(Windows(torch.randn(4, 2).T), "dp=2", (batch,), loss=loss_of, plan="ddp")
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.table(ids)
+        return rows
+
+
+@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "fsdp"), ("tp=2", "megatron")])
+def test_sparse_gradients_are_refused(mesh: str, plan: str) -> None:
+    ids = torch.randint(20, (8, 5))
+    with pytest.raises(TraceError, match=r"table\.weight: its gradient is sparse"):
+        partc.compile(Bag(), mesh, (ids,), loss=loss_of, plan=plan)
