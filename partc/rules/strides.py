@@ -76,7 +76,9 @@ def _ignored(target: Any) -> dict[int, str]:
 
 
 def _orders(target: Any) -> dict[int, str]:
-    """What is asked of arguments, by place: contiguous, adjacent, or traced."""
+    """What is asked of arguments, by place: contiguous, adjacent, traced; or, without a rule,
+    contiguous as far as fakes say.
+    """
     entry = find(target)
     if entry is not None:
         asked = entry.contiguous, entry.adjacent, entry.traced
@@ -84,7 +86,7 @@ def _orders(target: Any) -> dict[int, str]:
     schema = getattr(target, "_schema", None)
     if schema is None or schema.is_mutable:
         return {}
-    return dict.fromkeys(range(len(schema.arguments)), "contiguous")  # nobody has looked at it
+    return dict.fromkeys(range(len(schema.arguments)), "as fakes say")  # nobody has looked at it
 
 
 @cache
@@ -121,6 +123,8 @@ def _is_surely_dense(arg: fx.Node) -> bool:
     fakes do not tell. Asking for a contiguous tensor costs nothing where it is one.
     """
     source = arg.all_input_nodes[0] if arg.target is operator.getitem else arg
+    if source.kwargs.get("memory_format") is torch.contiguous_format:
+        return True
     return source.op == "placeholder" or source.target in _DENSE
 
 
