@@ -22,6 +22,7 @@ from partc import cache_folder
 from partc.cache_folder import CacheFolder
 from partc.errors import UsageError
 from partc.program import Program
+from tests.patience import patience
 
 
 class Scaled(nn.Module):
@@ -230,5 +231,5 @@ def test_a_process_that_dies_lets_others_go_on(tmp_path: Path) -> None:
         waiting.start()
         assert not entered.wait(0.2)
         holder.kill()
-        waiting.join(timeout=60)
+        waiting.join(timeout=patience())
         assert entered.is_set()
