@@ -6,6 +6,7 @@
 import ast
 import gc
 import os
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,6 +47,25 @@ def compute_in_one_thread() -> None:
     """
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, "1")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Tensors that a test file draws as it is imported are the same whatever came before."""
+    if isinstance(collector, pytest.Module):
+        same_draws()
+
+
+@pytest.fixture(autouse=True)
+def draws() -> None:
+    """So are those that a test draws, alone or behind others."""
+    same_draws()
+
+
+def same_draws() -> None:
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
