@@ -185,6 +185,7 @@ def compile(
     return made_by(step, rows.left_out, strict, kept, program)
 
 
+@no_collecting()
 def _made(
     model: nn.Module | Traced, inputs: Any, loss: Callable[..., Any] | None, mesh: Mesh, plan: Plan,
     rows: Table, strict: bool, microbatches: int | None, aim: Objective, dump: str | Path | None,
@@ -193,8 +194,7 @@ def _made(
     step, plan = step_of(model, inputs, loss, mesh, plan, rows)
     job = Job(step, rows, strict)
     try:
-        with no_collecting():
-            return step, job.program(mesh, plan, microbatches, aim)
+        return step, job.program(mesh, plan, microbatches, aim)
     finally:
         if dump is not None and job.latest is not None:
             write_dump(job.latest, dump)

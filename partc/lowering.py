@@ -17,6 +17,7 @@ from torch import fx, nn
 from partc import pass_calls as calls
 from partc import printing
 from partc.checks.local_graph import check
+from partc.collecting import no_collecting
 from partc.graph import Graph
 from partc.graph.folds import TracedStages
 from partc.passes.canonical.canonicalize import CANONICAL
@@ -181,6 +182,7 @@ def trace(
     return traced(Source.of(model, inputs, loss), table(), fold=fold, kept=kept).graph
 
 
+@no_collecting()
 def traced(source: Source, rows: Table, *, fold: bool, kept: TracedStages | None) -> State:
     """The state of a model's joint graph, on no mesh yet; ``fold`` and ``kept`` as for trace."""
     left_out = kept.left_out if kept else ()

@@ -20,7 +20,8 @@ from partc.codegen.calls.storage import overwritable
 from partc.codegen.helpers.needed import Outlined
 from partc.codegen.repeats.equal import ends_step
 from partc.codegen.text import ATOM, Line, Text
-from partc.graph import collectives, fake_of, is_tensor, picked, tensor_args, typed, value
+from partc.graph import collectives, is_tensor, picked, tensor_args, typed, value
+from partc.graph.dense import surely_dense
 from partc.graph.moves import gathers_param, kind_of, moves, results
 from partc.passes.overlap.write_pieces import taken_from
 from partc.quoting import comment
@@ -55,14 +56,10 @@ class Transfers(Expressions):
         lines = []
         x = self.text(operand)
         overwrites = node.target is collectives.all_reduce
-        if node in self.in_place if overwrites else self._gives_up(operand, node):
+        if overwrites and (own := self._own_memory(node, operand)):
+            lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.{own}"))
+        elif overwrites or self._gives_up(operand, node):
             self.seen[node] = x
-        elif overwrites:
-            # c10d wants contiguous memory, and `clone` alone keeps the strides of its operand.
-            dense = (
-                "" if fake_of(operand).is_contiguous() else "memory_format=torch.contiguous_format"
-            )
-            lines.append(Line(f"{self.bind(node)} = {x.at(ATOM)}.clone({dense})"))
         name = str(self.seen[node]) if node in self.seen else self.bind(node)
         if overwrites and self._waited(node) is None and self._next_wait(node) is not None:
             remark = f"{typed(node)}; {value(node).remark or 'exposed'}"
@@ -79,6 +76,15 @@ class Transfers(Expressions):
         lines.append(Line(c10d.start(node, x, name, self.helpers), comment(typed(node))))
         lines += [Line(f"reduced.append(({grads}, {name}_done))")] if grads else []
         return Statement(lines, binds=[node])
+
+    def _own_memory(self, node: fx.Node, operand: fx.Node) -> str:
+        """The call that gives an all_reduce memory to work in; empty if the operand's will do.
+
+        c10d wants contiguous memory, and ``clone`` alone keeps the strides of its operand.
+        """
+        if node in self.in_place:
+            return "" if surely_dense(operand) else "contiguous()"
+        return f"clone({'' if surely_dense(operand) else 'memory_format=torch.contiguous_format'})"
 
     def _gives_up(self, operand: fx.Node, node: fx.Node) -> bool:
         """Whether a collective is the only reader of its operand, whose name the result takes."""

@@ -7,7 +7,6 @@ tensors, and makes those that are needed here, from the strides that a rank's op
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,20 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from partc.graph import Graph, fake_of, is_tensor
+from partc.graph.dense import surely_dense
 from partc.graph.graph_edits import call_before
 from partc.graph.ops import by_columns
 from partc.rules.call import parameters
 from partc.rules.table import find
 
 aten = torch.ops.aten
-_DENSE = {  # what these compute, their statistics among it, lies in order on every device
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.embedding.default,
-    aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.native_group_norm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-}  # fmt: skip
 Write = Callable[..., fx.Node]  # like, target, *args, **kwargs
 
 
@@ -112,20 +104,8 @@ def _copied(write: Write, arg: fx.Node, order: str, whole: Any) -> fx.Node:
     fake = fake_of(arg)
     if order == "traced" and whole.target is by_columns:
         return write(arg, by_columns, arg) if fake.is_contiguous() else arg
-    is_sure = order != "contiguous" or _is_surely_dense(arg)
+    is_sure = order != "contiguous" or surely_dense(arg)
     return arg if is_sure and _is_right(fake, order) else _dense(write, arg)
-
-
-def _is_surely_dense(arg: fx.Node) -> bool:
-    """Whether a value is contiguous on every device, and not only as torch says for fakes.
-
-    Kernels of pads, rolls, convolutions and others keep the order of ``channels_last``, which their
-    fakes do not tell. Asking for a contiguous tensor costs nothing where it is one.
-    """
-    source = arg.all_input_nodes[0] if arg.target is operator.getitem else arg
-    if source.kwargs.get("memory_format") is torch.contiguous_format:
-        return True
-    return source.op == "placeholder" or source.target in _DENSE
 
 
 def _dense(write: Write, arg: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ from weakref import WeakSet
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from partc.collecting import made_inside
 from partc.errors import TraceError
 from partc.graph.fake_calls import tensors_in
 from partc.trace.owners import getattr_dict
@@ -34,9 +35,11 @@ def check_none_kept(graph: fx.Graph | None = None) -> None:
     mode = next((each.fake_mode for each in own.values() if isinstance(each, FakeTensor)), None)
     if mode is None and not _PASSING:
         return
-    if _left(mode, own):
-        gc.collect(*_young())  # what only refers to itself
     left = _left(mode, own)
+    if left:
+        del left
+        gc.collect(*_young())  # what only refers to itself
+        left = _left(mode, own)
     _PASSING.clear()  # they are told once
     for fake in left:
         for holder in sorted(_holders(fake, _DEEP)):
@@ -51,8 +54,7 @@ def _young() -> tuple[int, ...]:
 
 
 def _left(mode: FakeTensorMode | None, own: Mapping[int, Tensor]) -> list[Tensor]:
-    young = gc.get_objects(0) + gc.get_objects(1) if _young() else gc.get_objects()
-    fakes = [each for each in of_type(FakeTensor, young) if id(each) not in own]
+    fakes = [each for each in of_type(FakeTensor, made_inside()) if id(each) not in own]
     return [each for each in fakes if each.fake_mode is mode or each.fake_mode in _PASSING]
 
 

@@ -16,10 +16,12 @@ from weakref import WeakSet
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from partc.collecting import collections, made_since
+
 _OTHERS = {"torch", "partc"}
 _RECOMPUTED = WeakSet[Any]()  # caches that a trace has filled: programs compute what they hold
 _KNOWN = WeakSet[Any]()  # all caches
-_LOOKED: list[tuple[int, ...]] = []  # the collector's counts at the last look at everything
+_LOOKED: dict[str, Any] = {}  # what the collector had counted, and frozen, at the last look
 _DEEP = 4  # lists, tuples and dicts in one another
 
 
@@ -64,24 +66,26 @@ def _caches() -> list[Any]:
 
 
 def _find_new() -> None:
-    """Add the caches that were made since the last look to those that are known.
+    """Add the caches that were made since the last look to those that are known."""
+    frozen, now = gc.get_freeze_count(), collections()
+    if frozen > _LOOKED.get("frozen", -1):  # frozen objects may die, and are then fewer
+        _KNOWN.update(of_type(_lru_cache_wrapper, _named()))
+    seen = gc.get_objects() if "at" not in _LOOKED else made_since(_LOOKED["at"])
+    _LOOKED.update(at=now, frozen=frozen)
+    _KNOWN.update(of_type(_lru_cache_wrapper, seen))
 
-    As long as the collector has moved nothing on, all that is new is among the young objects.
+
+def _named() -> list[Any]:
+    """What modules and their classes have: the collector shows nothing that was there at a
+    ``gc.freeze()``.
     """
-    moved = tuple(each["collections"] for each in gc.get_stats()[1:])
-    if _LOOKED and _LOOKED[-1] == moved:
-        _KNOWN.update(of_type(_lru_cache_wrapper, gc.get_objects(0) + gc.get_objects(1)))
-        return
-    _LOOKED[:] = [moved]
-    # by module and class too, as the collector shows nothing that was there at a gc.freeze()
     modules = [each for name, each in list(sys.modules.items()) if not _is_others(name)]
     own = [vars(each) for each in modules if isinstance(each, ModuleType)]
     inner = [x for table in own for x in list(table.values())]
     # a class is a variable of many modules, and its attributes take long to list
     found = {id(each): each for each in compress(inner, map(isinstance, inner, repeat(type)))}
     kinds = [vars(each) for each in found.values()]
-    named = [each for table in (*own, *kinds) for each in list(table.values())]
-    _KNOWN.update(of_type(_lru_cache_wrapper, [*named, *gc.get_objects()]))
+    return [each for table in (*own, *kinds) for each in list(table.values())]
 
 
 def of_type(kind: type, objects: Sequence[Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.collecting import no_collecting
 from partc.errors import UsageError
 from partc.trace.arguments import Given
 from partc.trace.capture import named_results
@@ -143,7 +144,8 @@ def lent(model: nn.Module, loss: Loss | None, dtype: torch.dtype | None) -> Iter
     """
     tensors = {id(each): each for each in named_tensors(model).values()}.values()
     before = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    with untouched(model), restored(Reach.of(model, loss or model.forward)), caches_restored():
+    around = restored(Reach.of(model, loss or model.forward))
+    with no_collecting(), untouched(model), around, caches_restored():
         try:
             for tensor, data, _ in before:
                 tensor.grad = None
