@@ -21,7 +21,7 @@ from partc.collecting import collections, made_since
 _OTHERS = {"torch", "partc"}
 _RECOMPUTED = WeakSet[Any]()  # caches that a trace has filled: programs compute what they hold
 _KNOWN = WeakSet[Any]()  # all caches
-_LOOKED: dict[str, Any] = {}  # what the collector had counted, and frozen, at the last look
+_LOOKED: dict[str, Any] = {}  # of the last look: the collector's counts, and a mark made then
 _DEEP = 4  # lists, tuples and dicts in one another
 
 
@@ -65,13 +65,16 @@ def _caches() -> list[Any]:
     return [each for each in used if not _is_others(str(each.__module__))]
 
 
+class _Mark:
+    """Made at a look: if the collector no longer shows it, it has been frozen, and others too."""
+
+
 def _find_new() -> None:
     """Add the caches that were made since the last look to those that are known."""
-    frozen, now = gc.get_freeze_count(), collections()
-    if frozen > _LOOKED.get("frozen", -1):  # frozen objects may die, and are then fewer
-        _KNOWN.update(of_type(_lru_cache_wrapper, _named()))
-    seen = gc.get_objects() if "at" not in _LOOKED else made_since(_LOOKED["at"])
-    _LOOKED.update(at=now, frozen=frozen)
+    seen = made_since(_LOOKED["at"]) if _LOOKED else []
+    if not any(mark is _LOOKED["mark"] for mark in of_type(_Mark, seen)):
+        seen = [*_named(), *gc.get_objects()]
+    _LOOKED.update(at=collections(), mark=_Mark())
     _KNOWN.update(of_type(_lru_cache_wrapper, seen))
 
 
