@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from partc.collecting import collections, made_since
 
-_OTHERS = {"torch", "partc"}
+# where no cache keeps a tensor of a model, and some keep thousands of numbers and texts
+_OTHERS = {"torch", "partc", "sympy", "networkx", "jinja2", *sys.stdlib_module_names}
 _RECOMPUTED = WeakSet[Any]()  # caches that a trace has filled: programs compute what they hold
 _KNOWN = WeakSet[Any]()  # all caches
 _LOOKED: dict[str, Any] = {}  # of the last look: the collector's counts, and a mark made then
