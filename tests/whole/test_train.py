@@ -42,4 +42,4 @@ def test_a_second_start_goes_on(tmp_path: Path) -> None:
         third["lr"],
     )
     assert second["validation_metrics/loss"] == pytest.approx(5.6, abs=0.3)
-    assert second["ntokens_seen"] == 2 * 2 * 16 * 8
+    assert second["ntokens_seen"] == 2 * 16 * 8

@@ -1,0 +1,44 @@
+"""What a strategy of Lightning refuses, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partc.errors import RunError, UsageError
+
+
+def manual(module: Any) -> UsageError:
+    return UsageError(
+        where=f"{type(module).__name__}, automatic_optimization = False",
+        what="manual optimization is not served",
+        why="training_step would call optimizers and backward in the middle of what is one program",
+        do="Return the loss from training_step, or write the loop with partc.compile.",
+    )
+
+
+def other_division(cut: int, read: int) -> UsageError:
+    return UsageError(
+        where="the plan's [inputs]",
+        what=f"they cut the batch into {cut} pieces, and loaders deal out {read}",
+        why="loaders follow from the mesh, before there is a plan",
+        do='Leave the batch to the data axes, or take Strategy(..., batch="global").',
+    )
+
+
+def part_alone(path: str) -> RunError:
+    return RunError(
+        where=f"validation_step, {path or 'the module'}",
+        what="it is computed without modules at which pipeline stages begin",
+        why="all stages take part in a forward",
+        do="Compute the whole model in one call: write it as forward, and call self(x).",
+    )
+
+
+def sets(module: Any, name: str) -> RunError:
+    return RunError(
+        where=f"{type(module).__name__}.{name}",
+        what="a step sets it, and a program does not",
+        why="a program computes tensors and runs no Python of the model",
+        do=f'Return it beside the loss ({{"loss": loss, "{name}": ...}}), and set it in '
+        "on_train_batch_end, which is given what training_step returns.",
+    )
