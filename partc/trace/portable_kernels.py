@@ -8,7 +8,7 @@ that two steps are alike, and as the reference of ``partc.verify``. All have to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -28,13 +28,19 @@ def portable_kernels() -> Iterator[None]:
     enabled: Any = mkldnn.enabled
     mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with (
-            attention_in_python(),
-            patch.object(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True),
-        ):
+        with attention_in_python(), _told_as_traced():
             yield
     finally:
         mkldnn.enabled = enabled
+
+
+def _told_as_traced() -> AbstractContextManager[Any]:
+    """``is_fx_tracing`` says yes: by a flag of a module, and in later torch of a thread."""
+    tracer: Any = torch.fx._symbolic_trace
+    if hasattr(tracer, "_is_fx_tracing_context"):
+        context: AbstractContextManager[Any] = tracer._is_fx_tracing_context(True)
+        return context
+    return patch.object(tracer, "_is_fx_tracing_flag", True)
 
 
 @contextmanager
