@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = torch.frombuffer(bytearray().join(x.read_bytes() for x in files), dtype=torch.uint8)
     ids, targets = (x.unfold(0, args.length, args.length).long() for x in (text[:-1], text[1:]))
-    train, held = random_split(TensorDataset(ids, targets), [0.9, 0.1])
+    train, held = random_split(TensorDataset(ids, targets), [len(ids) - 512, 512])
     model, out = Model(args.layers, args.width, args.length), Path(args.out)
     batch = next(iter(DataLoader(train, args.batch)))
     program = partc.compile(
