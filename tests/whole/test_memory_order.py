@@ -14,6 +14,7 @@ import partc
 from partc.errors import TraceError
 from partc.verification.processes import Processes
 from partc.verification.verification import verify
+from tests.whole.random_images import DrawnImages
 
 torch.manual_seed(0)
 NEAR = 3 * torch.eye(4, dtype=torch.float64)
@@ -158,3 +159,16 @@ def test_sparse_gradients_are_refused(mesh: str, plan: str) -> None:
     ids = torch.randint(20, (8, 5))
     with pytest.raises(TraceError, match=r"table\.weight: its gradient is sparse"):
         partc.compile(Bag(), mesh, (ids,), loss=loss_of, plan=plan)
+
+
+ONCE_STRIDED = (
+    "laid out attention", "gated_by_rows", "attention", "rolled", "pooled_both_ways",
+    "convolution of pixels",
+)  # fmt: skip
+
+
+def test_sums_over_ranks_take_what_a_kernel_leaves_strided() -> None:
+    """The gradient of a pool is contiguous as a fake, and on the CPU is not."""
+    drawn = DrawnImages(0, ONCE_STRIDED, [(16, 4)], [("tp=2", "megatron")])
+    _, report = drawn.report()
+    report.check()
