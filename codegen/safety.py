@@ -7,6 +7,7 @@ program from an edited file or from a user's pass cannot open files, run command
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from partc.errors import CheckError
 
@@ -66,13 +67,14 @@ def _checked(text: str) -> ast.Module:
     except (SyntaxError, ValueError) as error:
         line, message = getattr(error, "lineno", 0) or 0, getattr(error, "msg", str(error))
         raise _Unfit(line, f"the text does not parse: {message}") from None
-    defined, compilers = _defined(tree), _compilers(tree)
-    for node in ast.walk(tree):
-        _check_node(node, defined, compilers)
+    nodes, compilers = list(ast.walk(tree)), _compilers(tree)
+    known = _defined(nodes) | BUILTINS
+    for node in nodes:
+        _check_node(node, known, compilers)
     return tree
 
 
-def _check_node(node: ast.AST, defined: set[str], compilers: set[ast.expr]) -> None:
+def _check_node(node: ast.AST, known: set[str], compilers: set[ast.expr]) -> None:
     line = getattr(node, "lineno", 0)
     if not isinstance(node, NODES):
         raise _Unfit(line, f"{type(node).__name__.lower()} does not belong in a program")
@@ -88,7 +90,7 @@ def _check_node(node: ast.AST, defined: set[str], compilers: set[ast.expr]) -> N
             raise _Unfit(line, f"it imports {', '.join(modules)}")
     if isinstance(node, ast.Attribute) and _is_private(node.attr) and node not in compilers:
         raise _Unfit(line, f"it reaches for .{node.attr}")
-    if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in defined | BUILTINS):
+    if isinstance(node, ast.Name) and (_is_private(node.id) or node.id not in known):
         raise _Unfit(line, f"it reads the name {node.id}")
 
 
@@ -111,10 +113,10 @@ def _is_private(name: str) -> bool:
     return (name.startswith("__") and name != "__init__") or name in FORBIDDEN
 
 
-def _defined(tree: ast.Module) -> set[str]:
+def _defined(nodes: Sequence[ast.AST]) -> set[str]:
     """Every name that the program itself binds."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
