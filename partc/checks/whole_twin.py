@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from partc.graph import fake_of, is_tensor, results_of, set_fake, set_like, set_value, value
 from partc.graph.graph_edits import run_fake
@@ -62,8 +63,10 @@ def _whole_fake(node: fx.Node, fake: Any) -> Any:
 
 def _unwindowed(target: Any) -> Any:
     """The model's op for an op that reads a window: ``masked_embedding -> aten.embedding``."""
-    for name in RULES:
-        windowed = RULES[name].windowed
+    if isinstance(target, OpOverload):
+        return target
+    for name, rule in RULES.items():
+        windowed = rule.windowed
         if windowed is not None and windowed.target is target:
             namespace, op = name.split(".")[:2]
             return getattr(getattr(torch.ops, namespace), op).default
