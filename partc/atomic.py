@@ -1,92 +1,184 @@
-"""Output that appears whole or not at all, whatever interrupts the writing."""
+"""Output that appears whole or not at all, whatever interrupts the writing.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from fnmatch import fnmatch
+What is written stands first in a hidden folder beside its target, and takes the target's place in
+one step of the file system. A process that is killed meanwhile leaves that folder behind; the next
+one that writes to the same target deletes it.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
-from partc.errors import UsageError
+from partc.errors import PartcError, UsageError
+from partc.exchange import exchange
+from partc.interrupts import not_interrupted
 
-MANIFEST = "program.json"
-WRITTEN = (
-    "*.py",
-    "*.toml",
-    "*.json",
-    "constants.safetensors",
-    "schedule.csv",
-    "programs",  # a folder of such folders, checked like them
-    "__pycache__",
-)  # file names of a saved program; __pycache__ appears when the program has run
+try:
+    import fcntl
+except ImportError:  # on Windows, where leftovers stay
+    fcntl = None  # type: ignore[assignment]
+
+Ours = Callable[[Path], Collection[str]]  # the files of a folder that partc wrote, as "a/b.py"
+CACHED = "__pycache__"  # where Python keeps what it compiled: it appears when a program has run
 
 
 @contextmanager
-def atomic_directory(
-    path: str | Path, written: Sequence[str] = WRITTEN, sign: str = MANIFEST
-) -> Iterator[Path]:
+def atomic_directory(path: str | Path, ours: Ours) -> Iterator[Path]:
     """Yield an empty directory that takes the place of `path` on success and vanishes otherwise.
 
-    An earlier directory at `path` is replaced only if all its file names match the patterns
-    `written` and the file `sign` is among them (with sign "" no such file is needed). UsageError
-    for any other content, which stays as it is.
+    An earlier directory at `path` is replaced only if it has no file but those that `ours` names.
+    UsageError for any other content, which stays as it is, and where nothing can be written. Ctrl-C
+    takes effect when the writing has ended.
     """
-    target = Path(path).resolve()
-    refuse_strangers(target, written, sign)
-    with _beside(target) as holder:
+    with _said(path), _beside(target := Path(path).resolve()) as holder:
+        refuse_strangers(target, ours)
         new = holder / "new"
         new.mkdir()
         yield new
-        refuse_strangers(target, written, sign)  # it may have been filled while we wrote
-        # The old directory moves into the holder, so that it is deleted only after the new stands.
-        _swap(new, target, holder / "old")
+        refuse_strangers(target, ours)  # it may have been filled while we wrote
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            exchange(new, target, holder / "old")
+        else:
+            new.rename(target)
 
 
 def atomic_write(path: str | Path, text: str) -> None:
-    """Replace the content of the file at `path` by `text`; a failure leaves the old content."""
-    target = Path(path).resolve()
-    with _beside(target) as holder:
+    """Replace the content of the file at `path` by `text`; a failure leaves the old content.
+
+    UsageError where it cannot be written.
+    """
+    with _said(path), _beside(target := Path(path).resolve()) as holder:
         new = holder / "new"
         new.write_text(text, encoding="utf-8", newline="\n")
         target.parent.mkdir(parents=True, exist_ok=True)
         new.replace(target)
 
 
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A temporary directory on the target's file system, so that a rename is enough."""
-    parent = next(folder for folder in target.parents if folder.is_dir())
-    with TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as holder:
-        yield Path(holder)
+def check_output(path: str | Path, ours: Ours) -> None:
+    """UsageError if a directory could not be written at `path`, before the work that it is for."""
+    with _said(path):
+        target = Path(path).resolve()
+        refuse_strangers(target, ours)
+        parent = _nearest_folder(target)
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(13, os.strerror(13), str(parent))
+        blocked = next((each for each in target.parents if os.path.lexists(each)), parent)
+        if blocked != parent:
+            raise NotADirectoryError(20, os.strerror(20), str(blocked))
 
 
-def _swap(new: Path, target: Path, old: Path) -> None:
-    """Rename `new` to `target`, moving what is there to `old`, and back if that fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-    except BaseException:  # also Ctrl-C: between the two renames there is no directory at `target`
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-
-
-def refuse_strangers(target: Path, written: Sequence[str] = WRITTEN, sign: str = MANIFEST) -> None:
-    """UsageError unless `target` is absent, empty, or holds what partc wrote and nothing else."""
+def refuse_strangers(target: Path, ours: Ours) -> None:
+    """UsageError unless `target` is absent, empty, or holds files that partc wrote alone."""
     if not target.exists():
         return
     if not target.is_dir():
         raise _refusal(target, "it is a file")
-    names = sorted(entry.name for entry in target.iterdir())
-    if names and sign and sign not in names:
-        raise _refusal(target, f"it has no {sign}, so partc did not write it")
-    strangers = [n for n in names if not any(fnmatch(n, pattern) for pattern in written)]
-    if strangers:
-        raise _refusal(target, f"it also holds {strangers[0]}, which partc did not write")
-    if "programs" in names and "programs" in written:
-        for folder in sorted((target / "programs").iterdir()):
-            refuse_strangers(folder, written, sign)
+    if not any(target.iterdir()):
+        return
+    known = {*ours(target)}
+    folders = {parent.as_posix() for name in known for parent in Path(name).parents}
+    for name in _content(target):
+        if name.rstrip("/") not in (folders if name.endswith("/") else known):
+            raise _refusal(target, f"it also holds {name}, which partc did not write")
+
+
+def _content(folder: Path) -> Iterator[str]:
+    """The files of a folder and of those in it, and the folders with a slash at the end.
+
+    Without what Python has compiled of the files.
+    """
+    for place, folders, files in os.walk(folder):
+        here = Path(place).relative_to(folder)
+        if here.name == CACHED:
+            folders.clear()
+            files = [n for n in files if not _is_compiled(Path(place).parent, n)]
+        yield from ((here / name).as_posix() for name in sorted(files))
+        for name in sorted(folders):
+            link = (Path(place) / name).is_symlink()
+            if link or name != CACHED:
+                yield f"{(here / name).as_posix()}{'' if link else '/'}"
+
+
+def _is_compiled(sources: Path, name: str) -> bool:
+    """Whether a file is what Python has compiled of a source in the folder `sources`."""
+    return name.endswith(".pyc") and (sources / f"{name.split('.')[0]}.py").is_file()
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A temporary directory on the target's file system, so that a rename is enough.
+
+    Its name is short, as that of the target may be as long as the file system allows. The lock on
+    it is free as soon as this process has ended.
+    """
+    parent = _nearest_folder(target)
+    sign = f".partc-{sha256(target.as_posix().encode()).hexdigest()[:8]}-"
+    with not_interrupted():
+        for left in parent.glob(f"{sign}*"):
+            _clear(left, target)
+        holder = Path(mkdtemp(prefix=sign, dir=parent))
+        lock = _lock(holder, wait=True)
+        try:
+            yield holder
+        finally:
+            shutil.rmtree(holder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+
+def _nearest_folder(target: Path) -> Path:
+    return next(folder for folder in target.parents if folder.is_dir())
+
+
+def _clear(left: Path, target: Path) -> None:
+    """Delete what a process has left that was killed, and put back what it had moved away."""
+    with suppress(OSError):
+        lock = _lock(left, wait=False)
+        if lock is None:
+            return
+        if (left / "old").exists() and not target.exists():
+            (left / "old").rename(target)
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """Take the lock of a folder; None if another process has it, or there are no locks."""
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # the other process lives, or the file system has no locks
+        os.close(handle)
+        return None
+    return handle
+
+
+@contextmanager
+def _said(path: str | Path) -> Iterator[None]:
+    """Say in a sentence why `path` cannot be written."""
+    try:
+        yield
+    except PartcError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        if isinstance(error, ValueError) and "\0" not in str(path):
+            raise
+        why = getattr(error, "strerror", None) or str(error)
+        at = getattr(error, "filename", None)
+        raise UsageError(
+            where=repr(str(path)) if "\0" in str(path) else str(path),
+            what="cannot be written",
+            why=why if at is None or Path(str(at)) == Path(path) else f"{why}: {at}",
+            do="Name a place where you may write, with room on its disk. What was there before is "
+            "as it was.",
+        ) from error
 
 
 def _refusal(target: Path, why: str) -> UsageError:

@@ -20,6 +20,7 @@ from typing import IO, Any
 from partc.atomic import atomic_directory
 from partc.errors import LoadError, PartcError
 from partc.program import Program, load
+from partc.program.written import written_files
 
 try:
     import fcntl
@@ -62,7 +63,7 @@ class CacheFolder:
     def write(self, key: str, program: Program, noted: Mapping[str, Any]) -> None:
         """Keep a program; a note where the folder cannot be written."""
         try:
-            with atomic_directory(self.path / key, (PROGRAM, SIGN), SIGN) as entry:
+            with atomic_directory(self.path / key, _written) as entry:
                 program.save(entry / PROGRAM)
                 (entry / SIGN).write_text(json.dumps(dict(noted)), encoding="utf-8")
             self._prune()
@@ -114,6 +115,11 @@ class CacheFolder:
                     shutil.rmtree(entry, ignore_errors=True)
         for _, entry in sorted(used)[:-MOST_ENTRIES]:
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def _written(entry: Path) -> set[str]:
+    """The files of an entry."""
+    return {SIGN, *(f"{PROGRAM}/{name}" for name in written_files(entry / PROGRAM))}
 
 
 def _age_s(path: Path) -> float:

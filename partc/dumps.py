@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from partc.atomic import atomic_directory, refuse_strangers
+from partc.atomic import atomic_directory, check_output
 from partc.passes.runner import Ran, State
 
-WRITTEN = ("[0-9][0-9]-*.txt",)
+WRITTEN = "[0-9][0-9]-*.txt"
 
 
 def write_dump(state: State, folder: str | Path) -> None:
@@ -16,7 +16,7 @@ def write_dump(state: State, folder: str | Path) -> None:
     may be in; of a pipeline a file for each stage, once there are stages. The number is the pass's
     in the table. UsageError if the folder has other files.
     """
-    with atomic_directory(folder, WRITTEN, sign="") as new:
+    with atomic_directory(folder, _written) as new:
         for row, ran in sorted(state.ran.items()):
             for name, text in _files(row + 1, ran):
                 (new / name).write_text(text, encoding="utf-8", newline="\n")
@@ -24,7 +24,11 @@ def write_dump(state: State, folder: str | Path) -> None:
 
 def check_folder(folder: str | Path) -> None:
     """UsageError if a dump could not be written there, before the work that it would show."""
-    refuse_strangers(Path(folder).resolve(), WRITTEN, sign="")
+    check_output(folder, _written)
+
+
+def _written(folder: Path) -> list[str]:
+    return [each.name for each in folder.glob(WRITTEN)]
 
 
 def _files(number: int, ran: Ran) -> Iterator[tuple[str, str]]:

@@ -31,9 +31,12 @@ def compile_command(args: argparse.Namespace) -> int:
     import torch
 
     from partc import api
+    from partc.atomic import check_output
     from partc.cli.models import find_model
+    from partc.program.written import written_files
 
     start = time.monotonic()
+    check_output(args.out, written_files)
     with _progress(f"building {args.model}"):
         target = find_model(args.model, _sizes(args))
         target = target.for_inference() if args.inference else target

@@ -36,6 +36,7 @@ from partc.program.role import Role, dtype_of
 from partc.program.saved_cost import Cost, SavedCost
 from partc.program.tensorfile import TensorFile, write_tensors
 from partc.program.wanted import Recipe, Wanted
+from partc.program.written import written_files
 from partc.quoting import docstring
 from partc.trace.arguments import Arguments
 from partc.trace.fingerprint import Fingerprint, table
@@ -245,9 +246,10 @@ class Program:
             path: a new folder, or one with a program of an earlier ``save``, which is replaced.
 
         Raises:
-            UsageError: the folder has other files.
+            UsageError: the folder has files that the earlier program's ``program.json`` does not
+                list, or nothing can be written there.
         """
-        with atomic_directory(path) as folder:
+        with atomic_directory(path, written_files) as folder:
             texts = {**self.sources, PLAN: self.plan, RUN: self._run_script()}
             texts |= {SCHEDULE: self.schedule} if self.schedule else {}
             for name, text in sorted(texts.items()):

@@ -132,6 +132,22 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def test_a_users_file_in_a_programs_folder_is_never_lost(folder: Path) -> None:
+    for name in ("train.py", "my.toml", "results.json", "programs/0/train.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+        with pytest.raises(UsageError, match=f"it also holds {name}, which partc did not write"):
+            example_program().save(folder)
+        assert (folder / name).read_text() == "mine"
+        (folder / name).unlink()
+    (folder / "programs/0").rmdir()
+    (folder / "programs").rmdir()
+    example_program().save(folder)
+    (folder / "program.json").write_text('{"name": "of another tool", "files": {}}')
+    with pytest.raises(UsageError, match="does not say which files are partc's own"):
+        example_program().save(folder)
+
+
 # tensor files --------------------------------------------------------------------------------
 def tensor_file(path: Path, header: object, data: bytes = b"\0" * 8) -> Path:
     text = json.dumps(header).encode()
